@@ -2,9 +2,9 @@
 
 A group is a flat dict, ``{"blocks.mlp.up.kernel": array, ...}``; a checkpoint holds
 several (``model``, ``optimizer``, ...) under one step. Shapes are global, so that any
-strategy on any number of devices can read what another wrote. A save copies the arrays
-to the host and returns; the files are written in the background, and the checkpoint
-appears complete or not at all.
+strategy on any number of devices can read another strategy's checkpoint. A save copies
+the arrays to the host and returns; the files are written in the background, and the
+checkpoint appears complete or not at all.
 """
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint

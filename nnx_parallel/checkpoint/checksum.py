@@ -349,7 +349,7 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:
     """The checksums that were saved with a header, read without Orbax.
 
-    Raises ``OSError`` if that fails, ``ValueError`` if they are other checksums.
+    Raises ``OSError`` if that fails, ``ValueError`` if they belong to another header.
     """
     content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
     if not matches(content, _CONTENT) or content.get("digest") != digest(content):

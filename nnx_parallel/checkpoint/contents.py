@@ -1,8 +1,8 @@
 """Contents of a checkpoint: groups of arrays and a header, and how they may differ.
 
-A header records what Orbax refuses or hides (empty groups, random keys) and the user's
-metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a part of its
-own would become a tree of arrays.
+A header records contents that Orbax refuses or hides (empty groups, random keys) and
+the user's metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a
+separate part would become a tree of arrays.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ _HEADER = {
     "meta": dict,
 }
 
-_RESERVED = ("metrics", PART)  # names of parts that are no groups
+_RESERVED = ("metrics", PART)  # names of parts that are not groups
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class StoredCheckpoint:
     """The contents of one checkpoint, without its arrays.
 
     ``groups`` are the global shape and dtype of each array by group and path;
-    ``metrics`` are empty if none were saved. ``base`` are dtypes and shapes of arrays
-    that it names by checksum and does not have.
+    ``metrics`` are empty if none were saved. ``base`` has dtypes and shapes of arrays
+    that it names only by checksum.
     """
 
     step: int
@@ -65,10 +65,10 @@ class StoredCheckpoint:
     base: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-# On disk the layout depends on no strategy. All arrays of the model are one group,
-# whichever of them this run trains, so that a run which trains others finds them.
+# On disk the layout does not depend on the strategy. All arrays of the model are one
+# group, trained or not, so that a run that trains other arrays finds them.
 _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
-_PROGRESS = ("step", "key", "loss_scale")  # together a group; others have their own
+_PROGRESS = ("step", "key", "loss_scale")  # one group; others have separate ones
 
 
 def to_groups(state: Any) -> dict[str, dict[str, Any]]:
@@ -81,7 +81,7 @@ def to_groups(state: Any) -> dict[str, dict[str, Any]]:
 
 
 def from_groups(state: T, groups: Groups) -> T:
-    """The `TrainState` with the arrays of some groups; the rest as it was."""
+    """The `TrainState` with the arrays of some groups; the rest is unchanged."""
 
     def find(keys: tuple[Any, ...], leaf: Any) -> Any:
         group, path = _place(keys)
@@ -134,9 +134,10 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
 def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
     """The groups that Orbax writes while the next steps run, without empty ones.
 
-    Orbax copies arrays by ``np.asarray`` before a save returns. Of memory of the host
-    that is a view, which a step that is given the array as donated would overwrite, or
-    refuse to take. So these arrays are copied, a shard at a time and there.
+    Orbax copies arrays by ``np.asarray`` before a save returns. For an array in host
+    memory this gives a view, which a step that gets the array as donated would
+    overwrite, or refuse to take. So these arrays are copied within host memory, one
+    shard at a time.
     """
     return {
         name: {path: _copy_if_on_host(x) for path, x in group.items()}
@@ -148,7 +149,7 @@ def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
 def _copy_if_on_host(x: jax.Array) -> jax.Array:
     if x.sharding.memory_kind != HOST:
         return x
-    # Of the whole array JAX copies only what one process can address.
+    # JAX copies a whole array only if one process can address it.
     shards = [
         jax.device_put(shard.data, shard.data.sharding, may_alias=False)
         for shard in x.addressable_shards
@@ -163,8 +164,9 @@ def make_header(
     metrics: Mapping[str, float],
     base: Mapping[str, jax.Array],
 ) -> dict[str, Any]:
-    """The header that is saved with the arrays, as JSON can hold it."""
-    # There and back: what a reader gets, with lists for tuples, is what is hashed.
+    """The header that is saved with the arrays, as JSON values."""
+    # JSON is written and read back: the hash is of the reader's values, with lists for
+    # tuples.
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
@@ -175,7 +177,7 @@ def make_header(
     header = {
         "format": _FORMAT,
         "step": int(step),  # a directory may be renamed or copied
-        # Empty groups too, which Orbax refuses: only the header knows them.
+        # This includes empty groups, which Orbax refuses: only the header knows them.
         "sizes": {name: len(group) for name, group in groups.items()},
         # Orbax shows them as uint32 words (docs/library-notes.md, "Orbax: contents").
         "keys": {
@@ -208,12 +210,12 @@ def make_header(
             f"Cannot save the metadata, for it could not be read again. {problem} Save "
             "fewer arrays, or less metadata (such as the state of the data's iterator)."
         )
-    # The digest covers it: Orbax reads a flipped bit in JSON as another value.
+    # The digest protects it: Orbax reads a flipped bit in JSON as another value.
     return header | {"digest": digest(header)}
 
 
 def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
-    """Raises ``CheckpointDamagedError`` if an array that was read is another one."""
+    """Raises ``CheckpointDamagedError`` if an array that was read has changed."""
     # Orbax has no checksum on values: a flipped bit restores silently.
     found, saved = checksums(read), stored.checksums
     lines = [
@@ -244,7 +246,7 @@ def check_header(
             "another directory; nothing here deletes or renames it."
         )
     found = header.get("format")
-    # First: another version may compute the digest in another way.
+    # This comes first: another version may compute the digest in another way.
     if isinstance(found, int) and found != _FORMAT:
         raise CheckpointFormatError(
             f"{where} has format {found}; this version of nnx_parallel reads format "
@@ -253,7 +255,7 @@ def check_header(
         )
     if header.get("digest") != digest(header) or not matches(header, _HEADER):
         raise ValueError("Its header is not what was saved.")
-    # Absent in checkpoints of the first release.
+    # The entry is absent in checkpoints of the first release.
     if (saved_as := header.get("step", step)) != step:
         raise ValueError(
             f"It was saved as step {saved_as}: its directory was renamed or copied."
@@ -282,7 +284,7 @@ def read_stored(
         }
         for path, array in arrays.items():
             _check_chunks(path, array)
-        # The digest covers our header, not Orbax's metadata, where these come from.
+        # The digest covers our header, not Orbax's metadata, from which these come.
         for path, saved in header["arrays"][name].items():
             found_here = spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
@@ -292,7 +294,7 @@ def read_stored(
                 )
         if checksums.get(name, {}).keys() != arrays.keys():
             raise ValueError("Its checksums are of other arrays.")
-    # Absent where every array was saved.
+    # ``base`` is absent if every array was saved.
     values = {name: header.get(name, {}) for name in ("meta", "metrics", "base")}
     if checksums.get("base", {}).keys() != values["base"].keys():
         raise ValueError("Its checksums are of another base.")
@@ -317,10 +319,10 @@ def _check_chunks(path: str, array: Any) -> None:
 def check_match(
     stored: StoredCheckpoint, wanted: AbstractGroups, directory: str
 ) -> None:
-    """Compares the arrays asked for with those of a checkpoint in ``directory``.
+    """Compares requested arrays with a checkpoint's arrays in ``directory``.
 
-    Orbax by itself takes the saved layout or casts another dtype silently, and names no
-    array whose shape differs.
+    Orbax without this check takes the saved layout or casts another dtype silently, and
+    does not name arrays whose shapes differ.
 
     Raises:
         CheckpointError: If an array is asked for without a sharding.
@@ -341,7 +343,7 @@ def check_match(
         for line in group_differences(stored.groups.get(name), group)
     ]
     if lines:
-        # Of another optimizer alone, the model's arrays are of use as they are.
+        # If only the optimizer differs, the model's arrays can be used as they are.
         is_model = any(line.startswith("model: ") for line in lines)
         weights = (
             ""
@@ -358,7 +360,7 @@ def check_match(
 def check_states(
     stored: StoredCheckpoint, description: Mapping[str, Any], where: str
 ) -> None:
-    """Compares the kinds of the optimizer's states with those of a checkpoint.
+    """Compares the kinds of the optimizer's states with a checkpoint's kinds.
 
     Arrays of two optimizers may have the same paths and shapes and another meaning.
     Checkpoints of earlier versions do not name the kinds: they are not compared.
@@ -393,7 +395,8 @@ def group_differences(
     there, here = (
         {p: spell(x) for p, x in group.items()} for group in (stored, wanted)
     )
-    # Nearest: a path that both sides have is no other spelling of one that one lacks.
+    # Nearest names leave out paths that both sides have: such a path is not another
+    # spelling of a missing one.
     for path in dict.fromkeys((*here, *there)):
         if path not in there:
             near = _nearest(path, "there", there.keys() - here.keys())
@@ -420,6 +423,6 @@ def _abstract(
 ) -> jax.ShapeDtypeStruct:
     if key_impl is None:
         return jax.ShapeDtypeStruct(shape, dtype)
-    # Orbax's shape is that of the key's words: (..., words).
+    # Orbax's shape is the shape of the key's words: (..., words).
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     return jax.ShapeDtypeStruct(shape[:-1], key.dtype)

@@ -35,7 +35,7 @@ QUARANTINED, _DELETED = "damaged-", "deleted-"
 """Prefixes of the names of directories that are no longer steps."""
 
 REWOUND = "rewound-"
-"""Begins the name of a directory of steps that a run has gone back before."""
+"""Prefix of a directory with the later steps of a run that went back."""
 
 PART, CHECKSUMS = "fingerprints", "fingerprints.json"
 """The part next to the groups, and its file; the first release chose these names."""
@@ -281,5 +281,5 @@ def matches(value: object, kind: Any) -> bool:
 
 
 def is_foreign(header: dict[str, Any]) -> bool:
-    """True if another program has saved it: it has none of our header's keys."""
+    """True if another program has saved it: it lacks all keys of our header."""
     return not {"format", "digest", "sizes"} & header.keys()

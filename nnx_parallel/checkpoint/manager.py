@@ -59,20 +59,21 @@ class CheckpointManager:
     The directory is opened at the first use and stays open until `close`. Use it as a
     context manager: a process that ends without `close` loses the save in progress, and
     its error. All processes make the same calls in the same order, from the main
-    thread: Orbax's checkpointer is for that thread alone.
+    thread: Orbax's checkpointer is only for that thread.
 
     Args:
-        options: Where and how often to save, and what to keep; or the directory alone.
-            With ``None`` no step is due, and saving and restoring are errors.
-        description: Of the run; saved as metadata with each state.
-        read_only: As `SavedSteps`.
+        options: A `Checkpoint`: directory, intervals, and rules for the steps to keep;
+            or only the directory. With ``None`` no step is due, and saving and
+            restoring are errors.
+        description: Description of the run; it is saved as metadata with each state.
+        read_only: The same as for `SavedSteps`.
         frozen: Paths of parameters that are not trained.
 
     Attributes:
-        options: As given; a directory as a `Checkpoint`.
-        description: As given.
+        options: The given options; a directory is a `Checkpoint` here.
+        description: The given description.
         directory: A path, or a URL such as ``gs://...``.
-        local_directory: The directory if it is no URL: other files can go there.
+        local_directory: The directory if it is not a URL: other files can go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
         report: Called with a line for people once a checkpoint is on the disk, where a
@@ -108,7 +109,7 @@ class CheckpointManager:
         self._opened: SavedSteps | None = None
         self._save: AsyncSave | None = None
         self._has_warned_of_best = False
-        self._has_remains = False  # of a save that failed, in the directory
+        self._has_remains = False  # a failed save left files in the directory
 
     @property
     def ranks_by_eval(self) -> bool:
@@ -117,7 +118,7 @@ class CheckpointManager:
         return (best or "").startswith("eval_")
 
     def check_best(self, metrics: Collection[str], where: str) -> None:
-        """Warns, once, if the metric of ``keep_best`` is not among those of a step."""
+        """Warns, once, if the metric of ``keep_best`` is not among a step's metrics."""
         best = self.options and self.options.keep_best
         if best is None or best in metrics or self._has_warned_of_best:
             return
@@ -130,7 +131,7 @@ class CheckpointManager:
 
     @property
     def warns(self) -> bool:
-        """True if what cannot be written does not end the fit."""
+        """True if a failed write does not end the fit."""
         return self.options is not None and self.options.on_save_error == "warn"
 
     @property
@@ -165,7 +166,7 @@ class CheckpointManager:
         return self._opened is not None and self._opened.preemption.has_notice
 
     def is_due(self, step: int) -> bool:
-        """True if ``step`` is one to save: by ``every``, or before a preemption.
+        """True if ``step`` has to be saved: by ``every``, or before a preemption.
 
         All processes call it once a step: by these calls they agree on the step at
         which jax announces a preemption (SIGTERM under ``jax.distributed``).
@@ -187,8 +188,8 @@ class CheckpointManager:
 
         With ``once``, does nothing if this object has saved or restored the step. With
         ``may_skip`` and ``on_save_error="warn"``, saves nothing while an earlier save
-        that failed on one of several processes has not been given up. ``progress`` is
-        what JSON can hold: the position in the data, and what callbacks keep.
+        that failed on one of several processes has not been given up. ``progress`` has
+        JSON values: the position in the data, and the states of callbacks.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.
@@ -199,10 +200,11 @@ class CheckpointManager:
         """
         if once and self.last_saved == step:
             return
-        self._open()  # an error if there is no directory
+        self._open()  # an error without a directory
         if self.warns and jax.process_count() > 1:
-            # All together, for this save begins with barriers: a process whose last
-            # save has failed would wait in them for those that still write it.
+            # All processes wait together, because this save begins with barriers: a
+            # process whose last save has failed would wait in them for processes that
+            # still write it.
             while not wait_on_all_processes(self._save):
                 self.poll()
                 if may_skip:
@@ -233,7 +235,7 @@ class CheckpointManager:
         overwrite: bool = False,
         base: Mapping[str, jax.Array] | None = None,
     ) -> None:
-        """Copies arrays and begins to write them; each process writes its own shards.
+        """Copies arrays and begins to write them; each process writes its shards.
 
         When it returns, the arrays may be donated; the files are written in the
         background, unless ``asynchronous=False``.
@@ -254,7 +256,7 @@ class CheckpointManager:
                 failed in the background: then this one was not tried, unless
                 ``on_save_error="warn"``.
         """
-        # Waits for the last save: Orbax replaces its inner checkpointer without.
+        # This waits for the last save: otherwise Orbax replaces its inner checkpointer.
         saved = self.saved
         directory = saved.directory
         if self._read_only:
@@ -264,15 +266,16 @@ class CheckpointManager:
         check_groups(groups)
         save = AsyncSave(step, directory, cleans=self._has_remains)
         try:
-            # Before anything is read there: a disk that is away is a save that fails;
-            # a process that is lost in the exchange is not.
+            # This check comes before any read there: an unavailable disk is a failed
+            # save, but a process that is lost in the exchange is not.
             check_writable(directory, saved.check_lock)
         except CheckpointDirectoryError as error:
             raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(step, groups, meta, metrics, base or {})
-        # Now, for the fit may donate the arrays once this returns. With several
-        # processes Orbax's barriers, programs on the devices, queue behind the hashes.
+        # Hashing begins now, because the fit may donate the arrays once this returns.
+        # With several processes Orbax's barriers, programs on the devices, queue behind
+        # the hashes.
         hashed = {**groups, **({BASE: base} if base else {})}
         pending = start_checksums(hashed, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
@@ -280,12 +283,13 @@ class CheckpointManager:
         saved.known_metrics[step] = metrics
         save.listen()
         try:
-            # In this thread: begun in another, from pinned host copies, 513 MB delayed
-            # the steps by 90 ms instead of 160, but the next call knew of no save.
+            # The save begins in this thread: begun in another, from pinned host copies,
+            # 513 MB delayed the steps by 90 ms instead of 160 ms, but the next call did
+            # not know of the save.
             response = saved.orbax.save_checkpointables_async(
                 step,
                 to_write(groups) | {PART: checksums},
-                force=True,  # `is_due` has decided, or the user
+                force=True,  # `is_due` or the user has decided
                 overwrite=overwrite,
                 custom_metadata=header,
             )
@@ -310,7 +314,7 @@ class CheckpointManager:
             self._join_save()
 
     def poll(self) -> None:
-        """Reports a failure as `wait`, perhaps on one process alone; does not wait."""
+        """Reports a failure like `wait`, perhaps only on one process; does not wait."""
         with self._reporting_failures():
             if self._save is not None and self._save.error is None:
                 self._save.check()
@@ -351,7 +355,7 @@ class CheckpointManager:
             yield
         except CheckpointSaveError as error:
             self.last_saved = None
-            # Copies that differ are no matter of the disk: their numbers are wrong.
+            # Copies that differ are not a failure of the disk: their numbers are wrong.
             if not self.warns or isinstance(error.__cause__, ReplicaError):
                 raise
             warn_user(f"{error} Training goes on.")
@@ -364,7 +368,7 @@ class CheckpointManager:
     ) -> tuple[TrainState, dict[str, Any]]:
         """The state of a step in the layout of ``abstract``, and the metadata.
 
-        Steps, ``base`` and errors are those of `SavedSteps.restore`.
+        Steps, ``base`` and errors are the same as for `SavedSteps.restore`.
         """
         wanted = to_groups(abstract)
         groups, meta = self.saved.restore(wanted, step, base, self._adapt)
@@ -373,7 +377,7 @@ class CheckpointManager:
     def _adapt(
         self, stored: StoredCheckpoint, wanted: AbstractGroups
     ) -> AbstractGroups:
-        """The groups to read of a checkpoint, once its optimizer is found to be ours.
+        """The groups to read from a checkpoint, after a check of its optimizer.
 
         A run that begins to keep a moving average starts it from the parameters.
         """
@@ -410,7 +414,7 @@ class CheckpointManager:
         """The newest intact state, the metadata, and a line per corrupt step.
 
         ``None`` without a directory, or a checkpoint in it. All processes call it;
-        errors are those of `SavedSteps.restore_newest`.
+        errors are the same as for `SavedSteps.restore_newest`.
         """
         wanted = to_groups(abstract)
         found = self.options and self.saved.restore_newest(wanted, base, self._adapt)
@@ -428,7 +432,7 @@ class CheckpointManager:
     def read_newest(
         self, abstract: TrainState, base: Base | None = None
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """As `resume`; but writes and moves nothing, for the run may be alive."""
+        """The same as `resume`, but writes and moves nothing: the run may be alive."""
         if self.directory is None:
             return None
         exists = self.local_directory is None or self.local_directory.is_dir()
@@ -440,18 +444,18 @@ class CheckpointManager:
             return reader.resume(abstract, base)
 
     def is_newest(self, step: int) -> bool:
-        """True if a step, which was read, is where a fit continues."""
+        """True if a fit continues from this step, which was read."""
         return not self.saved.corrupt_steps and self.latest_step == step
 
     def set_aside(self, step: int) -> str:
-        """Moves the steps after one into a directory; a line that names it, or "".
+        """Moves the steps after one into a directory; returns a line about it, or "".
 
         Raises:
             CheckpointDirectoryError: If the directory cannot be written, or another run
                 is writing there.
         """
         later, aside = self.saved.set_aside(step)
-        # A later step of the same number is another one, to be saved.
+        # A later step of the same number is a different one, which has to be saved.
         self.last_saved = step
         return (
             f"Went back to step {step} in '{self.directory}'; steps {later} are "
@@ -460,7 +464,8 @@ class CheckpointManager:
 
     def check_options(self) -> None:
         """Raises ``DisagreementError`` on all processes if their options differ."""
-        # They would wait for one another: one saves, or deletes a step, others do not.
+        # Otherwise they would wait for one another: one saves, or deletes a step,
+        # others do not.
         options = strip_addresses(repr(self.options))
         check_consistent("checkpoints", {"checkpoint": options})
 
@@ -505,7 +510,7 @@ class CheckpointManager:
             if is_pending:  # Orbax would wait for the other processes
                 opened.release()
             elif self._has_remains:
-                # Orbax raises once more what the last save has failed with.
+                # Orbax raises the error of the last save again.
                 with contextlib.suppress(Exception):
                     opened.close()
             else:

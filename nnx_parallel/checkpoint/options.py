@@ -1,7 +1,7 @@
-"""Where checkpoints go, how often, and which are kept; checks of their directory.
+"""Options of checkpoints, rules for the steps to keep, and checks of the directory.
 
 An object store (``gs://...``) has no free space to ask for and no file to try: most of
-it is left to Orbax.
+its checks are left to Orbax.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def check_url(url: str) -> None:
             "Storage (gs://bucket/run) and to file systems. Mount another object store "
             "as a file system, and give the path."
         )
-    # What is deleted there is found by gcsfs, which takes the name for a pattern.
+    # The files to delete there are found by gcsfs, which takes the name for a pattern.
     if glob.has_magic(url):
         raise CheckpointDirectoryError(
             f"Cannot write checkpoints to '{url}': in an object store a name may hold "
@@ -73,7 +73,7 @@ def check_url(url: str) -> None:
         )
     try:
         importlib.import_module("google.cloud.storage")
-        # Where TensorFlow is installed, Orbax reads and lists with it instead.
+        # If TensorFlow is installed, Orbax reads and lists with it instead.
         if importlib.util.find_spec("tensorflow") is None:
             importlib.import_module("gcsfs")
     except ImportError as error:
@@ -86,7 +86,8 @@ def check_url(url: str) -> None:
 def check_name(directory: str) -> None:
     """Raises ``CheckpointError`` if TensorStore would write to another directory.
 
-    It takes a backslash for a slash, and a name that ends so for its own lock.
+    It takes a backslash for a slash, and a name with the suffix of its locks for a
+    lock.
     """
     is_utf8 = directory == directory.encode(errors="replace").decode()
     is_lock = any(part.endswith(".__lock") for part in directory.split(os.sep))
@@ -98,7 +99,7 @@ def check_name(directory: str) -> None:
 
 
 def check_writable(directory: str, check_lock: Callable[[], None]) -> None:
-    """Raises ``CheckpointDirectoryError`` on all if process 0 cannot, or must not."""
+    """Raises ``CheckpointDirectoryError`` on all unless process 0 can and may write."""
     # Process 0 makes the directory of a step, in the background. Where it cannot, the
     # writers of all processes would wait for it for 5 minutes.
     problem = ""
@@ -118,8 +119,8 @@ def check_step(
 ) -> None:
     """Raises ``CheckpointError`` unless ``step`` is later than all, and its place free.
 
-    Orbax by itself skips an older step silently, and meets a directory that is in its
-    way only when all is written.
+    Orbax without this check skips an older step silently, and finds a directory that is
+    in its way only after all writes.
     """
     where = f"step {step} in '{directory}'"
     if step == latest:
@@ -180,7 +181,7 @@ _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "
 
 
 def grows(metric: str) -> bool:
-    """True if a metric's name is that of one whose best value is the largest."""
+    """True if a metric, by its name, is best when it is largest."""
     return bool(set(re.split(r"[^a-z0-9]+", metric.lower())) & _GROWING)
 
 
@@ -195,34 +196,36 @@ _CHOICES = {
 @suggests_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Where checkpoints go, how often, and which are kept.
+    """Options of checkpoints: their directory, intervals, and rules for steps to keep.
 
-    A checkpoint is kept while any rule asks for it; the newest always is.
+    A checkpoint is kept while any rule asks for it; the newest is always kept.
 
     Attributes:
         directory: Root of the run's checkpoints, made absolute; or a URL. One run at a
             time writes to a path, which a lock ensures.
         every: Steps between saves.
-        keep_last: How many of the newest are kept; ``None`` keeps all.
+        keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
         keep_every: Saved steps that this divides are never deleted.
-        keep_best: Name of the metric by which the best are kept. Checkpoints without
-            it, or with a value that is not finite, never count as best.
-        best_mode: Whether the smallest or the largest value is the best; by default
-            ``"min"``, but for a metric that grows, such as an accuracy, it must be
-            said.
-        num_best: How many of the best are kept.
-        asynchronous: Whether a save returns before its files are written.
-        resume: Whether a fit continues from the latest checkpoint.
-        frozen: What is kept of parameters that are not trained (``wrt=``): ``"save"``
+        keep_best: Name of the metric by which the best checkpoints are kept.
+            Checkpoints without it, or with a value that is not finite, never count as
+            best.
+        best_mode: ``"min"`` (the default) if the smallest value is the best, ``"max"``
+            if the largest is. It is required for a metric that grows, such as an
+            accuracy.
+        num_best: Number of the best checkpoints that are kept.
+        asynchronous: True if a save returns before its files are written.
+        resume: True if a fit continues from the latest checkpoint.
+        frozen: Treatment of parameters that are not trained (``wrt=``): ``"save"``
             writes them; ``"checksum"`` writes only their checksums, so that a
             checkpoint of adapters holds the adapters and their optimizer's state. It
-            restores into a Trainer whose model has the same ones, bit for bit.
-        on_damage: Whether a fit whose latest checkpoint is corrupt raises an
-            ``"error"``, or quarantines it and continues from the newest
-            ``"previous"`` one that is intact.
-        on_save_error: Whether a failed save ends the fit (``"raise"``) or is a warning
-            (``"warn"``), as is a logger's ``OSError``, and training goes on. A save of
-            copies that differ between devices always ends the fit.
+            restores into a Trainer whose model has the same untrained parameters, bit
+            for bit.
+        on_damage: Effect of a corrupt latest checkpoint on a fit: it raises an error
+            (``"error"``), or quarantines the checkpoint and continues from the newest
+            intact one (``"previous"``).
+        on_save_error: Effect of a failed save: it ends the fit (``"raise"``), or it is
+            a warning (``"warn"``), like a logger's ``OSError``, and training goes on. A
+            save of copies that differ between devices always ends the fit.
 
     Raises:
         CheckpointError: If a number is below 1, a choice is unknown, or the directory
@@ -300,22 +303,22 @@ def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
 
 
 def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
-    """The steps with a finite ``keep_best``, the best first; of equals the later."""
+    """The steps with a finite ``keep_best``: the best first, ties by latest."""
     if options.keep_best is None:
         return []
     sign = 1 if options.best_mode == "min" else -1
     scores = {k: sign * x.get(options.keep_best, math.nan) for k, x in metrics.items()}
-    # NaN has no order: one would make the sort arbitrary.
+    # NaN has no order: a NaN would make the sort arbitrary.
     finite = [step for step, score in scores.items() if math.isfinite(score)]
     return sorted(finite, key=lambda step: (scores[step], -step))
 
 
 def superseded_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
-    """The steps that no rule keeps, of all that are saved, with their metrics.
+    """The saved steps that no rule keeps; ``metrics`` has all saved steps.
 
-    Orbax has such rules too. Its ``BestN`` reads a metrics file of its own, orders NaN
-    arbitrarily, and keeps every step while there are no more than ``n``, those without
-    the metric too; and a deletion that fails is a save that fails.
+    Orbax has such rules too. Its ``BestN`` reads a separate metrics file, orders NaN
+    arbitrarily, and keeps every step while there are at most ``n`` steps, also steps
+    without the metric. A failed deletion makes the save fail.
     """
     steps = sorted(metrics)
     kept = set(steps if options.keep_last is None else steps[-options.keep_last :])

@@ -112,8 +112,9 @@ class StepNames:
                 continue
             problem = None
             try:
-                # Not with Orbax: it treats a file that cannot be read now as missing,
-                # opens files of any kind, and parses files of any size.
+                # The file is not read with Orbax, which treats a file that cannot be
+                # read now as missing, opens files of any kind, and parses files of any
+                # size.
                 metadata = read_step_metadata(path)
             except (FileNotFoundError, NotADirectoryError):
                 if is_ours(path) is not None:
@@ -183,7 +184,7 @@ def _make_context() -> ocp.Context:
 
 
 def can_write(dtype: Any) -> bool:
-    """True if TensorStore, with which Orbax writes arrays, knows a type.
+    """True if TensorStore, which writes Orbax's arrays, knows a type.
 
     It has ``int4`` and not ``uint4``, and most of the 8-bit floats.
     """

@@ -66,13 +66,13 @@ class SavedSteps:
     All processes make the same calls in the same order.
 
     Args:
-        options: The directory, when to save and what to keep.
+        options: The directory, intervals of saves, and rules for the steps to keep.
         read_only: Never make, write or clean up anything; for the directory of a run
             that may be alive. One run at a time may write, which a lock ensures; any
             number may read.
 
     Attributes:
-        options: As given.
+        options: The given options.
         directory: A path, or a URL such as ``gs://...``.
         orbax: Orbax's checkpointer of the directory; the manager saves with it.
         preemption: Notes a preemption that jax announces.
@@ -89,13 +89,14 @@ class SavedSteps:
         self.directory = str(options.directory)
         self.known_metrics: dict[int, Metrics] = {}
         self._read_only = read_only
-        self._rules: dict[int, object] = {}  # of the best, as each step has it
-        self._is_stale = False  # the listing, against the directory
-        self._deleted: set[int] = set()  # since the listing
-        # Tried first: where Orbax cannot make a step's directory, its writers wait
-        # for 5 minutes (docs/library-notes.md, "Orbax: directories").
+        self._rules: dict[int, object] = {}  # the `best_rule` of each step
+        self._is_stale = False  # the listing may differ from the directory
+        self._deleted: set[int] = set()  # deleted since the listing
+        # The directory is tried first: if Orbax cannot make a step's directory, its
+        # writers wait for 5 minutes (docs/library-notes.md, "Orbax: directories").
         check_directory(self.directory, read_only=read_only)
-        # Before Orbax opens it, which deletes a save that another run has under way.
+        # The lock is taken before Orbax opens the directory, which deletes another
+        # run's save in progress.
         self._lock = None if read_only else lock_directory(self.directory)
         with reading(f"the steps in '{self.directory}'"):
             self.orbax, self._names, self.preemption = open_directory(
@@ -123,7 +124,7 @@ class SavedSteps:
 
     @property
     def corrupt_steps(self) -> dict[int, str]:
-        """Steps of which too little is left to be listed, each with its problem."""
+        """Steps with too few files to be listed, each with its problem."""
         steps = self.steps
         return {k: why for k, why in self._names.corrupt.items() if k not in steps}
 
@@ -131,7 +132,7 @@ class SavedSteps:
         """Saved steps to delete once ``step`` is saved, with its metrics."""
         ranks = self.options.keep_best is not None
         found = self.metrics() if ranks else {step: {} for step in self.steps}
-        # Another program's is no step of this run, nor the best of it.
+        # Another program's step is neither a step of this run nor its best step.
         ours = {k: v for k, v in found.items() if k not in self._names.foreign}
         return superseded_steps(self.options, {**ours, step: metrics})
 
@@ -140,11 +141,11 @@ class SavedSteps:
         self._deleted.update(steps)
 
     def metrics(self) -> dict[int, Metrics]:
-        """The metrics of each saved step; none of one that cannot be read."""
+        """The metrics of each saved step; empty if the step cannot be read."""
         steps = self.steps
         for step in steps:
             if step not in self.known_metrics:
-                # A corrupt step is none of the best; a fit that saves goes on.
+                # A corrupt step is never among the best; a fit that saves goes on.
                 errors = (CheckpointReadError, CheckpointFormatError)
                 with contextlib.suppress(*errors), self._reading(step):
                     header = self._read_header(step)
@@ -156,7 +157,8 @@ class SavedSteps:
     def best_step(self) -> int | None:
         """The step that is best by ``keep_best``, or ``None``.
 
-        Without that option, by the option of the run that saved the newest step.
+        Without that option the best is found by the option of the run that saved the
+        newest step.
         """
         metrics = self.metrics()
         newest = max(self._rules.keys() & metrics.keys(), default=None)
@@ -212,7 +214,7 @@ class SavedSteps:
         """Returns the contents of a step, or of the latest; reads no arrays.
 
         Raises:
-            CheckpointNotFoundError: If there is no such step.
+            CheckpointNotFoundError: If the step does not exist.
             CheckpointReadError: If its files are corrupt.
             CheckpointFormatError: If another program or a later version wrote them.
             CheckpointUnavailableError: If they cannot be read now.
@@ -227,7 +229,8 @@ class SavedSteps:
                 for name, size in header["sizes"].items()
                 if size
             }
-            # With the header's digest, so that another save's checksums are refused.
+            # The header's digest is compared, so that another save's checksums are
+            # refused.
             checksums = read_checksums(path, header["digest"])
             return read_stored(step, header, groups, checksums)
 
@@ -245,30 +248,31 @@ class SavedSteps:
     ) -> Restored:
         """Returns the arrays of some groups, placed as asked, and the metadata.
 
-        Each device reads its own shards; no array is ever whole on one that holds
-        only a part. Values are those saved, bit for bit.
+        Each device reads only its shards, so that an array is never whole on a device
+        that holds a part. Values equal the saved values, bit for bit.
 
         Args:
             wanted: Shape, dtype and sharding of each array, for all groups or some
-                (``{"params": ...}`` reads the weights alone).
-            step: As `find`.
-            base: Has the arrays that the checkpoint names by checksum alone.
+                (``{"params": ...}`` reads only the weights).
+            step: The same as for `find`.
+            base: Has the arrays that the checkpoint names only by checksum.
             adapt: Changes ``wanted`` to suit the checkpoint, or refuses it.
 
         Raises:
             CheckpointError: If an array has no sharding.
-            CheckpointMismatchError: If paths, shapes or dtypes differ from those
-                saved, before any array is read.
+            CheckpointMismatchError: If paths, shapes or dtypes differ from the saved
+                ones, before any array is read.
             CheckpointDamagedError: If an array is not the one that was saved.
-            CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError: As
-                `describe`. Corruption that one process finds is an error on all.
+            CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError:
+                The same as for `describe`. Corruption that one process finds is an
+                error on all.
         """
         step = self.find(step)
         where = f"Checkpoint {step} in '{self.directory}'"
         problem, stored, read = "", None, dict[str, Any]()
         lent: dict[str, Any] = {}
         try:
-            # All that differs is found before an array is read.
+            # All differences are found before an array is read.
             stored = self.describe(step)
             wanted = adapt(stored, wanted)
             present, lent = split_base(wanted, stored.base)
@@ -288,12 +292,13 @@ class SavedSteps:
         if bad or stored is None:
             raise CheckpointReadError("\n".join(bad))
         with reading(where):
-            # After the exchange: this gathers the sums of all processes' shards.
+            # This follows the exchange, because it gathers the sums of all processes'
+            # shards.
             check_checksums(stored, read, where)
         if lent:
             own = same_base(stored, lent.keys(), base, where)
             read["model"] = read.get("model", {}) | own
-        # Empty groups were not read, and belong to what was asked for.
+        # Empty groups were not read, but they belong to the requested groups.
         return {name: read.get(name, {}) for name in wanted}, stored.meta
 
     def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -308,18 +313,18 @@ class SavedSteps:
         """Restores the latest step; or the latest intact one, if the options say so.
 
         Returns:
-            As `restore`, and a line for each corrupt step, now in quarantine; ``None``
-            if the directory holds no step.
+            The result of `restore`, and a line for each corrupt step, now in
+            quarantine; ``None`` if the directory holds no step.
 
         Raises:
-            CheckpointError: If it does, but ``resume=False``: a fresh run would write
-                into the directory of another.
-            CheckpointFormatError: If a step that is not passed over as corrupt is of
-                another program or a later version.
+            CheckpointError: If it holds a step, but ``resume=False``: a fresh run would
+                write into the directory of another run.
+            CheckpointFormatError: If another program or a later version wrote a step
+                that is not passed over as corrupt.
             CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
                 ``"error"``, or no step is intact.
-            CheckpointMismatchError: If an array differs, before any is read: that is no
-                corruption.
+            CheckpointMismatchError: If an array differs, before any array is read: that
+                is not corruption.
             DisagreementError: If the processes see different steps.
         """
         self._check_same_steps()
@@ -332,7 +337,8 @@ class SavedSteps:
                 "resume=False asks for a fresh run. Choose another directory, remove "
                 "this one, or leave resume=True."
             )
-        # Read twice before it is moved: a network disk may have given a torn file once.
+        # A step is read twice before it is moved: a network disk may return a torn file
+        # once.
         num_tries = 1 if self.options.on_damage == "error" else 2
         for step in sorted([*corrupt, *self.steps], reverse=True):
             if step in corrupt:
@@ -344,15 +350,17 @@ class SavedSteps:
                         "left alone. Move it to another directory, or delete it."
                     )
             for _ in range(0 if step in corrupt else num_tries):
-                # The same on all processes without another exchange: `restore` raises
-                # on all what one cannot read, and compares checksums of all.
+                # The outcome is the same on all processes without another exchange:
+                # `restore` raises on all processes if one cannot read a file, and
+                # compares checksums of all.
                 try:
                     found = self.restore(wanted, step, base, adapt)
                 except CheckpointReadError as error:
                     problems[step] = str(error)
                     continue
                 problems.pop(step, None)
-                # Only now: as long as no step is known to be intact, nothing is moved.
+                # Steps are moved only now: nothing is moved until a step is known to be
+                # intact.
                 if self._read_only:
                     return found, [
                         f"{problem}\nStep {step} is read instead of step {bad}."
@@ -380,7 +388,8 @@ class SavedSteps:
         raise CheckpointDamagedError("\n".join([*problems.values(), way_out]))
 
     def _check_same_steps(self) -> None:
-        # They would wait for one another, or take parts of two steps for corruption.
+        # Otherwise they would wait for one another, or take parts of two steps for
+        # corruption.
         mine = [self.steps, sorted(self.corrupt_steps)]
         seen = allgather_object("steps in the directory", mine)
         spelt = [
@@ -410,4 +419,4 @@ class SavedSteps:
 
     def release(self) -> None:
         """Lets other runs write to the directory."""
-        self._lock = None  # with the last reference in this process
+        self._lock = None  # released with the last reference in this process

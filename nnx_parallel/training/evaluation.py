@@ -409,7 +409,7 @@ class Programs:
         data: Iterable[Batch],
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> Iterator[Batch]:
-        """The batches on the mesh; ``None`` instead of the batch where the run stops."""
+        """The batches on the mesh; ``None`` in place of a batch if the run stops."""
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
         # With several processes nothing is read ahead: rows that do not divide are

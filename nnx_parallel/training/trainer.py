@@ -443,7 +443,7 @@ class Trainer:
             Floats by name, ``"loss"`` among them; an array for a `Sum` of arrays.
 
         Raises:
-            DataError: If there is no batch.
+            DataError: If the data has no batches.
 
         Warns:
             ParallelWarning: If dropout or batch statistics act as in training.
@@ -476,7 +476,7 @@ class Trainer:
             The outputs of all batches, concatenated, as NumPy arrays.
 
         Raises:
-            DataError: If there is no batch.
+            DataError: If the data has no batches.
             LossError: If an output has no rows.
         """
         seed = check_seed(seed)
