@@ -201,7 +201,7 @@ class TestPlaces:
 
         lines = ContextParallel().describe(build).summary().splitlines()
         assert lines[1] == (
-            "gathered: the sequence, around 1 modules of Flax's own attention (`0`): "
+            "gathered: the sequence, around 1 modules of Flax's attention (`0`): "
             "each device holds it whole there. nnx_parallel.layers.attention exchanges "
             "it."
         )

@@ -359,7 +359,7 @@ def weight_of_the_last_output(model: Any, batch: Any) -> Mean:
     weight = 1.0 + model.last[...]
     y = model.stack(batch["x"])
     model.last[...] = (y**2).mean()
-    return Mean((y**2).sum() * weight, weight)
+    return Mean((y**2).mean() * weight, weight)
 
 
 def test_loss_weight_from_stack_output_raises() -> None:

@@ -234,7 +234,7 @@ def test_buffers_hold_device_share_and_slack(exchange: TokenExchange):
 
     def split(params: Any, x: jax.Array) -> Any:
         with using(layout):
-            run = jax.value_and_grad(partial(loss, graphdef, rest), (0, 1))
+            run = jax.value_and_grad(partial(loss, graphdef, None, rest), (0, 1))
             return run(params, x)
 
     jaxpr = jax.make_jaxpr(split)(params, x).jaxpr

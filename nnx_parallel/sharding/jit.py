@@ -348,17 +348,12 @@ class ShardedFunction:
             trace = jit().trace(*values)
             corrected = correct(self._layout, trace.jaxpr, is_complete=False)
             if corrected is not trace.jaxpr:
-
-                def run(*values: Any) -> Any:
-                    if self._signature(values, keywords) != first:
-                        raise LookupError(_OTHER_SIGNATURE)
-                    given = [v for i, v in enumerate(values) if i not in static]
-                    out = jex.jaxpr_as_fun(corrected)(*jax.tree.leaves(given))
-                    return jax.tree.unflatten(trace.out_tree, out)
-
+                known = keywords, first, static
+                run = self._run_corrected(corrected, trace.out_tree, *known)
                 _name_as(run, self._fn, names)
-                options = {"static_argnums": static, "donate_argnums": donated}
-                jit = partial(jax.jit, run, **options)
+                jit = partial(
+                    jax.jit, run, static_argnums=static, donate_argnums=donated
+                )
         out_shardings = self._out
         # Only rules need shapes: a user's class may not have them, and
         # `jax.disable_jit` does not trace.
@@ -371,6 +366,25 @@ class ShardedFunction:
             jit = partial(jit, in_shardings=in_shardings)
         program = jit(out_shardings=out_shardings)
         return Donating(program, names, donated) if donated else program
+
+    def _run_corrected(
+        self,
+        corrected: Any,
+        out_tree: Any,
+        keywords: Names,
+        first: tuple,
+        static: list[int],
+    ) -> Callable[..., Any]:
+        """A function that runs a corrected program for the signature of its trace."""
+
+        def run(*values: Any) -> Any:
+            if self._signature(values, keywords) != first:
+                raise LookupError(_OTHER_SIGNATURE)
+            given = [v for i, v in enumerate(values) if i not in static]
+            out = jex.jaxpr_as_fun(corrected)(*jax.tree.leaves(given))
+            return jax.tree.unflatten(out_tree, out)
+
+        return run
 
 
 def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:

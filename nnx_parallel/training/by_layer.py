@@ -15,6 +15,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.contrib import MuonState
 
 from nnx_parallel.errors import OptimizerError, kind_of, warn_user
 from nnx_parallel.layers.jaxprs import (
@@ -293,8 +294,10 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
 
     Both updates are computed for two layers of small arrays, one of each name and
     shape, with NumPy: nothing is compiled. There is no warning where that is
-    impossible (random numbers, or dimension numbers for stacked arrays only).
+    impossible (random numbers), nor for matrices that Muon updates: their dimension
+    numbers describe the stacked array, and Muon takes the layers as a batch.
     """
+    muons = _by_muon(plan.abstract.opt_state)
     shapes = {
         path: _small(x.shape, is_stacked=plan.placements[path].is_stacked)
         for path, x in flatten(plan.abstract.params).items()
@@ -308,6 +311,7 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
             found = _stacked_differences(plan.tx, chosen, frozenset(stacked))
         except Exception:
             continue
+        found = {path: share for path, share in found.items() if path not in muons}
         if found:
             path, share = max(found.items(), key=lambda item: item[1])
             warn_user(
@@ -319,6 +323,17 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
                 "there is also decay_mask(model).",
             )
         return
+
+
+def _by_muon(opt_state: Any) -> set[Path]:
+    """The parameters that Muon updates, by their momenta."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MuonState))
+    states = [node for node in nodes if isinstance(node, MuonState)]
+    return {
+        tuple(key.key for key in keys)  # pyright: ignore[reportAttributeAccessIssue]
+        for state in states
+        for keys, _ in jax.tree_util.tree_leaves_with_path(state.mu)
+    }
 
 
 def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:

@@ -438,7 +438,7 @@ def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
     ]
     if layout.claims.sequence and stock:
         notes.append(
-            f"gathered: the sequence, around {len(stock)} Flax's modules "
+            f"gathered: the sequence, around {len(stock)} modules of Flax's "
             f"attention ({', '.join(stock[:5])}): each device holds it whole there. "
             "nnx_parallel.layers.attention exchanges it."
         )
