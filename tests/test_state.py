@@ -91,6 +91,8 @@ def test_complex_gradients_are_accumulated() -> None:
 # Outputs of a loss
 
 
+# A count of rows is not a mean over rows, and a warning says so.
+@pytest.mark.filterwarnings("ignore:num_microbatches=4.*'rows'")
 def test_metrics_are_means_over_whole_batch() -> None:
     batch = make_batch()
     batch["weights"] = np.arange(16, dtype=np.float32)

@@ -114,7 +114,7 @@ def cross_entropy(
     if z_loss:
         losses += z_loss * normaliser**2
     if weights is None:
-        return Mean(losses.sum(), jnp.asarray(losses.size, losses.dtype))
+        return Mean(losses.sum(), float(losses.size))
     weights = weights.astype(losses.dtype)
     return Mean(_weighted_sum(losses, weights), weights.sum())
 
@@ -209,8 +209,9 @@ def linear_cross_entropy(
     labels = labels.astype(jnp.int32)
     observe_range(labels, kernel.shape[vocab_dim], weights)
     dtype = sum_dtype(hidden, kernel)
+    weight: Array | float = float(labels.size)
     if weights is None:
-        weights, weight = jnp.ones(labels.shape, dtype), jnp.asarray(labels.size, dtype)
+        weights = jnp.ones(labels.shape, dtype)
     else:
         weights = weights.astype(dtype)
         weight = weights.sum()

@@ -75,6 +75,6 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
     if losses is None:
         return loss
     if weights is None:
-        return loss + Mean(jnp.sum(losses), jnp.asarray(losses.size, losses.dtype))
+        return loss + Mean(jnp.sum(losses), float(losses.size))
     weights = weights.astype(losses.dtype)
     return loss + Mean(jnp.sum(losses * weights), jnp.sum(weights))

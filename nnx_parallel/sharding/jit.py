@@ -318,9 +318,8 @@ class ShardedFunction:
 
         def traced(*values: Any) -> Any:
             nonlocal first
-            # The first trace belongs to the call that was resolved: only a program that
-            # has run is ever tried. JAX traces a known signature again in another
-            # context.
+            # The first trace belongs to the call that was resolved. JAX traces a known
+            # signature again in another context.
             signature = self._signature(values, keywords)
             first = first or signature
             if signature != first:
@@ -341,7 +340,8 @@ class ShardedFunction:
         _name_as(traced, self._fn, names)
         static = [i for i, name in enumerate(names) if name in arguments.static]
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
-        jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
+        numbers = {"static_argnums": static, "donate_argnums": donated}
+        jit = partial(jax.jit, traced, **numbers)
         # Without a trace, under `jax.disable_jit`, nothing is partitioned.
         if mesh.size > 1 and not jax.config.jax_disable_jit:
             # JAX keeps it by function and arguments: the program takes this trace.
@@ -351,9 +351,7 @@ class ShardedFunction:
                 known = keywords, first, static
                 run = self._run_corrected(corrected, trace.out_tree, *known)
                 _name_as(run, self._fn, names)
-                jit = partial(
-                    jax.jit, run, static_argnums=static, donate_argnums=donated
-                )
+                jit = partial(jax.jit, run, **numbers)
         out_shardings = self._out
         # Only rules need shapes: a user's class may not have them, and
         # `jax.disable_jit` does not trace.

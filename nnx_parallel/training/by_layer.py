@@ -22,6 +22,7 @@ from nnx_parallel.layers.jaxprs import (
     Eqns,
     TracedFunction,
     bind,
+    inline,
     is_call,
     trace,
     walk,
@@ -211,9 +212,10 @@ def _follow(eqns: Eqns, behind: dict[Any, set]) -> None:
             which, *given = (_behind(atom, behind) for atom in eqn.invars)
             results = [which] * len(eqn.outvars)
             for branch in eqn.params["branches"]:
-                known = dict(zip(branch.jaxpr.invars, given, strict=True))
-                _follow(branch.jaxpr.eqns, known)
-                own = (_behind(atom, known) for atom in branch.jaxpr.outvars)
+                body = inline(branch.jaxpr)
+                known = dict(zip(body.invars, given, strict=True))
+                _follow(body.eqns, known)
+                own = (_behind(atom, known) for atom in body.outvars)
                 results = [x | y for x, y in zip(results, own, strict=True)]
         behind.update(zip(eqn.outvars, results, strict=True))
 

@@ -178,8 +178,7 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         abstract = self.programs.plan.abstract
-        # This comes before any collective of a checkpoint, which all processes must
-        # make alike.
+        # Before any collective of a checkpoint, which all processes must make alike.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -201,8 +200,7 @@ class Loop:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:
             checkpoints.check_best((), "a fit without eval_data")
-        # From here on the processes' programs depend on the settings that they agree on
-        # here.
+        # From here on the processes' programs depend on these settings.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
             "compiler_options": self.programs.compiler_options,
@@ -254,8 +252,7 @@ class Loop:
         step = first_step = run.step
         check_every = self.settings.check_replicas_every
         with (
-            # The watchdog is disarmed last: it also ends a process that hangs while the
-            # others close.
+            # The watchdog is disarmed last: it also ends a close that hangs.
             contextlib.ExitStack() as stack,
             self._prefetch(first_step) as batches,
             self._tracer,
@@ -264,42 +261,35 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in batches:
                 if item.stop_reason is not None:
-                    # All processes see it here, so that no process waits in a step for
-                    # the others.
+                    # All processes see it here: none waits in a step for the others.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # Compilation is separate from the step: it must not count for the
-                    # step's time and watchdog.
+                    # Compilation must not count for the step's time and watchdog.
                     self._compile(item.batch)
                     # Until here a Ctrl-C can end the fit at once without a loss.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # This is one statement: the old state is donated, and must not be
-                    # visible afterwards.
+                    # One statement: the old state is donated, and must not be seen.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
-                # The position moves with the state: a hook that saves must find both at
-                # the same step.
+                # A hook that saves must find state and position at the same step.
                 run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # The watchdog is armed after the dispatch, so that hooks and the wait
-                # for data count.
+                # After the dispatch, so that hooks and the wait for data count.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler took its place
                 # A save that failed behind the steps is reported before the next one.
                 checkpoints.poll()
                 if check_every and step % check_every == 0:
-                    # The copies are compared before the hooks below: a hook must not
-                    # save copies that differ.
+                    # Before the hooks below, which must not save copies that differ.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
-                    # This waits for the step two steps back; its hooks may stop the
-                    # fit.
+                    # This waits for the step two steps back, whose hooks may stop it.
                     recorder.push(step, metrics, item.wait_seconds)
                 # All processes ask once in every step: jax counts the calls to announce
                 # a preemption at the same step everywhere.
