@@ -353,8 +353,7 @@ class ShardedFunction:
                 _name_as(run, self._fn, names)
                 jit = partial(jax.jit, run, **numbers)
         out_shardings = self._out
-        # Only rules need shapes: a user's class may not have them, and
-        # `jax.disable_jit` does not trace.
+        # Only rules need shapes, which `jax.disable_jit` does not trace.
         if has_rules(out_shardings):
             # JAX keeps it by function and arguments: the program takes this trace.
             shapes = jit().trace(*values).out_info
