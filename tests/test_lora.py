@@ -25,8 +25,8 @@ from nnx_parallel import (
 from nnx_parallel.errors import ModelError, RuleError
 from nnx_parallel.layers import Dense, Stack, lora, merge_lora
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from tests.parity.checks import assert_params_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.checks import assert_gradients_close, assert_params_close
+from tests.parity.runs import compiling, first_gradients, recording, to_host
 
 RANK, ALPHA = 3, 6.0
 
@@ -147,7 +147,7 @@ def make_trainer(model: str, strategy: str) -> Trainer:
     placed, num_devices = STRATEGIES[strategy]
     return Trainer(
         lora(build, targets=targets, rank=RANK, alpha=ALPHA),
-        optax.adam(1e-2, eps=1e-3),
+        recording(optax.adam(1e-2, eps=1e-3)),
         loss,
         strategy=placed,
         names=names,
@@ -166,10 +166,11 @@ def _as_others_run_them() -> Iterator[None]:
 
 
 @cache
-def trained_alone(model: str) -> tuple[np.ndarray, dict]:
+def trained_alone(model: str) -> tuple[dict, np.ndarray, dict]:
     trainer = make_trainer(model, "alone")
+    gradients = first_gradients(trainer, BATCHES[0])
     losses = trainer.fit(BATCHES, num_steps=3)["loss"]
-    return losses, to_host(nnx.to_pure_dict(nnx.state(trainer.model)))
+    return gradients, losses, to_host(nnx.to_pure_dict(nnx.state(trainer.model)))
 
 
 def pairs() -> list[Any]:
@@ -184,10 +185,11 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("model", "strategy"), pairs())
 def test_training_matches_one_device(model: str, strategy: str) -> None:
-    losses, expected = trained_alone(model)
+    gradients, losses, expected = trained_alone(model)
     assert losses[-1] < losses[0] - 1e-3
     trainer = make_trainer(model, strategy)
     start = to_host(nnx.to_pure_dict(nnx.state(trainer.model)))
+    assert_gradients_close(first_gradients(trainer, BATCHES[0]), gradients)
     found = trainer.fit(BATCHES, num_steps=3)["loss"]
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     after = to_host(nnx.to_pure_dict(nnx.state(trainer.model)))

@@ -25,7 +25,8 @@ from nnx_parallel import (
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
 from nnx_parallel.sharding.names import flatten_pure
-from tests.parity.runs import compiling
+from tests.parity.checks import assert_gradients_close
+from tests.parity.runs import compiling, first_gradients, recording
 from tests.pipelines import make_trainer
 
 VOCAB, WIDTH = 64, 16
@@ -74,14 +75,16 @@ class LexiconParallel(Strategy):
 COMPOSITE = Composite(Pipeline(2), LexiconParallel(2), FSDP(2, min_size=0))
 
 
-def fit(strategy: Strategy) -> tuple[np.ndarray, dict[str, Any]]:
-    """Losses of a few steps, and the parameters after them by path."""
+def fit(strategy: Strategy) -> tuple[dict, np.ndarray, dict[str, Any]]:
+    """First gradients, losses of a few steps, and the parameters after them by path."""
     rng = np.random.default_rng(0)
     batches = [rng.integers(0, VOCAB, (16, 9), dtype=np.int32) for _ in range(3)]
-    trainer = make_trainer(Words, loss, strategy, optimizer=optax.adamw(1e-3))
+    optimizer = recording(optax.adamw(1e-3))
+    trainer = make_trainer(Words, loss, strategy, optimizer=optimizer)
     with compiling(optimized=False):
+        gradients = first_gradients(trainer, batches[0])
         losses = trainer.fit(batches, num_steps=3)["loss"]
-    return losses, flatten_pure(trainer.state.params)
+    return gradients, losses, flatten_pure(trainer.state.params)
 
 
 def test_strategy_is_short_and_unknown_to_package() -> None:
@@ -92,8 +95,9 @@ def test_strategy_is_short_and_unknown_to_package() -> None:
 
 
 def test_composite_training_matches_one_device() -> None:
-    expected, _ = fit(DataParallel(1))
-    losses, params = fit(COMPOSITE)
+    expected_gradients, expected, _ = fit(DataParallel(1))
+    gradients, losses, params = fit(COMPOSITE)
+    assert_gradients_close(gradients, expected_gradients)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert params["embed.embedding"].sharding.spec == P("lexicon", "fsdp")
 

@@ -6,7 +6,6 @@ prints which operations plain ``jax.jit`` gets wrong, each in a process of its o
 some end it.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -31,14 +30,14 @@ from nnx_parallel import (
     Pipeline,
     Strategy,
     TensorParallel,
-    Trainer,
     constrain,
     make_mesh,
     sharded_jit,
 )
 from nnx_parallel.layers import Stack
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import compiling, first_gradients, recording
+from tests.pipelines import make_trainer
 
 ROWS, SEQ, CHANNELS = 16, 8, 8
 
@@ -322,40 +321,38 @@ def wave_loss(model: nnx.Module, batch: Any) -> jax.Array:
     return jnp.mean(jnp.sin(y + jnp.arange(SEQ)[None, :, None]))
 
 
-def first_gradients(strategy: Strategy, **options: Any) -> Any:
-    sizes = strategy.axis_sizes.values()
-    count = math.prod(size or 1 for size in sizes) if None not in sizes else 8
-    trainer = Trainer(
+def gradients_under(strategy: Strategy, **options: Any) -> Any:
+    trainer = make_trainer(
         WaveNet,
-        optax.trace(decay=0.0),  # its state is the gradient
         wave_loss,
-        strategy=strategy,
-        devices=jax.devices()[:count],
-        loggers=(),
+        strategy,
+        optimizer=recording(optax.sgd(0.1)),
+        num_microbatches=options.pop("num_microbatches", 1),
         **options,
     )
-    state, _ = trainer.train_step(trainer.state, trainer.shard_batch(X))
-    assert isinstance(state.opt_state, optax.TraceState)
-    return to_host(state.opt_state.trace)
+    return first_gradients(trainer, X)
 
 
 @cache
 def one_device_gradients() -> Any:
-    return first_gradients(DataParallel(1))
+    return gradients_under(DataParallel(1))
 
 
 STRATEGIES = {
-    "fsdp": (FSDP(min_size=0), {}),
-    "fsdp with remat": (FSDP(min_size=0), {"remat": "dots"}),
+    "fsdp": (FSDP(8, min_size=0), {}),
+    "fsdp with remat": (FSDP(8, min_size=0), {"remat": "dots"}),
     "dp and tp": (Composite(DataParallel(4), TensorParallel(2)), {}),
     "dp and tp, microbatches": (
         Composite(DataParallel(2), TensorParallel(4)),
         {"num_microbatches": 2},
     ),
-    "tp and fsdp": (Composite(TensorParallel(2), FSDP(min_size=0)), {"remat": "full"}),
-    "cp and fsdp": (Composite(ContextParallel(2), FSDP(min_size=0)), {}),
+    "tp and fsdp": (
+        Composite(TensorParallel(2), FSDP(4, min_size=0)),
+        {"remat": "full"},
+    ),
+    "cp and fsdp": (Composite(ContextParallel(2), FSDP(4, min_size=0)), {}),
     "pipeline and fsdp": (
-        Composite(Pipeline(2), FSDP(min_size=0)),
+        Composite(Pipeline(2), FSDP(4, min_size=0)),
         {"num_microbatches": 2},
     ),
     "pipeline, dp and tp": (
@@ -371,7 +368,7 @@ def test_gradients_of_convolutions_match_one_device(name: str) -> None:
     """Grouped ones and complex values, in and outside a Stack."""
     strategy, options = STRATEGIES[name]
     with compiling(optimized=False):
-        found = first_gradients(strategy, **options)
+        found = gradients_under(strategy, **options)
     assert_gradients_close(found, one_device_gradients())
 
 

@@ -62,6 +62,26 @@ def either(
 OPTIMIZER = either(optax.adamw(3e-3), optax.sgd(0.05, momentum=0.9))
 
 
+def recording(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """An optimizer whose state holds the gradients of its last step.
+
+    Adam and clipping hide a factor in them, which SGD would multiply.
+    """
+    return optax.chain(optax.trace(decay=0.0), optimizer)
+
+
+def first_gradients(trainer: Trainer, batch: Any) -> Arrays:
+    """Gradients of a batch by parameter, of a Trainer that is `recording`.
+
+    They come from its compiled step, and its state stays as it is.
+    """
+    batch = trainer.shard_batch(batch)
+    recorded: Any = trainer.train_step(copy(trainer.state), batch)[0].opt_state
+    return to_host(recorded[0].trace)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Results of 20 steps of AdamW and, from the start again, of SGD.
