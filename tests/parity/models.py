@@ -73,8 +73,9 @@ class ConvNet(nnx.Module):
         self.norm1 = nnx.BatchNorm(WIDTH, rngs=rngs)
         # In groups: XLA's partitioner multiplies its gradient
         # (docs/library-notes.md, "What the partitioner computes wrongly").
-        groups = {"strides": 2, "feature_group_count": 4}
-        self.conv2 = nnx.Conv(WIDTH, 32, (3, 3), rngs=rngs, **groups)
+        self.conv2 = nnx.Conv(
+            WIDTH, 32, (3, 3), strides=2, feature_group_count=4, rngs=rngs
+        )
         self.norm2 = nnx.BatchNorm(32, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.head = nnx.Linear(3 * 3 * 32, CLASSES, rngs=rngs)
