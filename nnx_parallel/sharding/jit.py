@@ -338,27 +338,14 @@ class ShardedFunction:
                 resolve_leaves(self._out, out, mesh, "output")
             return out
 
-        _name_as(traced, self._fn, names)
         static = [i for i, name in enumerate(names) if name in arguments.static]
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
-        jit = partial(jax.jit, traced, static_argnums=static, donate_argnums=donated)
-        # Without a trace, under `jax.disable_jit`, nothing is partitioned.
-        if mesh.size > 1 and not jax.config.jax_disable_jit:
-            # JAX keeps it by function and arguments: the program takes this trace.
-            trace = jit().trace(*values)
-            corrected = correct(self._layout, trace.jaxpr, is_complete=False)
-            if corrected is not trace.jaxpr:
-
-                def run(*values: Any) -> Any:
-                    if self._signature(values, keywords) != first:
-                        raise LookupError(_OTHER_SIGNATURE)
-                    given = [v for i, v in enumerate(values) if i not in static]
-                    out = jex.jaxpr_as_fun(corrected)(*jax.tree.leaves(given))
-                    return jax.tree.unflatten(trace.out_tree, out)
-
-                _name_as(run, self._fn, names)
-                options = {"static_argnums": static, "donate_argnums": donated}
-                jit = partial(jax.jit, run, **options)
+        options = {"static_argnums": static, "donate_argnums": donated}
+        _name_as(traced, self._fn, names)
+        run = self._corrected(partial(jax.jit, traced, **options), values, keywords)
+        if run is not None:
+            _name_as(run, self._fn, names)
+        jit = partial(jax.jit, run or traced, **options)
         out_shardings = self._out
         # Only rules need shapes: a user's class may not have them, and
         # `jax.disable_jit` does not trace.
@@ -371,6 +358,29 @@ class ShardedFunction:
             jit = partial(jit, in_shardings=in_shardings)
         program = jit(out_shardings=out_shardings)
         return Donating(program, names, donated) if donated else program
+
+    def _corrected(self, jit: Any, values: tuple, keywords: Names) -> Any:
+        """The function with convolutions that XLA gets right; None if it has none."""
+        # Without a trace, under `jax.disable_jit`, nothing is partitioned.
+        if self._layout.mesh.size == 1 or jax.config.jax_disable_jit:
+            return None
+        # JAX keeps it by function and arguments: the program takes this trace.
+        trace = jit().trace(*values)
+        corrected = correct(self._layout, trace.jaxpr, is_complete=False)
+        if corrected is trace.jaxpr:
+            return None
+        names = self._arguments.names(values, keywords)
+        first = self._signature(values, keywords)
+
+        def run(*values: Any) -> Any:
+            if self._signature(values, keywords) != first:
+                raise LookupError(_OTHER_SIGNATURE)
+            pairs = zip(names, values, strict=True)
+            given = [x for name, x in pairs if name not in self._arguments.static]
+            out = jex.jaxpr_as_fun(corrected)(*jax.tree.leaves(given))
+            return jax.tree.unflatten(trace.out_tree, out)
+
+        return run
 
 
 def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
