@@ -332,7 +332,7 @@ def _by_muon(opt_state: Any) -> set[Path]:
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MuonState))
     states = [node for node in nodes if isinstance(node, MuonState)]
     return {
-        tuple(key.key for key in keys)  # pyright: ignore[reportAttributeAccessIssue]
+        tuple(key.key for key in keys)
         for state in states
         for keys, _ in jax.tree_util.tree_leaves_with_path(state.mu)
     }
