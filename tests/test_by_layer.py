@@ -27,7 +27,7 @@ from nnx_parallel import (
     muon_dimension_numbers,
 )
 from nnx_parallel.errors import OptimizerError
-from nnx_parallel.layers import Stack
+from nnx_parallel.layers import Dense, Stack
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.state import plan_state
@@ -143,6 +143,26 @@ def test_optimizer_that_mixes_layers_warns(name: str) -> None:
 @pytest.mark.parametrize("name", SAME)
 def test_optimizer_that_separates_layers_does_not_warn(name: str) -> None:
     check(stacked, SAME[name])
+
+
+@pytest.mark.parametrize("make", [optax.contrib.muon, muon])
+def test_muon_warns_only_without_dimension_numbers(make: Any) -> None:
+    """Optax counts the dims of kernels with three dims from either end."""
+
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        return Stack(
+            lambda r: Dense({"heads": 2, "head_dim": 4}, {"embed": 8}, rngs=r),
+            3,
+            rngs=rngs,
+        )
+
+    def numbered(model: Any) -> Any:
+        numbers = muon_dimension_numbers(model)
+        return make(0.02, muon_weight_dimension_numbers=numbers)
+
+    check(model, numbered)
+    with pytest.warns(UserWarning, match="an update of `groups"):
+        check(stacked, make(0.02))  # takes the layers' biases for a matrix
 
 
 def test_factors_of_large_matrices_are_compared() -> None:

@@ -33,8 +33,9 @@ from nnx_parallel import (
     muon_dimension_numbers,
 )
 from nnx_parallel.errors import NonFiniteLossError, ParallelWarning
-from nnx_parallel.layers import Stack
+from nnx_parallel.layers import Stack, cross_entropy
 from nnx_parallel.metrics import result_of
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.names import flatten_pure
 from tests.parity.runs import compiling, to_host
 
@@ -156,8 +157,26 @@ def test_skipped_step_changes_nothing(way: str, bad: str) -> None:
         np.testing.assert_array_equal(found[path], wanted[path], err_msg=path)
 
 
-def test_default_step_has_no_condition() -> None:
-    trainer = make_trainer()
+def classes(model: Any, batch: Any) -> Mean:
+    labels = jnp.zeros(len(batch["x"]), jnp.int32)
+    return cross_entropy(model(batch["x"]), labels)
+
+
+def next_token(model: Any, batch: Any) -> Mean:
+    return next_token_loss(model, (batch["x"] > 0).astype(jnp.int32))
+
+
+def make_mixture(rngs: nnx.Rngs) -> GPT:
+    return GPT(GPTConfig.tiny_experts(num_layers=1), rngs=rngs)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss": classes}, {"loss": next_token, "model": make_mixture}],
+)
+def test_default_step_has_no_condition(options: dict, num_microbatches: int) -> None:
+    trainer = make_trainer(**options, num_microbatches=num_microbatches)
     assert "skipped" not in trainer.fit([make_batch(0)], 1)
 
 

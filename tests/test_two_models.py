@@ -18,7 +18,7 @@ from nnx_parallel import (
     Strategy,
     Trainer,
 )
-from nnx_parallel.errors import StateStructureError
+from nnx_parallel.errors import DonatedArrayError, StateStructureError
 from tests.parity.runs import compiling, to_host
 
 STRATEGIES = [
@@ -166,6 +166,29 @@ def test_players_of_different_models_raise() -> None:
     other = make_trainer(Normed, TX["critic"], critic_loss, wrt=part("generator"))
     with pytest.raises(StateStructureError, match="take_turn needs Trainers of one"):
         critic.take_turn(NOISE[0], other)
+
+
+def test_turn_without_all_players_raises() -> None:
+    def player(name: str) -> Any:
+        return make_trainer(Triple, optax.sgd(0.5), product, wrt=part(name))
+
+    a, b, c = map(player, "abc")
+    wrong: Any = [b]
+    with pytest.raises(TypeError, match=r"take_turn got .*list.* It takes a batch"):
+        a.take_turn(NOISE[0], wrong)
+    a.take_turn(NOISE[0], b, c)
+    b.take_turn(NOISE[0], a)
+    with pytest.raises(DonatedArrayError, match="all other players to each turn"):
+        c.take_turn(NOISE[0], a, b)
+
+
+class Triple(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.a, self.b, self.c = (nnx.Param(jnp.ones(())) for _ in range(3))
+
+
+def product(model: Any, batch: Any) -> jax.Array:
+    return model.a[...] * model.b[...] * model.c[...] * batch["noise"].var()
 
 
 class Pair(nnx.Module):

@@ -209,6 +209,13 @@ class RunState:
                 "one. Hand that back in a loop of your own: "
                 "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
             )
+        if jax.tree.leaves(self._state.params)[0].is_deleted():
+            raise DonatedArrayError(
+                "The Trainer's parameters are gone: a step of another Trainer, with "
+                "which it shares a model, has taken their memory. Give all other "
+                "players to each turn, as in a.take_turn(batch, b, c), and do not call "
+                "fit or train_step of a player in between."
+            )
         # The average comes after the parameters: values assigned to it replace a
         # restarted average.
         for kind in get_args(Kind):
@@ -458,7 +465,8 @@ class RunState:
     def take_model(self, state: TrainState) -> None:
         """Replaces the arrays of the model by the arrays of another run's state."""
         arrays = _arrays_of_model(state)
-        self.state = _with_arrays(self.state, arrays.keys(), arrays)
+        held: Any = self._state  # the other run's step has taken its arrays
+        self.state = _with_arrays(held, arrays.keys(), arrays)
 
     def resume(self) -> str:
         """Continues from the newest checkpoint, if the state is fresh and there is one.

@@ -14,7 +14,7 @@ from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
-from nnx_parallel.errors import suggests_names
+from nnx_parallel.errors import kind_of, suggests_names
 from nnx_parallel.layers.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
@@ -301,13 +301,14 @@ class Trainer:
 
         Args:
             batch: A host batch, as `fit` takes it.
-            others: The other players.
+            others: All other players.
 
         Returns:
             The metrics of the step, on the devices; see `train_step`.
 
         Raises:
             StateStructureError: If the players have unlike models or layouts.
+            TypeError: If another player is not a Trainer.
 
         Example:
             >>> import jax.numpy as jnp
@@ -328,6 +329,12 @@ class Trainer:
             >>> [float(loss) for loss in losses]
             [1.0, 0.5]
         """
+        for other in others:
+            if not isinstance(other, Trainer):
+                raise TypeError(
+                    f"take_turn got {kind_of(other)} as another player. It takes a "
+                    "batch and the other Trainers: generator.take_turn(batch, critic)."
+                )
         runs = [other._run for other in others]
         state = self._run.with_trained_by(runs)
         state, metrics = self.train_step(state, self.shard_batch(batch))
