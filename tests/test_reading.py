@@ -208,6 +208,21 @@ def test_stream_loses_no_batch() -> None:
     assert read(position, rest, (2, 4)) == read(DataState(), split(ROWS)[2:], (0, 2))
 
 
+@pytest.mark.filterwarnings("ignore:Data is a one-shot iterator")
+@pytest.mark.parametrize("found", ["batch that it used last", "next batch"])
+@pytest.mark.parametrize("make", [list, iter])
+def test_refused_data_stays_refused(make: Any, found: str) -> None:
+    """Also an iterator, which cannot be read from its start again."""
+    position, batches = DataState(), split(ROWS)
+    read(position, batches, (0, 2))
+    position.marks = (*position.marks[:2], mark_of(batches[2]))
+    order = [0, 3, 2, 1] if "last" in found else [0, 1, 3, 2]
+    position, data = restarted(position), make([batches[i] for i in order])
+    for _ in range(2):
+        with pytest.raises(DataError, match=f"the {found} differs"):
+            read(position, data, (2, 4))
+
+
 ORDER = "Each batch is used once, in order."
 
 
@@ -391,6 +406,68 @@ def test_augmented_data_keeps_its_order() -> None:
         list(state.open([batches(1)[i] for i in (0, 2, 1)], 2).skip())
 
 
+def augmented(seed: int, size: int, width: int = 2, **more: Any) -> list[dict]:
+    """Images that differ with the seed, and labels that do not."""
+    rng = np.random.default_rng(seed)
+    images = rng.normal(size=(48, 4, width)).astype(np.float32)
+    return [
+        {"x": x, "y": y} | more
+        for x, y in zip(np.split(images, 48 // size), split(ROWS, size), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("how", ["restart", "made again"])
+@pytest.mark.parametrize("width", [2, 2048], ids=["small", "large"])
+@pytest.mark.parametrize("seed", [0, 1], ids=["same images", "other images"])
+def test_batch_size_of_several_arrays_may_change(
+    seed: int, width: int, how: str
+) -> None:
+    """Large arrays are sampled; images are augmented at random after a restart."""
+    first, last = (mark_of(batch) for batch in augmented(0, 16, width)[:2])
+    position = DataState(step=2, pass_rows=32, num_rows=16, marks=(first, last, None))
+    if how == "made again" and seed == 0:
+        position.pass_over(augmented(0, 16, width), 2, 2)
+    else:
+        position = restarted(position)
+    cursor = position.open(augmented(seed, 8, width), 2)
+    assert [read.batch["y"][0, 0] for read in cursor.skip()] == [0, 8, 16, 24]
+    assert cursor.take().batch["y"][:, 0].tolist() == [*range(32, 40)]
+
+
+def test_data_that_resembles_the_data_before_is_said() -> None:
+    """Another object, whose labels are equal and whose images differ."""
+    data = augmented(0, 8)
+    first, last = mark_of(data[0]), mark_of(data[1])
+    position = DataState(step=2, pass_rows=16, num_rows=8, marks=(first, last, None))
+    position.pass_over(data, 2, 2)
+    with pytest.warns(ParallelWarning, match="some arrays of the first batch of the"):
+        cursor = position.open(augmented(1, 8), 2)
+    assert cursor.take().batch["y"][0, 0] == 0
+
+
+@pytest.mark.filterwarnings("ignore:Data is a one-shot iterator")
+def test_a_skip_that_was_interrupted_goes_on() -> None:
+    class Failing(Iterator):
+        def __init__(self) -> None:
+            self.batches, self.fails = iter(split(ROWS)), [False, False, True]
+
+        def __next__(self) -> np.ndarray:
+            if self.fails and self.fails.pop(0):
+                raise OSError("The network is away.")
+            return next(self.batches)
+
+    position, data, whole = (
+        DataState(),
+        Failing(),
+        read(DataState(), split(ROWS), (0, 6)),
+    )
+    found = read(position, split(ROWS), (0, 4))
+    position = restarted(position)
+    with pytest.raises(OSError, match="The network is away"):
+        read(position, data, (4, 6))
+    assert found + read(position, data, (4, 6)) == whole
+
+
 def test_marks_are_sampled_evenly() -> None:
     large = np.zeros((64, 4096), np.int32)
     mark = mark_of(large)
@@ -398,6 +475,9 @@ def test_marks_are_sampled_evenly() -> None:
         other = large.copy()
         other[row] = 1
         assert mark_of(other) != mark
+    images = np.random.default_rng(0).normal(size=(8, 3, 64, 64))
+    turned = np.ascontiguousarray(images.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    assert mark_of(turned) == mark_of(images)
     assert mark_of(jnp.zeros((4, 2))) == mark_of(np.zeros((4, 2), np.float32))
     assert mark_of({"n": np.asarray(1)}) is None
 
@@ -417,8 +497,9 @@ def loss(model: Any, batch: Any) -> Any:
 def make_trainer(see: See, directory: Path | None = None, **options: Any) -> Trainer:
     checkpoint = directory and Checkpoint(directory, every=1)
     options = {"loggers": (), "callbacks": [see], "checkpoint": checkpoint} | options
+    options = {"loss": loss} | options
     model = SimpleNamespace(make=lambda rngs: nnx.Linear(1, 1, rngs=rngs)).make
-    return Trainer(model, optax.sgd(0.1), loss, **options)
+    return Trainer(model, optax.sgd(0.1), **options)
 
 
 def test_fit_continues_in_recreated_data(tmp_path: Path) -> None:
@@ -449,3 +530,47 @@ def test_fit_continues_with_another_batch_size(tmp_path: Path) -> None:
     trainer.fit(split(ROWS), num_epochs=2)
     assert see.seen == [15, 23, 31, 39, 47, 7, 15, 23, 31, 39, 47]
     assert "Batches of 8 rows, 16 before: the data goes on at row 16." in said
+
+
+INTERRUPTED = ("loader", "generator", "with_state", "stateful", "grain_iter")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("kind", [*INTERRUPTED, "grain_iterator"])
+def test_fit_after_an_interrupted_one_uses_every_batch(kind: str, error: Any) -> None:
+    """A Ctrl-C or an error while the first step compiles uses no batch."""
+    make = KINDS.get(kind, lambda: iter(KINDS["grain_iter"]()))
+    see, errors, data = See(), [error("in the loss")], make()
+
+    def fails_once(model: Any, batch: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return loss(model, batch)
+
+    trainer = make_trainer(see, loss=fails_once)
+    with pytest.raises(error):
+        trainer.fit(data, num_steps=4)
+    trainer.fit(data, num_steps=4)
+    assert see.seen == [max(rows) for rows in read(DataState(), make(), (0, 4))]
+
+
+def test_a_resume_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    """A Ctrl-C comes while the first batch is awaited, to find the place."""
+
+    class Slow(Loader):
+        interrupts = 1
+
+        def __iter__(self) -> Iterator[np.ndarray]:
+            if self.interrupts:
+                self.interrupts = 0
+                raise KeyboardInterrupt
+            yield from super().__iter__()
+
+    whole, see = See(), See()
+    make_trainer(whole).fit(Loader(), num_steps=6)
+    make_trainer(see, tmp_path).fit(Loader(), num_steps=3)
+    trainer, data = make_trainer(see, tmp_path), Slow()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(data, num_steps=6)
+    trainer.fit(data, num_steps=6)
+    assert see.seen == whole.seen

@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
@@ -114,7 +113,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         if self.prefetch:
             end = partial(_stop_item, self.agreement.stop_reason)
             self._items = reader = _Reader(read, self.prefetch, self._stop, end)
-            close = partial(_close, reader, self._unused, self._cursor)
+            close = partial(_close, reader, self._cursor)
         self._finalizer = weakref.finalize(self, close)
 
     def __next__(self) -> PlacedBatch[T]:
@@ -122,10 +121,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             raise StopIteration
         start = time.perf_counter()
         item = next(self._items)
-        if item.stop_reason is None:
-            for ahead in (self._unused, self._cursor.marks_ahead):
-                if ahead:
-                    ahead.popleft()
+        # Who gives a cursor moves it once a batch is used.
+        ahead = self._cursor.ahead
+        if ahead and item.stop_reason is None and self.data is not self._cursor:
+            ahead.popleft()
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
@@ -149,8 +148,6 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             cursor = Cursor(given, skips=self.skip)
             self._keeps = is_one_shot(given) and self.prefetch > 0
         self._cursor, cursor.is_started = cursor, True
-        # On the host: read but not taken, and left by the last one that read the data.
-        self._unused = deque[list[Read]]()
         if self.state is not None:
             if cursor.resumable is not None:
                 cursor.restore(self.state)
@@ -206,7 +203,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
                 batch, index=index, num_read=num_read
             )
             if stop_reason is not None:
-                self._keep([*dropped, read])
+                self._keep(None, [*dropped, read])
                 yield PlacedBatch(batch=None, stop_reason=stop_reason)
                 return
             num_read += 1
@@ -226,9 +223,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             if self.uniform:
                 signature = check_same(batch, signature, index=index)
             # Not before: one that is refused is not met again.
-            self._keep([*dropped, read])
+            self._keep(marks[0], [*dropped, read])
             dropped.clear()
-            cursor.marks_ahead.append(marks[0])
             marks.clear()
             place = dataclasses.replace(
                 place, num_rows=num_rows, num_dropped=self.smaller.num_dropped
@@ -237,15 +233,14 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             # memory until the next one is read.
             yield PlacedBatch(batch=self.place(batch), **vars(place))
 
-    def _keep(self, reads: list[Read]) -> None:
-        """Keeps a batch, with smaller ones before it, until it is taken."""
-        if not self._keeps:
-            return
+    def _keep(self, mark: Mark | None, reads: list[Read]) -> None:
+        """Keeps a batch, with smaller ones before it, until it is used."""
+        reads = reads if self._keeps else []
         if self._stop.is_set():
             # The thread may come here after `close`, from data that took long.
             self._cursor.returned.extend(reads)
         else:
-            self._unused.append(reads)
+            self._cursor.ahead.append((mark, reads))
 
     def _exhausted(
         self, num_read: int, skipped: int, dropped: int = 0
@@ -268,14 +263,9 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         )
 
 
-def _close(reader: "_Reader[Any]", unused: deque[list[Read]], cursor: Cursor) -> None:
+def _close(reader: "_Reader[Any]", cursor: Cursor) -> None:
     reader.close()
-    for reads in reversed(unused):
-        cursor.returned.extendleft(
-            read for read in reversed(reads) if read.batch is not END
-        )
-    unused.clear()
-    cursor.marks_ahead.clear()
+    cursor.give_back()
 
 
 def _freeze(x: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from nnx_parallel.data.batches import Mark, is_same_content, mark_of
+from nnx_parallel.data.batches import Mark, is_same_array, is_same_content, mark_of
 from nnx_parallel.data.position import (
     Epochs,
     Resumable,
@@ -109,6 +109,10 @@ class Cursor:
         expected: Marks to compare; ``None`` compares nothing.
         is_started: True once a fit has begun to read it.
         is_broken: True if an error came between the batches, or a skip was not done.
+        refusal: Why the run cannot go on in this data, once that is found.
+        returned: Batches that were read and not used, to be read first.
+        ahead: Mark of each batch that is read ahead of its use; with the batch, and
+            smaller ones before it, if they are to be returned when the fit ends.
     """
 
     data: Any
@@ -120,6 +124,7 @@ class Cursor:
     expected: Expected | None = None
     is_started: bool = False
     is_broken: bool = False
+    refusal: str | None = None
     _iterator: Any = None
     _rest: Any = None  # rows of a batch that was cut
     _size: int = 0
@@ -130,8 +135,8 @@ class Cursor:
         self.returned: deque[Read] = deque()
         if is_one_shot(self.data):
             self.returned = returned_batches(self.data)
-        self._ahead: deque[Read] = deque()
-        self.marks_ahead: deque[Mark | None] = deque()  # read, and not used
+        self._pending: deque[Read] = deque()
+        self.ahead: deque[tuple[Mark | None, list[Read]]] = deque()
         self.open()
 
     @property
@@ -143,15 +148,31 @@ class Cursor:
     def is_kept(self) -> bool:
         """True if the next fit reads on in the same iterator.
 
-        A list is read again, and an iterator that can returns to its position.
+        A list is read again, and so is data after an error. Another iterator of data
+        may return to the position of the first one.
         """
-        is_list = isinstance(self.data, list | tuple)
-        return not is_list and self.resumable is not self._iterator
+        if self.data is self._iterator:  # it cannot be read from its start
+            return True
+        is_read_again = isinstance(self.data, list | tuple) or self.is_broken
+        return not is_read_again and self.resumable is not self._iterator
 
     def go_on(self, step: int, epochs: Epochs | None) -> None:
         """Prepares the next fit, which begins at ``step``."""
         self.skips += step - self.step
         self.step, self.epochs = step, epochs
+
+    def advance(self, step: int, place: Position) -> None:
+        """Moves on behind the batch that ``step`` has used."""
+        self.step, self.place = step, place
+        if self.ahead:
+            self.ahead.popleft()
+
+    def give_back(self) -> None:
+        """Returns what was read ahead, for the next reader."""
+        for _, reads in reversed(self.ahead):
+            given = [read for read in reads if read.batch is not END]
+            self.returned.extendleft(reversed(given))
+        self.ahead.clear()
 
     def skip_batches(self, count: int) -> None:
         """Skips batches of the data, and compares none of them."""
@@ -215,13 +236,13 @@ class Cursor:
         """The next batch, or `END`, with its pass and position."""
         if self.returned:
             return self.returned.popleft()
-        read = self._ahead.popleft() if self._ahead else self._read()
+        read = self._pending.popleft() if self._pending else self._read()
         if self._rest is None:
             return read
         # A batch was cut: each one begins with the rows that the one before left.
         rest, missing = self._rest, self._size - rows_of(self._rest)
         if read.batch is END or read.epoch != self._cut_epoch:
-            self._ahead.append(read)
+            self._pending.append(read)
             self._rest = None
             return Read(rest, self._cut_epoch)
         found = rows_of(read.batch)
@@ -254,42 +275,46 @@ class Cursor:
         """Mark and rows of the next batch, which stays the next one."""
         read = self.take()
         if read.batch is END:
-            self._ahead.appendleft(read)
+            self._pending.appendleft(read)
             return None, 0
         self.returned.appendleft(read)
         return mark_of(read.batch), rows_of(read.batch)
 
     def skip(self) -> Iterator[Read]:
         """Reads the batches before the place, and compares the last ones."""
+        if self.refusal is not None:
+            raise DataError(self.refusal)
         if self.skips_to is None and not self.skips:
             return
         self.is_broken = True  # until the place is reached
-        epoch, rows = self._reading, 0
-        if self.skips_to is None:  # on from the place
-            epoch, rows = self.place.epoch, self.place.pass_rows
-        first, last = self.place.first, None
-        while self.skips_to is not None and (epoch, rows) < self.skips_to:
-            read = self.take()
-            yield read
-            first = self.first_of(read, epoch, first)
-            rows = (rows if read.epoch == epoch else 0) + rows_of(read.batch)
-            epoch = read.epoch
-            if epoch > self.skips_to[0]:
-                agree(self._problem(f"pass {self.skips_to[0]} has fewer rows"))
-            over = rows - self.skips_to[1] if epoch == self.skips_to[0] else -1
+        epoch, rows = self.skips_to or (0, 0)
+        while (self.place.epoch, self.place.pass_rows) < (epoch, rows):
+            read = self._pass_by()
+            if self.place.epoch > epoch:
+                self._agree(self._problem(f"pass {epoch} has fewer rows"))
+            over = self.place.pass_rows - rows if self.place.epoch == epoch else -1
             if over >= 0:
                 last = mark_of(self._cut(read, over) if over else read.batch)
-                rows -= over
-        if self.expected is not None:
-            agree(self._compare_last(last))
-        for _ in range(self.skips):
-            read = self.take()
+                self.place = replace(self.place, pass_rows=rows)
+                self._agree(self._compare_last(last))
             yield read
-            first = self.first_of(read, epoch, first)
-            rows = (rows if read.epoch == epoch else 0) + rows_of(read.batch)
-            epoch, self.expected = read.epoch, None
-        self.place = replace(self.place, epoch=epoch, pass_rows=rows, first=first)
-        self.skips_to, self.skips, self.is_broken = None, 0, False
+        self.skips_to = None
+        while self.skips:
+            self.skips, self.expected = self.skips - 1, None
+            yield self._pass_by()
+        self.is_broken = False
+
+    def _pass_by(self) -> Read:
+        """Reads the next batch, and moves the place behind it."""
+        read, place = self.take(), self.place
+        rows = place.pass_rows if read.epoch == place.epoch else 0
+        self.place = replace(
+            place,
+            epoch=read.epoch,
+            pass_rows=rows + rows_of(read.batch),
+            first=self.first_of(read, place.epoch, place.first),
+        )
+        return read
 
     def place_after(self, read: Read, place: Position) -> Position:
         """The place behind a batch that was read after ``place``."""
@@ -338,7 +363,7 @@ class Cursor:
             problem = self._problem(
                 "the last batch comes again, so `get_state` gives its own position"
             )
-        agree(problem)
+        self._agree(problem)
 
     def _compare_last(self, mark: Mark | None) -> str | None:
         expected = self.expected or Expected()
@@ -346,6 +371,14 @@ class Cursor:
         if mark and last and first and not is_same_content(mark, last, first, row=2):
             return self._problem("the batch that it used last differs")
         return None
+
+    def _agree(self, problem: str | None) -> None:
+        """Raises a problem of any process on all of them."""
+        for found in allgather_object("place in the data", problem):
+            if found is not None:
+                # The next fit must not take the data because a part of it was read.
+                self.refusal, self.is_broken = found, True
+                raise DataError(found)
 
     def _problem(self, found: str) -> str:
         return order_problem(self.data, self.step, found)
@@ -361,13 +394,6 @@ def order_problem(data: object, step: int, found: str) -> str:
         f"at its start: first call fit(earlier_data, num_steps={step}) in a new "
         "process, which reads nothing."
     )
-
-
-def agree(problem: str | None) -> None:
-    """Raises a problem of any process on all of them."""
-    for found in allgather_object("place in the data", problem):
-        if found is not None:
-            raise DataError(found)
 
 
 _COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
@@ -438,7 +464,7 @@ class DataState:
         self.epoch, self.pass_rows = position.epoch, position.pass_rows
         self.marks = position.first, position.mark, None
         if self._cursor is not None:
-            self._cursor.place, self._cursor.step = position, step
+            self._cursor.advance(step, position)
 
     def open(
         self,
@@ -505,8 +531,7 @@ class DataState:
         cursor = self._cursor
         if cursor is None or cursor.data is not self._data or cursor.step > step:
             return None
-        is_kept = cursor.is_kept and not cursor.is_broken
-        return cursor if is_kept or not cursor.is_started else None
+        return cursor if cursor.is_kept or not cursor.is_started else None
 
     def _find(
         self,
@@ -519,14 +544,16 @@ class DataState:
         """Moves to the place of the run, if the first batch is the one that it read."""
         found, num_rows = cursor.peek()
         first, last, following = self.marks
-        is_same, is_next = before is None, False
+        is_same, is_next, resembles = before is None, False, False
+        why = "its first batch is not the one of the data before"
         if found is not None and first is not None:
-            if before is None:
-                is_same = is_same_content(found, first, last or first, row=1)
-            else:
-                is_same = _begins_alike(found, first)
-                if found[0] == first[0]:
-                    is_same &= num_batches_of(cursor.data) == num_batches_of(before)
+            resembles = is_same_content(found, first, last or first, row=1)
+            is_same = resembles if before is None else _begins_alike(found, first)
+            resembles &= not is_same and first != last and found[0] == first[0]
+            lengths = num_batches_of(cursor.data), num_batches_of(before)
+            if before is not None and is_same and found[0] == first[0]:
+                is_same = lengths[0] == lengths[1]
+                why = "it has {} batches, and the data before had {}".format(*lengths)
             is_next = found == following
         verdicts = allgather_object("first batch of the data", [is_same, is_next])
         is_same, is_next = map(all, zip(*verdicts, strict=True))
@@ -536,30 +563,35 @@ class DataState:
                 warn_of_skipping(cursor.data, num_batches)
             self._move(cursor, step, found, num_rows, last_batch, shares)
         elif before is not None:
-            self._begin(cursor, step, before)
+            self._begin(cursor, step, before, why, resembles=resembles)
         elif is_next:  # a stream goes on by itself
             cursor.place = self._place
         else:
             what = "its first batch is not the one that the run has read"
             raise DataError(order_problem(cursor.data, step, what))
 
-    def _begin(self, cursor: Cursor, step: int, before: Any) -> None:
+    def _begin(
+        self, cursor: Cursor, step: int, before: Any, why: str, *, resembles: bool
+    ) -> None:
         self._restart(step)
-        self.note = (
-            f"Other data from step {step + 1} on: its first batch is not the one of "
-            "the data before."
-        )
+        self.note = f"Other data from step {step + 1} on: {why}."
         if cursor.place.epoch:
             cursor.returned.clear()
             cursor.open(0)
             cursor.place = Position()
         dataset = getattr(cursor.data, "dataset", None)
-        if dataset is not None and dataset is getattr(before, "dataset", None):
+        has_dataset = dataset is not None and dataset is getattr(before, "dataset", 0)
+        if has_dataset or resembles:
+            found = (
+                "its first batch has some arrays of the first batch of the fit before, "
+                "and others that differ"
+            )
+            if has_dataset and not resembles:
+                found = "it reads the dataset of the fit before, in another order"
             warn_user(
                 f"From step {step + 1} on {type(cursor.data).__name__} begins at its "
-                "start: it reads the dataset of the fit before, in another order. If "
-                "it is to go on where that fit ended, give its shuffle a seed, or pass "
-                "the same object.",
+                f"start: {found}. If it is to go on where the fit before ended, pass "
+                "the same object, or give shuffle and augmentation a seed.",
                 ParallelWarning,
             )
 
@@ -577,6 +609,7 @@ class DataState:
         more, batches = step - self.step, step - self.first_step + self.num_dropped
         self._share(shares, num_rows or self.num_rows)
         cursor.expected = Expected(*self.marks)
+        start = cursor.place.epoch
         cursor.place = replace(self._place, first=self.marks[0] or first)
         kind = type(cursor.data).__name__
         if self.state is not None and not is_resized and more >= 0:
@@ -598,7 +631,7 @@ class DataState:
                     f"has {new}. Rows are not known at this step: resume with batches "
                     f"of {old} rows, save, and change them after that."
                 )
-            cursor.skip_batches(batches)
+            cursor.skip_batches(max(0, batches))
             return
         if is_resized:
             self._resize(cursor, step, last_batch)
@@ -612,6 +645,7 @@ class DataState:
             cursor.skips = more
             return
         cursor.skips_to, cursor.skips = (self.epoch, self.pass_rows), more
+        cursor.place = replace(cursor.place, epoch=start, pass_rows=0)
 
     def _is_whole_pass(self, data: Any) -> bool:
         return num_batches_of(data) * self.num_rows <= self.pass_rows
@@ -646,8 +680,8 @@ class DataState:
     def to_json(self) -> dict[str, Any]:
         """The position as JSON can hold it. All processes must call it."""
         following = self.marks[2]
-        if self._cursor is not None and self._cursor.marks_ahead:
-            following = self._cursor.marks_ahead[0]
+        if self._cursor is not None and self._cursor.ahead:
+            following, _ = self._cursor.ahead[0]
         # Each process reads other files: the positions differ, and all are saved.
         mine = {"state": self.state, "marks": [*self.marks[:2], following]}
         found = allgather_object("position in the data", mine)
@@ -700,8 +734,10 @@ class DataState:
 
 def _begins_alike(found: Mark, first: Mark) -> bool:
     """True if all arrays agree: in their first rows, if the numbers of rows differ."""
-    index = 0 if found[0] == first[0] else 1
-    return [x[index] for x in found[1:]] == [x[index] for x in first[1:]]
+    has_same_size, pairs = found[0] == first[0], zip(found[1:], first[1:], strict=False)
+    return len(found) == len(first) and all(
+        is_same_array(f, s, has_same_size) for f, s in pairs
+    )
 
 
 def _are_marks(found: Any) -> bool:
@@ -717,4 +753,5 @@ def _are_marks(found: Any) -> bool:
 def _is_mark(mark: Any) -> bool:
     if not isinstance(mark, list) or len(mark) < 2 or not isinstance(mark[0], int):
         return False
-    return all(isinstance(x, list) and len(x) == 4 for x in mark[1:])
+    kinds = [int, list, list, bool]
+    return all(isinstance(x, list) and [*map(type, x)] == kinds for x in mark[1:])

@@ -329,7 +329,7 @@ class Loop:
                 last_batch=self.last_batch,
                 shares=shares,
             )
-        except Exception:
+        except BaseException:  # a Ctrl-C too
             run.data = before  # refused data must not move the position
             raise
 
@@ -348,7 +348,7 @@ class Loop:
                 first_step=step,
                 agreement=BatchAgreement("batch", self._requested_stop),
             )
-        except Exception:
+        except BaseException:  # a Ctrl-C too
             run.data = before
             raise
         if run.data.note:
