@@ -46,7 +46,9 @@ class Mean:
     Attributes:
         total: The weighted sum.
         weight: The sum of weights (tokens, examples). It has no gradient: a training
-            loss whose weight depends on the parameters is a `LossError`.
+            loss whose weight depends on the parameters is a `LossError`. A count that
+            a `jax.custom_vjp` returns seems to depend on them: pass
+            ``jax.lax.stop_gradient(count)``.
         more: Further terms of other weights, made by ``+``.
 
     Example:

@@ -58,7 +58,8 @@ class Trainer:
         optimizer: An Optax transformation, or a function of the abstract model that
             returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
-            `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`.
+            `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`. A plain
+            scalar is taken as a mean over the rows.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
             that compares rows (contrastive) sees the negatives of one microbatch.

@@ -224,9 +224,9 @@ def table() -> list[str]:
     """The cases as the how-to shows them."""
     lines = ["| a model with | names | `Pipeline` |", "|---|---|---|"]
     for case in CASES.values():
-        own = "its own, one of them by a rule" if case.rules else "its own"
+        ending = ", one of them by a rule" if case.rules else ""
         is_known = case.names is TRANSFORMER_NAMES
         by_path = "`TRANSFORMER_NAMES`" if is_known else "`PathNames`"
-        names = by_path if case.names else own
+        names = by_path if case.names else f"in the model{ending}"
         lines.append(f"| {case.shape} | {names} | {'yes' if case.blocks else 'no'} |")
     return lines
