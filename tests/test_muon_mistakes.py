@@ -75,3 +75,5 @@ def test_invalid_muon_settings_raise() -> None:
     ):
         with pytest.raises(OptimizerError, match=re.escape(message)):
             build(**arguments)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'momentum'"):
+        build(0.1, momentum=0.9)

@@ -4,16 +4,19 @@ The matrices are spread over the devices (`sharding.matrices`); the state and al
 computations are Optax's.
 """
 
+import functools
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from nnx_parallel.errors import OptimizerError, kind_of
@@ -23,7 +26,7 @@ from nnx_parallel.sharding.names import path_of
 Numbers = Any
 """`MuonDimensionNumbers` or ``None`` for each parameter; or a prefix of such a tree, or
 a function of the parameters that returns one; ``None`` for all arrays of rank 2."""
-Preconditioning = Literal["frobenius", "spectral", "aol", "schatten"]
+_PRECONDITIONING = ["frobenius", "spectral", "aol", "schatten"]
 
 
 def by_matrix(
@@ -166,27 +169,8 @@ def _check_dims(params: Any, numbers: Numbers) -> None:
             matrix_dims(path_of(path), x.shape, n)
 
 
-def muon(
-    learning_rate: optax.ScalarOrSchedule,
-    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
-    ns_steps: ArrayLike = 5,
-    beta: ArrayLike = 0.95,
-    eps: ArrayLike = 1e-8,
-    weight_decay: optax.ScalarOrSchedule = 0.0,
-    weight_decay_mask: Any = None,
-    mu_dtype: DTypeLike | None = None,
-    *,
-    nesterov: bool = True,
-    adaptive: bool = False,
-    preconditioning: Preconditioning = "frobenius",
-    adam_b1: ArrayLike = 0.9,
-    adam_b2: ArrayLike = 0.999,
-    adam_eps_root: ArrayLike = 0.0,
-    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
-    adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: Numbers = None,
-    consistent_rms: ArrayLike | None = None,
-) -> optax.GradientTransformationExtraArgs:
+@functools.wraps(optax.contrib.muon, assigned=())
+def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     """``optax.contrib.muon`` [1], whose matrices are spread over the devices.
 
     Arguments, results and state are Optax's, so that each reads the other's
@@ -199,31 +183,16 @@ def muon(
     shards.
 
     Args:
-        learning_rate: A number or a schedule; this and all other arguments as in
-            `optax.contrib.muon`.
-        ns_coeffs: Coefficients of the iterations, or the name of a preset.
-        ns_steps: Number of iterations.
-        beta: Decay of the momentum.
-        eps: Added to norms in denominators.
-        weight_decay: Decay of the parameters that Muon updates.
-        weight_decay_mask: Mask of these parameters that decay, such as `decay_mask`.
-        mu_dtype: The dtype of the momentum.
-        nesterov: True for Nesterov's momentum.
-        adaptive: True to scale updates by their dual norm.
-        preconditioning: Name of the step before the iterations.
-        adam_b1: Decay of the first moment of Adam, which updates all other arrays.
-        adam_b2: Decay of Adam's second moment.
-        adam_eps_root: Added inside Adam's square root.
-        adam_weight_decay: Weight decay of Adam.
-        adam_learning_rate: Learning rate of Adam; ``None`` takes ``learning_rate``.
-        muon_weight_dimension_numbers: `muon_dimension_numbers` of the model. ``None``
-            takes arrays of rank 2, to which a `Stack` adds a dim.
-        consistent_rms: Scales updates to this root mean square; ``None`` by width [2].
+        *args: Arguments of `optax.contrib.muon`, which begin with the learning rate.
+        **kwargs: The others by name. ``muon_weight_dimension_numbers`` are those that
+            `muon_dimension_numbers` finds in a model; ``None`` takes arrays of rank 2,
+            to which a `Stack` adds a dim.
 
     Raises:
         OptimizerError: If the numbers do not divide an array into matrices, or do not
             fit the parameters; if a rate is not a number, or the preconditioning is
             unknown.
+        TypeError: If Optax's function has no such argument.
 
     Example:
         >>> from nnx_parallel import muon, muon_dimension_numbers
@@ -237,26 +206,14 @@ def muon(
         [2] Liu et al., "Muon is Scalable for LLM Training", 2025, sections 2.2 and 2.3,
         https://arxiv.org/abs/2502.16982
     """
-    # Optax gets the same names: the state is Optax's, with presets resolved.
-    plain = optax.contrib.muon(**locals())
-    for name, rate in (
-        ("learning_rate", learning_rate),
-        ("adam_learning_rate", 0 if adam_learning_rate is None else adam_learning_rate),
-    ):
-        # A traced number is a `jax.Array`, but with Python 3.11 not an instance of a
-        # union with it.
-        is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
-        if not (callable(rate) or is_number):
-            raise OptimizerError(
-                f"muon got {name}={rate!r}. It must be a number, or a schedule of "
-                "Optax."
-            )
-    if preconditioning not in get_args(Preconditioning):
-        raise OptimizerError(
-            f"muon got preconditioning={preconditioning!r}. It must be one of "
-            f"{list(get_args(Preconditioning))}."
-        )
-    given = muon_weight_dimension_numbers
+    plain = optax.contrib.muon(*args, **kwargs)  # refuses unknown names
+    bound = inspect.signature(optax.contrib.muon).bind(*args, **kwargs)
+    bound.apply_defaults()
+    options = SimpleNamespace(**bound.arguments)
+    if options.adam_learning_rate is None:
+        options.adam_learning_rate = options.learning_rate
+    _check_options(options)
+    given = options.muon_weight_dimension_numbers
 
     def init(params: optax.Params) -> optax.OptState:
         _check_dims(params, given)
@@ -266,24 +223,22 @@ def muon(
         kinds = ["adam" if n is None else "muon" for n in _resolved(params, given)]
         return jax.tree.unflatten(jax.tree.structure(params), kinds)
 
-    momentum = _Momentum(beta, nesterov=nesterov, adaptive=adaptive)
-    iterations = _Iterations(ns_steps, eps, preconditioning)
     parts: dict[Any, Any] = {
         "muon": optax.chain(
-            _scale_by_muon(momentum, iterations, mu_dtype, given),
-            _scale_by_shape(given, consistent_rms),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
-            optax.scale_by_learning_rate(learning_rate),
+            _scale_by_muon(options),
+            _scale_by_shape(given, options.consistent_rms),
+            optax.add_decayed_weights(options.weight_decay, options.weight_decay_mask),
+            optax.scale_by_learning_rate(options.learning_rate),
         ),
         "adam": optax.adamw(
-            learning_rate if adam_learning_rate is None else adam_learning_rate,
-            b1=adam_b1,
-            b2=adam_b2,
-            eps=eps,
-            eps_root=adam_eps_root,
-            mu_dtype=mu_dtype,
-            weight_decay=adam_weight_decay,
-            nesterov=nesterov,
+            options.adam_learning_rate,
+            b1=options.adam_b1,
+            b2=options.adam_b2,
+            eps=options.eps,
+            eps_root=options.adam_eps_root,
+            mu_dtype=options.mu_dtype,
+            weight_decay=options.adam_weight_decay,
+            nesterov=options.nesterov,
         ),
     }
     return optax.GradientTransformationExtraArgs(
@@ -291,53 +246,57 @@ def muon(
     )
 
 
-class _Momentum(NamedTuple):
-    """The average of gradients whose matrices are made orthogonal."""
-
-    beta: ArrayLike
-    nesterov: bool
-    adaptive: bool
-
-    def update(self, grads: Any, state: MuonState) -> tuple[Any, Any]:
-        """The input of the iterations, and the new average."""
-        count = optax.safe_increment(state.count)
-        mean = optax.tree.update_moment(grads, state.mu, self.beta, 1)
-        if not self.nesterov:
-            return optax.tree.bias_correction(mean, self.beta, count), mean
-        ahead = jax.tree.map(
-            lambda m, g: self.beta * m + (1 - self.beta) * g,
-            optax.tree.bias_correction(mean, self.beta, optax.safe_increment(count)),
-            optax.tree.bias_correction(grads, self.beta, count),
+def _check_options(options: SimpleNamespace) -> None:
+    for name in ("learning_rate", "adam_learning_rate"):
+        rate = getattr(options, name)
+        # A traced number is a `jax.Array`, but with Python 3.11 not an instance of a
+        # union with it.
+        is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
+        if not (callable(rate) or is_number):
+            raise OptimizerError(
+                f"muon got {name}={rate!r}. It must be a number, or a schedule of "
+                "Optax."
+            )
+    if options.preconditioning not in _PRECONDITIONING:
+        raise OptimizerError(
+            f"muon got preconditioning={options.preconditioning!r}. It must be one of "
+            f"{_PRECONDITIONING}."
         )
-        return ahead, mean
 
 
-class _Iterations(NamedTuple):
-    """The iterations of Newton and Schulz."""
-
-    num_steps: ArrayLike
-    eps: ArrayLike
-    preconditioning: Preconditioning
-
-    def run(self, coefficients: ArrayLike, matrices: Array) -> Array:
-        """Orthogonalizes matrices of one shape."""
-        # Optax exports its iterations only after its momentum: a momentum that decays
-        # at once is the gradient itself.
-        tx = scale_by_muon(
-            ns_steps=self.num_steps,
-            beta=0.0,
-            eps=self.eps,
-            nesterov=False,
-            preconditioning=self.preconditioning,
-            weight_dimension_numbers=MuonDimensionNumbers(1, 2),
-        )
-        state = MuonState(jnp.int32(0), jnp.zeros_like(matrices), coefficients)
-        return jnp.asarray(tx.update(matrices, state)[0])
+def _ahead(options: SimpleNamespace, grads: Any, state: MuonState) -> tuple[Any, Any]:
+    """The input of the iterations, and the new average of the gradients."""
+    beta, count = options.beta, optax.safe_increment(state.count)
+    mean = optax.tree.update_moment(grads, state.mu, beta, 1)
+    if not options.nesterov:
+        return optax.tree.bias_correction(mean, beta, count), mean
+    ahead = jax.tree.map(
+        lambda m, g: beta * m + (1 - beta) * g,
+        optax.tree.bias_correction(mean, beta, optax.safe_increment(count)),
+        optax.tree.bias_correction(grads, beta, count),
+    )
+    return ahead, mean
 
 
-def _scale_by_muon(
-    momentum: _Momentum, iterations: _Iterations, mu_dtype: Any, given: Numbers
-) -> optax.GradientTransformation:
+def _iterate(
+    options: SimpleNamespace, coefficients: ArrayLike, matrices: Array
+) -> Array:
+    """Orthogonalizes matrices of one shape by the iterations of Newton and Schulz."""
+    # Optax exports its iterations only after its momentum: a momentum that decays at
+    # once is the gradient itself.
+    tx = scale_by_muon(
+        ns_steps=options.ns_steps,
+        beta=0.0,
+        eps=options.eps,
+        nesterov=False,
+        preconditioning=options.preconditioning,
+        weight_dimension_numbers=MuonDimensionNumbers(1, 2),
+    )
+    state = MuonState(jnp.int32(0), jnp.zeros_like(matrices), coefficients)
+    return jnp.asarray(tx.update(matrices, state)[0])
+
+
+def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon`, whose state `muon` makes."""
 
     def update(
@@ -345,15 +304,16 @@ def _scale_by_muon(
     ) -> tuple[optax.Updates, optax.OptState]:
         del params
         assert isinstance(state, MuonState)
-        mean, mu = momentum.update(updates, state)
-        run = partial(iterations.run, state.ns_coeffs)
-        numbers: Any = _resolved(mean, given)  # arrays without numbers are masked
+        mean, mu = _ahead(options, updates, state)
+        # Arrays without numbers are masked.
+        numbers: Any = _resolved(mean, options.muon_weight_dimension_numbers)
+        run = partial(_iterate, options, state.ns_coeffs)
         results = map_matrices(run, mean, numbers)
-        if momentum.adaptive:
+        if options.adaptive:
             results = jax.tree.map(
                 lambda x, y: jnp.sum(x.conj() * y) * y, mean, results
             )
-        mu = optax.tree.cast(mu, mu_dtype)
+        mu = optax.tree.cast(mu, options.mu_dtype)
         count = optax.safe_increment(state.count)
         return results, MuonState(count, mu, state.ns_coeffs)
 
