@@ -14,7 +14,7 @@ from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of
 from nnx_parallel import FSDP, Composite, ExpertParallel
 from nnx_parallel.audit import audit
-from nnx_parallel.layers.exchange import NUM_CHUNKS
+from nnx_parallel.layers.experts.ragged import NUM_CHUNKS
 from nnx_parallel.models import GPTConfig
 
 CASES: dict[str, Case] = {

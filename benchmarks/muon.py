@@ -28,11 +28,11 @@ from nnx_parallel import (
     muon_dimension_numbers,
 )
 from nnx_parallel.models import GPT, GPTConfig
+from nnx_parallel.optimizers.steps import update_in_place
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import abstract_model, flatten, nest
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 from nnx_parallel.state import StatePlan, plan_state
-from nnx_parallel.training.optimizers import update_in_place
 
 STEPS = 5
 STRATEGIES: dict[str, Strategy] = {

@@ -16,7 +16,7 @@ from benchmarks.tpu_steps import Case, compile_step, figures_of
 from nnx_parallel import FSDP, Composite, LogicalRules, TensorParallel
 from nnx_parallel.audit import audit
 from nnx_parallel.models import GPTConfig
-from nnx_parallel.training.compiler_options import TABLE
+from nnx_parallel.training.compilation import TABLE
 
 
 def six_layers() -> GPTConfig:

@@ -30,7 +30,7 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
-from nnx_parallel.training.compiler_options import TABLE
+from nnx_parallel.training.compilation import TABLE
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CHIPS, TOPOLOGY = 4, "v5p:2x2x1"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import TrainState
 from nnx_parallel.data.rows import split_rows
-from nnx_parallel.layers.jaxprs import Layers
+from nnx_parallel.layers.stack.residuals import Layers
 from nnx_parallel.models import GPT, next_token_loss
 from nnx_parallel.pipeline.executor import Executor
 from nnx_parallel.pipeline.memory import Chunks

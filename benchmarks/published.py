@@ -33,7 +33,7 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
 )
-from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import Topology
 from nnx_parallel.plan.roofline import Assumptions

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from nnx_parallel.layers import Implementation
-from nnx_parallel.layers.attention_call import AttentionCall
-from nnx_parallel.layers.kernels import FUSED
+from nnx_parallel.layers.attention.kernels import FUSED, AttentionCall
 
 SEQ, HEADS, HEAD_DIM = 128, 2, 16
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)

@@ -26,6 +26,9 @@ from nnx_parallel.loggers.logger import (
 )
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean, Sum
+from nnx_parallel.optimizers.by_layer import by_layer
+from nnx_parallel.optimizers.muon import by_matrix, muon
+from nnx_parallel.optimizers.steps import decay_mask, muon_dimension_numbers
 from nnx_parallel.plan.search import plan
 from nnx_parallel.precision import Precision, cast_floating
 from nnx_parallel.schedules.schedules import (
@@ -63,11 +66,8 @@ from nnx_parallel.strategies.expert_parallel import ExpertParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
-from nnx_parallel.training.by_layer import by_layer
 from nnx_parallel.training.callback import Callback, EarlyStopping
-from nnx_parallel.training.compiler_options import compiler_options
-from nnx_parallel.training.muon import by_matrix, muon
-from nnx_parallel.training.optimizers import decay_mask, muon_dimension_numbers
+from nnx_parallel.training.compilation import compiler_options
 from nnx_parallel.training.step import SkipSteps
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize

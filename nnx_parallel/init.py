@@ -23,7 +23,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.programs import (
     ClosedJaxpr,
     Eqns,
     bind,
@@ -43,7 +43,7 @@ from nnx_parallel.sharding.model import (
     nest,
     placed_copies,
 )
-from nnx_parallel.sharding.names import is_inexact
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FEW = 64
 """Elements of an array that is cheaper to compute again than to share."""

@@ -36,7 +36,8 @@ from nnx_parallel.sharding.model import (
     placed_copies,
     stored_shardings,
 )
-from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import Offload, check_host_memory
 from nnx_parallel.sharding.optimizer import (
     Optimizer,

@@ -14,7 +14,7 @@ from flax import nnx
 
 from nnx_parallel import DataParallel, Precision, Strategy, Trainer
 from nnx_parallel.layers import Remat
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host
 

@@ -21,11 +21,11 @@ from docs.attention_table import (
 from nnx_parallel import Composite, ContextParallel, Strategy, TensorParallel
 from nnx_parallel.audit.hlo import parse
 from nnx_parallel.errors import AttentionKernelError
-from nnx_parallel.layers import attention
-from nnx_parallel.layers.attention_call import AttentionCall
-from nnx_parallel.layers.blockwise import blockwise_attention
-from nnx_parallel.layers.kernels import (
+from nnx_parallel.layers.attention import attention
+from nnx_parallel.layers.attention.blocks import blockwise_attention
+from nnx_parallel.layers.attention.kernels import (
     FUSED,
+    AttentionCall,
     attention_in_blocks,
     plain_attention,
     splash_attention,

@@ -44,7 +44,7 @@ from nnx_parallel.mesh import check_versions, simulate_devices
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import plan_state
-from nnx_parallel.training.memory import explaining_memory
+from nnx_parallel.training.diagnostics import explaining_memory
 
 
 def squares(model: Any, batch: Any) -> jax.Array:

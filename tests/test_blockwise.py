@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from nnx_parallel.layers.blockwise import (
+from nnx_parallel.layers.attention.blocks import (
+    Pattern,
+    Tokens,
     backward_block,
     blockwise_attention,
     forward_block,
@@ -18,7 +20,6 @@ from nnx_parallel.layers.blockwise import (
     sinks_gradient,
     with_sinks,
 )
-from nnx_parallel.layers.score_blocks import Pattern, Tokens
 from tests.parity.runs import compiling
 
 Operands = dict[str, Any]

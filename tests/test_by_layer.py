@@ -28,10 +28,10 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.state import plan_state
-from nnx_parallel.training.by_layer import warn_of_stacked_updates
 from tests.parity.runs import compiling
 
 WIDTH = 8

@@ -13,7 +13,7 @@ from flax import nnx
 
 from nnx_parallel import FSDP, Logger, Trainer, compiler_options
 from nnx_parallel.errors import ParallelWarning
-from nnx_parallel.training.compiler_options import TABLE, accepted_options
+from nnx_parallel.training.compilation import TABLE, accepted_options
 from tests.tpus import numbers_from
 
 HIDES = "xla_gpu_enable_latency_hiding_scheduler"
@@ -152,7 +152,7 @@ def test_step_without_options_is_plain_jit():
 
 
 TPU = """
-from nnx_parallel.training.compiler_options import accepted_options
+from nnx_parallel.training.compilation import accepted_options
 for name in sys.argv[1:]:
     layout = FSDP().layout(FSDP().make_mesh(devices_of(name)))
     options, refused = accepted_options(layout.mesh)

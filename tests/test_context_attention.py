@@ -26,7 +26,8 @@ from nnx_parallel.errors import (
     IndivisibleDimError,
     ParallelWarning,
 )
-from nnx_parallel.layers import attention, score_blocks
+from nnx_parallel.layers.attention import attention
+from nnx_parallel.layers.attention import blocks as score_blocks
 from nnx_parallel.sharding import constrain, using
 from nnx_parallel.sharding.layout import Layout
 from tests.parity.pairs import all_pairs, pairs_met

@@ -25,7 +25,8 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
 )
-from nnx_parallel.layers import Dense, Embed, Stack, attention, cross_entropy
+from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
+from nnx_parallel.layers.attention import attention
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding import constrain
 from tests.parity.checks import assert_same_numbers

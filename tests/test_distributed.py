@@ -32,8 +32,7 @@ from nnx_parallel.distributed import (
     runtime,
 )
 from nnx_parallel.distributed.initialize import ProcessSpec, find_process
-from nnx_parallel.distributed.messages import Client, Server
-from nnx_parallel.distributed.sockets import connect, listen
+from nnx_parallel.distributed.messages import Client, Server, connect, listen
 from nnx_parallel.errors import (
     CheckpointSaveError,
     DisagreementError,

@@ -36,7 +36,7 @@ from nnx_parallel import (
     errors,
 )
 from nnx_parallel.layers import Experts, MoE
-from nnx_parallel.layers.moe import Load, RouterState
+from nnx_parallel.layers.experts.moe import Load, RouterState
 from nnx_parallel.mesh import Device
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.parity.checks import assert_placed, assert_same_bits, assert_same_numbers

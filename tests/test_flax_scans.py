@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Composite, Strategy, TensorParallel, audit
-from nnx_parallel.layers.jaxprs import walk
+from nnx_parallel.programs import walk
 from nnx_parallel.sharding.model import abstract_model
 from tests.parity.checks import assert_gradients_close
 from tests.pipelines import ONE_DEVICE, make_trainer, one_step

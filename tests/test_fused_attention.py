@@ -27,10 +27,15 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import AttentionKernelError
-from nnx_parallel.layers import Dense, Stack, attention
-from nnx_parallel.layers.attention import per_shard, splits_queries
-from nnx_parallel.layers.attention_call import AttentionCall
-from nnx_parallel.layers.kernels import FUSED, plain_attention, splash_attention
+from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.layers.attention import attention
+from nnx_parallel.layers.attention.dot_product import per_shard, splits_queries
+from nnx_parallel.layers.attention.kernels import (
+    FUSED,
+    AttentionCall,
+    plain_attention,
+    splash_attention,
+)
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, to_host

@@ -16,7 +16,7 @@ from benchmarks import gpu
 from benchmarks.gpu_child import is_out_of_memory
 from benchmarks.gpu_task import PACKED, Task
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
 CONFIG = GPTConfig.tiny(num_layers=2, seq_len=16)
 

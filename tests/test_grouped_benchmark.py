@@ -14,7 +14,7 @@ from benchmarks import grouped
 from benchmarks.gpu_task import GROUPED, Task
 from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
 CONFIG = GPTConfig.tiny_experts(
     num_layers=2, seq_len=16, experts=Experts(num_experts=8, top_k=2, mlp_dim=24)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.layers.jaxprs import is_call, trace
+from nnx_parallel.programs import is_call, trace
 
 
 def test_inlining_separates_constants_and_inputs():

@@ -16,11 +16,11 @@ from nnx_parallel.layers import (
     Dense,
     Embed,
     active_remat,
-    attention,
     check_remat,
     cross_entropy,
     default_remat,
 )
+from nnx_parallel.layers.attention import attention
 from nnx_parallel.sharding import using
 
 VOCAB = 12

@@ -28,7 +28,12 @@ from nnx_parallel import (
     muon_dimension_numbers,
 )
 from nnx_parallel.layers import Experts, MoE, named
-from nnx_parallel.layers.dispatch import Order, collect, dispatch, sort_by_expert
+from nnx_parallel.layers.experts.dispatch import (
+    Order,
+    collect,
+    dispatch,
+    sort_by_expert,
+)
 from nnx_parallel.loggers import ConsoleLogger, Logger
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss

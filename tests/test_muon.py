@@ -49,9 +49,9 @@ from nnx_parallel import (
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding.exchange import pack
+from nnx_parallel.optimizers.matrices import pack
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import StatePlan
 from tests.parity.runs import compiling
 from tests.tpus import numbers_from

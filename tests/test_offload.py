@@ -34,9 +34,9 @@ from nnx_parallel import (
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
+from nnx_parallel.optimizers import offload as updating
 from nnx_parallel.sharding import offload as offloading
 from nnx_parallel.sharding.placement import Placement
-from nnx_parallel.training import offloaded_update as updating
 from tests.tpus import numbers_from
 
 WIDTH, LAYERS = 16, 4

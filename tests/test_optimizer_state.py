@@ -22,10 +22,11 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
+from nnx_parallel.optimizers.steps import learning_rate
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.sharding.names import flatten_pure, path_of
+from nnx_parallel.sharding.names import path_of
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.sharding.optimizer import as_transformation
-from nnx_parallel.training.optimizers import learning_rate
 from tests.parity.runs import compiling
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 64

@@ -24,7 +24,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import compiling, first_gradients, recording
 from tests.pipelines import make_trainer

@@ -32,7 +32,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import ParallelWarning, SpecRankError
 from nnx_parallel.layers import Stack, named
-from nnx_parallel.sharding.names import names_of, variables_of
+from nnx_parallel.sharding.nnx_arrays import names_of, variables_of
 from tests.strangers.cases import CASES, stacked
 
 LLAMA = CASES["llama"]  # of stock modules without a name

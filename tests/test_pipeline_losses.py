@@ -26,9 +26,9 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.layers import Stack
-from nnx_parallel.layers.jaxprs import trace
-from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.layers.stack.stack import using_runner
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, record
+from nnx_parallel.programs import trace
 from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import flatten, nest

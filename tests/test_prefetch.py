@@ -28,8 +28,8 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.layers import Dense, Remat, Stack
-from nnx_parallel.layers.jaxprs import derived, inline, needed, walk
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.programs import derived, inline, needed, walk
 from nnx_parallel.sharding import using
 from nnx_parallel.sharding.model import place_model
 from nnx_parallel.training.step import StepOptions, make_train_step

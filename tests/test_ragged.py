@@ -22,8 +22,8 @@ from nnx_parallel import (
 )
 from nnx_parallel.collectives.ring import ExpertAxis, TokenExchange
 from nnx_parallel.layers import Experts, MoE
-from nnx_parallel.layers.exchange import NUM_CHUNKS, RowExchange
-from nnx_parallel.layers.rounds import SLACK
+from nnx_parallel.layers.experts.dispatch import SLACK
+from nnx_parallel.layers.experts.ragged import NUM_CHUNKS, RowExchange
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.constrain import using
 from tests.parity.checks import assert_gradients_close, assert_same_numbers

@@ -112,7 +112,7 @@ def test_peaks_match_hardware_table() -> None:
 
 
 COMPILE = """
-from nnx_parallel.training.memory import explaining_memory
+from nnx_parallel.training.diagnostics import explaining_memory
 config = GPTConfig.preset("gpt2", vocab_size=50_304)
 batch = {"tokens": jax.ShapeDtypeStruct((64, 1025), "int32")}
 trainer = Trainer(

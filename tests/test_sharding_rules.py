@@ -42,12 +42,9 @@ from nnx_parallel.layers import Dense, named
 from nnx_parallel.mesh import MESH_AXES
 from nnx_parallel.sharding import ArrayInfo, Rules
 from nnx_parallel.sharding.constrain import check_names
-from nnx_parallel.sharding.names import (
-    AXIS_NAMES,
-    array_info,
-    axes_on,
-    variables_of,
-)
+from nnx_parallel.sharding.names import AXIS_NAMES
+from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
+from nnx_parallel.sharding.specs import axes_on
 from tests.placing import FSDP_TP, place
 
 # Names

@@ -36,7 +36,7 @@ from nnx_parallel.errors import NonFiniteLossError, ParallelWarning
 from nnx_parallel.layers import Stack, cross_entropy
 from nnx_parallel.metrics import result_of
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.runs import compiling, to_host
 
 WIDTH, ROWS = 16, 16

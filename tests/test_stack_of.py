@@ -22,7 +22,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PipelineError, StackError
 from nnx_parallel.layers import Stack
-from nnx_parallel.sharding.names import variables_of
+from nnx_parallel.sharding.nnx_arrays import variables_of
 from tests.pipelines import make_trainer, one_step
 
 WIDTH, ROWS, SEQ = 8, 16, 4

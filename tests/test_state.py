@@ -13,7 +13,7 @@ from flax import nnx
 
 from nnx_parallel import FSDP, DataParallel, Mean, Trainer
 from nnx_parallel.errors import LossError, StateStructureError
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import TrainState
 from nnx_parallel.training.step import takes_rngs
 from tests.parity.runs import compiling, to_host

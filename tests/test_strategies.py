@@ -21,7 +21,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.layers import Dense, Stack
-from nnx_parallel.sharding.names import variables_of
+from nnx_parallel.sharding.nnx_arrays import variables_of
 
 
 class Stock(nnx.Module):

@@ -28,7 +28,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import ModelError, StateStructureError
 from nnx_parallel.layers import Stack
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.runs import compiling
 
 WIDTH = 16

@@ -17,7 +17,7 @@ from nnx_parallel.audit import audit
 from nnx_parallel.errors import ProgramTextError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import *
-from nnx_parallel.layers import attention
+from nnx_parallel.layers.attention import attention
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.state import plan_state
 from nnx_parallel.sharding.model import abstract_model

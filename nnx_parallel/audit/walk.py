@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 from nnx_parallel.audit.collectives import KINDS, UNREAD, Collective, read_collective
-from nnx_parallel.audit.flops import count_flops
 from nnx_parallel.audit.hlo import Computation, Instruction, Known, KnownValue, Module
-from nnx_parallel.audit.transfers import Overlap
+from nnx_parallel.audit.transfers import Overlap, count_flops
 
 _TARGET = "custom_call_target"
 _FUSION_START = "AsyncCollectiveStart"

@@ -35,7 +35,7 @@ from nnx_parallel.checkpoint.files import (
 )
 from nnx_parallel.distributed.agreement import reserve_allgather
 from nnx_parallel.errors import ReplicaError
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 
 Checksums = dict[str, dict[str, int]]
 

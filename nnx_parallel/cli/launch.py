@@ -30,8 +30,8 @@ from nnx_parallel.distributed.initialize import (
     NUM_PROCESSES,
     PROCESS_ID,
 )
+from nnx_parallel.distributed.messages import listen
 from nnx_parallel.distributed.runtime import PEER_LOST, TAGGED
-from nnx_parallel.distributed.sockets import listen
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"

@@ -30,15 +30,15 @@ from flax import nnx
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
-from nnx_parallel.plan.page import save
 from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
+from nnx_parallel.plan.pictures import save
 from nnx_parallel.plan.search import plan
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.trainer import Trainer
 
 _CHILD = """
 import json, sys
-from nnx_parallel.cli.plan import plan_script
+
 sys.exit(plan_script(json.loads(sys.argv[1])))
 """
 _NETWORK = {

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx_parallel.distributed.messages import join
+from nnx_parallel.distributed.messages import host_of, is_loopback, join
 from nnx_parallel.distributed.runtime import TAGGED, has_backend, tag, tag_logging
-from nnx_parallel.distributed.sockets import host_of, is_loopback
 from nnx_parallel.errors import ProcessError
 
 COORDINATOR = "NNX_PARALLEL_COORDINATOR"

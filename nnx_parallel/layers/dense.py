@@ -22,7 +22,7 @@ from nnx_parallel.collectives.matmul import (
     row_parallel_matmul,
 )
 from nnx_parallel.layers.loss import observe_range
-from nnx_parallel.layers.scan import OVERLAPPED
+from nnx_parallel.layers.stack.scan import OVERLAPPED
 from nnx_parallel.sharding.constrain import (
     activation_spec,
     active_layout,
@@ -32,7 +32,8 @@ from nnx_parallel.sharding.constrain import (
     note_effect,
 )
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import DimAxes, dim_axes, to_spec
+from nnx_parallel.sharding.names import DimAxes
+from nnx_parallel.sharding.specs import dim_axes, to_spec
 
 Names = tuple[str | None, ...]
 _place = jax.lax.with_sharding_constraint

@@ -21,7 +21,8 @@ from nnx_parallel.errors import ModelError
 from nnx_parallel.layers.dense import Dense, matmul
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.model import ModelFn, ReadsArrays, build_model
-from nnx_parallel.sharding.names import dotted, names_of
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import names_of
 from nnx_parallel.sharding.rules import check_regex
 
 Model = TypeVar("Model", bound=nnx.Module)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel.metrics import Mean
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 
 
 class LabelRange(NamedTuple):

@@ -24,12 +24,12 @@ from nnx_parallel.layers import (
     Embed,
     MoE,
     Stack,
-    attention,
     compute_gradient_once,
     project,
     segment_positions,
 )
-from nnx_parallel.layers.moe import warn_of_lost_losses
+from nnx_parallel.layers.attention import attention
+from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
 from nnx_parallel.models.hf_names import ignored_names, names_of

@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from nnx_parallel.layers.experts import Experts, is_int
-from nnx_parallel.layers.kernels import Implementation
-from nnx_parallel.layers.scan import Remat, check_remat
+from nnx_parallel.layers.attention.kernels import Implementation
+from nnx_parallel.layers.experts.routing import Experts, is_int
+from nnx_parallel.layers.stack.scan import Remat, check_remat
 from nnx_parallel.models.presets import LLAMA, PRESETS
 from nnx_parallel.models.rotary import RopeScaling
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nnx_parallel.layers.experts import Experts
+from nnx_parallel.layers.experts.routing import Experts
 from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
 from nnx_parallel.models.presets import LLAMA
 from nnx_parallel.models.rotary import RopeScaling

@@ -7,7 +7,7 @@ the number of parameters with the published number.
 from dataclasses import replace
 from typing import Any
 
-from nnx_parallel.layers.experts import Experts
+from nnx_parallel.layers.experts.routing import Experts
 from nnx_parallel.models.rotary import RopeScaling
 
 LLAMA: dict[str, Any] = {

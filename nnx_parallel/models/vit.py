@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
-from nnx_parallel.layers import Dense, Embed, Stack, attention, named, project
+from nnx_parallel.layers import Dense, Embed, Stack, named, project
+from nnx_parallel.layers.attention import attention
 from nnx_parallel.models.hf_vision import vit_from_hf, vit_names, vit_to_hf
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.files import find_folder, read_config

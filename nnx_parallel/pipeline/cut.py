@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.layers.stack.scan import StackCall, run_layers
+from nnx_parallel.programs import (
     TracedFunction,
     bind,
     inputs_of,
@@ -29,9 +30,9 @@ from nnx_parallel.layers.jaxprs import (
     walk,
     warn_of_effects,
 )
-from nnx_parallel.layers.scan import StackCall, run_layers
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import dotted, is_inexact
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 Arrays = dict[Path, Any]
 

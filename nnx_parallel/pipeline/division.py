@@ -12,11 +12,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.blocks import find_blocks
-from nnx_parallel.layers.stack import Stack
+from nnx_parallel.layers.stack.build import find_blocks
+from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.schedules.slots import share_layers
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import dotted, variables_of
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import variables_of
 
 
 @dataclass(frozen=True)

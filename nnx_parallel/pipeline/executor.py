@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.layers.jaxprs import Layers
+from nnx_parallel.layers.stack.residuals import Layers
 from nnx_parallel.pipeline.memory import (
     Chunks,
     LayerPermutation,

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.rows import count_rows, is_marked, partition
-from nnx_parallel.layers.jaxprs import trace
-from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.layers.stack.stack import using_runner
 from nnx_parallel.pipeline.cut import Arrays, PartitionedJaxpr, names_in, record
 from nnx_parallel.pipeline.memory import (
     InFlight,
@@ -29,11 +28,13 @@ from nnx_parallel.pipeline.memory import (
     zeros_of,
 )
 from nnx_parallel.precision import sum_dtype
+from nnx_parallel.programs import trace
 from nnx_parallel.schedules.table import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten, nest
-from nnx_parallel.sharding.names import as_tuple, is_inexact
+from nnx_parallel.sharding.names import as_tuple
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 Function = Callable[[dict, dict, Any, Any], tuple[Any, dict]]
 """``(params, variables, batch, key) -> (outputs, variables after)``, nested dicts."""

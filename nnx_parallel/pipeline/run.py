@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.rows import count_rows, split_rows
 from nnx_parallel.errors import PipelineError, ScheduleError
-from nnx_parallel.layers.jaxprs import Layers, trace
-from nnx_parallel.layers.stack import using_runner
+from nnx_parallel.layers.stack.residuals import Layers
+from nnx_parallel.layers.stack.stack import using_runner
 from nnx_parallel.metrics import Mean
 from nnx_parallel.pipeline.cut import calls_stack, record
 from nnx_parallel.pipeline.division import (
@@ -46,12 +46,14 @@ from nnx_parallel.pipeline.prologue_epilogue import (
 )
 from nnx_parallel.pipeline.stage import Stage, Stash
 from nnx_parallel.precision import cast_floating
+from nnx_parallel.programs import trace
 from nnx_parallel.schedules.schedules import Schedule
 from nnx_parallel.schedules.table import Table, plan_buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import Path, nest
-from nnx_parallel.sharding.names import dotted, is_inexact
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.sharding.placement import Staged
 from nnx_parallel.state import StatePlan, TrainState
 

@@ -13,16 +13,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import PipelineError
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.layers.stack.residuals import (
     Layers,
     LayerWithResiduals,
     SplitBackward,
-    trace,
-    variables_in,
 )
-from nnx_parallel.layers.scan import apply_remat
+from nnx_parallel.layers.stack.scan import apply_remat
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, check_unassigned
 from nnx_parallel.precision import cast_floating
+from nnx_parallel.programs import trace, variables_in
 from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import jax
 
 from nnx_parallel.errors import PlanError, suggest
-from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.precision import Precision

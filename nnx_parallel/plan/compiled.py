@@ -37,11 +37,12 @@ from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import EXACT, Costs, Schedule, Traffic
 from nnx_parallel.plan.timeline import read_schedule
-from nnx_parallel.training.compilation import facts_of, keep_program
-from nnx_parallel.training.compiler_options import (
+from nnx_parallel.training.compilation import (
     ENVIRONMENT,
     accepted_options,
     compiler_options,
+    facts_of,
+    keep_program,
 )
 from nnx_parallel.training.step import StepOptions, make_train_step
 

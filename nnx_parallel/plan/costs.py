@@ -19,16 +19,17 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
-from nnx_parallel.layers.jaxprs import needed, variables_in, walk
-from nnx_parallel.layers.moe import MoE
-from nnx_parallel.layers.scan import Remat, default_remat
-from nnx_parallel.layers.stack import Stack
+from nnx_parallel.layers.experts.moe import MoE
+from nnx_parallel.layers.stack.scan import Remat, default_remat
+from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
+from nnx_parallel.programs import needed, variables_in, walk
 from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.names import ArrayInfo, array_info, variables_of
+from nnx_parallel.sharding.names import ArrayInfo
+from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.step import call_loss
 

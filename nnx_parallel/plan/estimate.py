@@ -30,8 +30,9 @@ from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
 from nnx_parallel.schedules.table import Buffers, plan_buffers
 from nnx_parallel.sharding.model import flatten
-from nnx_parallel.sharding.names import as_tuple, in_order
+from nnx_parallel.sharding.names import as_tuple
 from nnx_parallel.sharding.placement import Placement, axes_of
+from nnx_parallel.sharding.specs import in_order
 from nnx_parallel.state import StatePlan
 
 

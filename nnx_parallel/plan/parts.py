@@ -15,13 +15,14 @@ from nnx_parallel.data.batches import check_divisible
 from nnx_parallel.data.rows import is_marked, partition
 from nnx_parallel.errors import PlanError, kind_of
 from nnx_parallel.layers.dense import Dense
-from nnx_parallel.layers.moe import MoE
-from nnx_parallel.layers.stack import Stack
+from nnx_parallel.layers.experts.moe import MoE
+from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.pipeline.division import find_stack
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
-from nnx_parallel.sharding.names import ArrayInfo, array_info, dotted, variables_of
+from nnx_parallel.sharding.names import ArrayInfo, dotted
+from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state

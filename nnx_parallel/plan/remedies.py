@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
 from nnx_parallel.plan.estimate import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
@@ -21,7 +21,7 @@ from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
-from nnx_parallel.training.memory import advise_with
+from nnx_parallel.training.diagnostics import advise_with
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from nnx_parallel.errors import ParallelError, PlanError
-from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
@@ -25,7 +25,7 @@ from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
 from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
-from nnx_parallel.sharding.names import variables_of
+from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
-from nnx_parallel.audit.flops import count_flops
 from nnx_parallel.audit.hlo import Computation, Instruction, Known, parse
-from nnx_parallel.audit.transfers import roles_of
+from nnx_parallel.audit.transfers import count_flops, roles_of
 from nnx_parallel.audit.walk import Cost, CostWalk, Loop, Walk
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.hardware import Topology

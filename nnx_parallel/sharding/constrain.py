@@ -25,13 +25,9 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.mesh import explaining_axes, is_without_mesh
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import (
-    LOGICAL_AXES,
-    MeshAxes,
-    dim_axes,
-    is_spec,
-)
+from nnx_parallel.sharding.names import LOGICAL_AXES, MeshAxes
 from nnx_parallel.sharding.placement import Placement
+from nnx_parallel.sharding.specs import dim_axes, is_spec
 from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that were met.

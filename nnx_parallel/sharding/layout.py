@@ -23,17 +23,7 @@ from nnx_parallel.sharding.names import (
     ArrayInfo,
     DimAxes,
     MeshAxes,
-    absent_from,
     as_tuple,
-    axes_on,
-    check_spec,
-    dim_axes,
-    dividing_prefix,
-    in_order,
-    merge_axes,
-    spec_on,
-    splits_rows,
-    to_spec,
 )
 from nnx_parallel.sharding.placement import Placement, Staged, choose_other_dim
 from nnx_parallel.sharding.rules import (
@@ -45,6 +35,18 @@ from nnx_parallel.sharding.rules import (
     check_rules,
     logical_items,
     placing_rules,
+)
+from nnx_parallel.sharding.specs import (
+    absent_from,
+    axes_on,
+    check_spec,
+    dim_axes,
+    dividing_prefix,
+    in_order,
+    merge_axes,
+    spec_on,
+    splits_rows,
+    to_spec,
 )
 
 

@@ -22,11 +22,11 @@ from jax.sharding import NamedSharding
 from nnx_parallel.errors import ModelError, warn_user
 from nnx_parallel.mesh import explaining_axes
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import (
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import (
     Constant,
     FollowsNames,
     array_info,
-    dotted,
     holds_one_array,
     inner_variables,
     is_inexact,

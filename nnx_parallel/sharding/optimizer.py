@@ -12,15 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import (
-    array_info,
-    dim_axes,
-    dividing_prefix,
-    to_spec,
-    variables_of,
-)
+from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.placement import Placement
+from nnx_parallel.sharding.specs import dim_axes, dividing_prefix, to_spec
 
 Optimizer = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 

@@ -7,12 +7,8 @@ from typing import TypeVar
 from flax import nnx
 
 from nnx_parallel.errors import ParallelWarning, SpecRankError, warn_user
-from nnx_parallel.sharding.names import (
-    ArrayInfo,
-    MeshAxes,
-    array_info,
-    holds_one_array,
-)
+from nnx_parallel.sharding.names import ArrayInfo, MeshAxes
+from nnx_parallel.sharding.nnx_arrays import array_info, holds_one_array
 from nnx_parallel.sharding.rules import check_regex, warn_unmatched
 
 Names = tuple[MeshAxes, ...]

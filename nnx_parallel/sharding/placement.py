@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.sharding.names import ArrayInfo, DimAxes, as_tuple, to_spec
+from nnx_parallel.sharding.names import ArrayInfo, DimAxes, as_tuple
+from nnx_parallel.sharding.specs import to_spec
 
 
 def axes_of(spec: P) -> tuple[str, ...]:

@@ -28,15 +28,9 @@ from nnx_parallel.errors import (
     suggest,
     warn_user,
 )
-from nnx_parallel.sharding.names import (
-    ArrayInfo,
-    DimAxes,
-    MeshAxes,
-    axes_on,
-    check_spec,
-    dim_axes,
-)
+from nnx_parallel.sharding.names import ArrayInfo, DimAxes, MeshAxes
 from nnx_parallel.sharding.placement import cheapest_dim
+from nnx_parallel.sharding.specs import axes_on, check_spec, dim_axes
 
 
 # A protocol: a user's rule needs a method and no base class.

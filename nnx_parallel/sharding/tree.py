@@ -15,14 +15,8 @@ from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.errors import ParallelWarning, PlacementTreeError, warn_user
 from nnx_parallel.mesh import check_mesh
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import (
-    ArrayInfo,
-    array_info,
-    check_axes,
-    check_spec,
-    holds_one_array,
-    path_of,
-)
+from nnx_parallel.sharding.names import ArrayInfo, path_of
+from nnx_parallel.sharding.nnx_arrays import array_info, holds_one_array
 from nnx_parallel.sharding.rules import (
     ChainRules,
     FSDPRules,
@@ -33,6 +27,7 @@ from nnx_parallel.sharding.rules import (
     members,
     warn_idle,
 )
+from nnx_parallel.sharding.specs import check_axes, check_spec
 
 
 # Not `Strategy` itself, which is later in the order of imports.

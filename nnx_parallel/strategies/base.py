@@ -24,8 +24,8 @@ from nnx_parallel.sharding.model import (
     stored_shardings,
     stored_specs,
 )
-from nnx_parallel.sharding.names import is_spec
 from nnx_parallel.sharding.rules import Rules, check_rules
+from nnx_parallel.sharding.specs import is_spec
 from nnx_parallel.visualize.describe import (
     Description,
     describe_model,

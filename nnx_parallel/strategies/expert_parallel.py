@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.collectives.ring import ExpertAxis, TokenExchange
 from nnx_parallel.errors import ExpertsError, suggests_names
-from nnx_parallel.layers.moe import MoE
+from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.rules import Rules

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.errors import kind_of
+from nnx_parallel.optimizers.muon import muon
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.callback import Callback
-from nnx_parallel.training.muon import muon
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "eval_loss": (Callable, "a function loss(model, batch), as the loss is"),

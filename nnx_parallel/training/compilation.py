@@ -1,9 +1,14 @@
-"""The program of a step: read if a plan has compiled it, compiled otherwise.
+"""The program of a step, its compiler options, and its copy on disk.
 
 A compiled step is kept under a hash of its text and the facts that it depends on. It is
 read only if all of them are the same, and only from a file and a directory that no
 other user can write to, because it is code. Otherwise the step is compiled, and the
 reason is logged.
+
+By default a TPU's TensorCore waits while it gathers parameters and adds up gradients:
+the compiler can send them during other work, but leaves this off. `TABLE` has the
+options that turn it on, each with its reason and its source. Options that another
+version of the compiler refuses are left out.
 """
 
 from __future__ import annotations
@@ -15,20 +20,274 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import Tracer
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.errors import ParallelWarning, kind_of, warn_user
 from nnx_parallel.files import open_private, parse_object
-from nnx_parallel.training.compiler_options import ENVIRONMENT
+from nnx_parallel.sharding.constrain import in_context
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.partitioner import partition_correctly
+
+Options = Mapping[str, bool | int | float | str]
+
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables with options of XLA, and of TPUs' compiler, for the whole process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerOption:
+    """An option of a compiler.
+
+    Attributes:
+        value: The value that it is set to.
+        kinds: Kinds of devices that gain, as ``device.device_kind`` begins; on GPUs,
+            which are called by many names, ``"gpu"``.
+        reason: Its effect, and the known facts about its gain.
+        source: The source of these facts.
+    """
+
+    name: str
+    value: bool | int | str
+    kinds: tuple[str, ...]
+    reason: str
+    source: str
+
+
+# The options are for v5p and v6e. v7x has them on by default (its program is the same
+# with and without them), v5e has no SparseCores, and for v4 nothing was measured.
+_SPARSE_CORES = ("TPU v5", "TPU v6")
+_NONE = ("TPU v5 lite", "TPU v5e")
+_MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
+
+
+def _on_sparse_cores(name: str, reason: str, *, value: bool = True) -> CompilerOption:
+    return CompilerOption(
+        name=name, value=value, kinds=_SPARSE_CORES, reason=reason, source=_MEASURED
+    )
+
+
+TABLE: tuple[CompilerOption, ...] = (
+    _on_sparse_cores(
+        f"{_OFFLOAD}all_gather",
+        "SparseCores gather parameters while the TensorCore multiplies. Of all bytes "
+        "under FSDP(64) on v5p 86.5 % are hidden with all six, and 39.2 without this.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}2d_all_gather",
+        "The same over two dims of the torus: on v6e 84.1 %, and 40.1 without.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}3d_all_gather",
+        "The same over three, as an axis of 64 chips has: 41.2 % without.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}reduce_scatter",
+        "SparseCores add up and scatter gradients: 67.3 % without.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}nd_reduce_scatter",
+        "The same over several dims; without, they are all-reduces of twice the bytes.",
+    ),
+    _on_sparse_cores(
+        f"{_OFFLOAD}all_reduce",
+        "SparseCores add up what is not scattered, such as activations under tensor "
+        "parallelism: 47.4 % without under FSDP(64).",
+    ),
+    CompilerOption(
+        name="xla_jf_spmd_threshold_for_windowed_einsum_mib",
+        value=1_000_000,
+        kinds=_SPARSE_CORES,
+        reason="No product is a ring of smaller ones, which send in between: fewer "
+        "estimated cycles, and less is hidden. TensorParallel(4, sequence=True), "
+        "FSDP(16) on v5p: 2,054 million and 32 %, with rings 2,426 and 53 %.",
+        source="docs/benchmarks.md, How it is measured",
+    ),
+    CompilerOption(
+        name="xla_gpu_enable_latency_hiding_scheduler",
+        value=True,
+        kinds=("gpu",),
+        reason="Orders the program so that what is sent overlaps what is computed.",
+        source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
+    ),
+)
+"""Every option of the library; other platforms have no options."""
+
+
+def compiler_options(
+    mesh: Mesh, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options with which a step on a mesh is compiled.
+
+    They are the options of `TABLE` for the mesh's devices. A single device has no
+    options, because it sends nothing. Options that ``XLA_FLAGS`` or
+    ``LIBTPU_INIT_ARGS`` set are left to these variables.
+
+    Args:
+        mesh: Mesh of devices, which need not exist here.
+        overrides: More options, or other values; ``None`` as a value removes one.
+
+    Raises:
+        ValueError: If a name or a value cannot belong to a compiler option.
+
+    Example:
+        >>> from nnx_parallel import make_mesh
+        >>> compiler_options(make_mesh({"fsdp": None}))  # of CPUs
+        {}
+    """
+    check_compiler_options(overrides)
+    device = mesh.devices.flat[0]
+    given = " ".join(os.environ.get(name, "") for name in ENVIRONMENT)
+    found = {
+        option.name: option.value
+        for option in TABLE
+        if mesh.size > 1
+        and _is_for(option, device.platform, device.device_kind)
+        and not re.search(rf"\b{option.name}\b", given)
+    }
+    found |= overrides or {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _is_for(option: CompilerOption, platform: str, kind: str) -> bool:
+    if platform in option.kinds:
+        return True
+    return kind.startswith(option.kinds) and not kind.startswith(_NONE)
+
+
+def check_compiler_options(options: Mapping[str, Any] | None) -> None:
+    """Refuses invalid names and values of options before a compiler is asked."""
+    for name, value in (options or {}).items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
+            bare = re.match(r"-*([A-Za-z]\w*)", str(name))
+            example = f": {bare[1]!r}" if bare else ""
+            raise ValueError(
+                f"compiler_options has the name {name!r}. It must be the name of an "
+                f"option of XLA, without dashes and without its value{example}."
+            )
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ValueError(
+                f"compiler_options[{name!r}] is {kind_of(value)}. It must be a bool, a "
+                "number or a string, or None, which leaves the option out."
+            )
+
+
+def accepted_options(
+    mesh: Mesh, overrides: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """`compiler_options` that the compiler accepts, and why it refuses the others.
+
+    Warns once of options in ``overrides`` that it refuses.
+    """
+    options = compiler_options(mesh, overrides)
+    if not options:
+        return {}, {}
+    here = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    device = (here or [*mesh.devices.flat])[0]
+    refused = _refused(device, tuple(options.items()), frozenset(overrides or ()))
+    return {k: v for k, v in options.items() if k not in refused}, dict(refused)
+
+
+@cache
+def _refused(
+    device: Any, options: tuple[tuple[str, Any], ...], given: frozenset[str]
+) -> Mapping[str, str]:
+    """The reasons why a device's compiler refuses options, by name."""
+    if _why_refused(device, dict(options)) is None:
+        return {}
+    reasons = {name: _why_refused(device, {name: value}) for name, value in options}
+    refused = {name: why for name, why in reasons.items() if why is not None}
+    if mistakes := [f"{name}: {refused[name]}" for name in refused.keys() & given]:
+        warn_user(
+            "The compiler refuses compiler_options, which are left out: "
+            f"{'; '.join(sorted(mistakes))}. Options of another platform have no "
+            "effect here; other names may be those of another version.",
+            ParallelWarning,
+        )
+    return refused
+
+
+def _why_refused(device: Any, options: dict[str, Any]) -> str | None:
+    """A compiler's error about options, found with a trivial program."""
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options=options).lower(x).compile()
+    except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+        return str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+    return None
+
+
+def format_options(options: Options, refused: Mapping[str, str]) -> str:
+    """Formats options as a line of compiler flags, with the refused options."""
+    shown = [f"{name}={str(value).lower()}" for name, value in options.items()]
+    if refused:
+        shown.append(f"(refused by this compiler: {', '.join(refused)})")
+    return " ".join(shown)
+
+
+def jit_step(
+    layout: Layout,
+    function: Callable[..., Any],
+    overrides: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
+    """``jax.jit`` with the options that the mesh's compiler accepts.
+
+    Every program of a Trainer is compiled through this. Its ``lower(...).compile()``
+    has the options too.
+
+    Args:
+        layout: Layout with the mesh that runs the function; it is active while the
+            function is traced.
+        function: The function to compile.
+        overrides: The same as in `compiler_options`.
+        arguments: Other arguments of ``jax.jit``.
+    """
+    function = partition_correctly(layout, in_context(layout, function))
+    jit = partial(jax.jit, function, **arguments)
+    options, _ = accepted_options(layout.mesh, overrides)
+    return _Optioned(jit(), jit(compiler_options=options)) if options else jit()
+
+
+class _Optioned:
+    """A compiled function with options, which can be called inside another one.
+
+    JAX refuses options there: a program is compiled as a whole, with the options of the
+    outermost function.
+    """
+
+    def __init__(self, plain: Any, optioned: Any) -> None:
+        self._plain, self._optioned = plain, optioned
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self._optioned(*args)
+        except ValueError:
+            if not _is_traced(args):
+                raise
+        return self._plain(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optioned, name)
+
+
+def _is_traced(args: Sequence[Any]) -> bool:
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+
 
 _MAX_HEAD_BYTES = 2**20
 

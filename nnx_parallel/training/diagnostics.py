@@ -1,7 +1,8 @@
 """Checks before a run and during it, and errors that say how to fix the cause.
 
 Every ``agree_on`` raises `DisagreementError` on all processes, with the process that
-differs, the field and both values.
+differs, the field and both values. An allocator's error is explained with the changes
+that would have fit.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
+from itertools import chain
 from typing import Any, TypeGuard
 
 import jax
@@ -32,20 +34,17 @@ from nnx_parallel.distributed.agreement import (
 )
 from nnx_parallel.errors import (
     DataError,
+    DeviceMemoryError,
     DisagreementError,
     LossError,
     ParallelWarning,
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
+from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path
-from nnx_parallel.sharding.names import (
-    dotted,
-    flatten_pure,
-    is_inexact,
-    path_of,
-    variables_of,
-)
+from nnx_parallel.sharding.names import dotted, path_of
+from nnx_parallel.sharding.nnx_arrays import flatten_pure, is_inexact, variables_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.rules import hash_code
 from nnx_parallel.state import StatePlan, TrainState
@@ -400,3 +399,71 @@ def explain_non_finite(
         f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
         "optax.clip_by_global_norm, or look at the batches of these steps."
     )
+
+
+_advisers: list[Callable[[Any, Any, str], str]] = []
+
+
+def advise_with(adviser: Callable[[Any, Any, str], str]) -> None:
+    """Sets the function that knows which changes fit; the plan module sets it.
+
+    It is called with the Trainer, the first batch and the error's text.
+    """
+    _advisers[:] = [adviser]
+
+
+@contextlib.contextmanager
+def explaining_memory(
+    plan: StatePlan,
+    num_microbatches: int,
+    temporary_bytes: int | None,
+    run: tuple[Any, Any] | None = None,
+) -> Iterator[None]:
+    """Turns an error of the allocator into a `DeviceMemoryError` with remedies.
+
+    ``temporary_bytes`` are the compiled step's temporary bytes on each device, if
+    known; ``run`` is the Trainer and its first batch.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        # XLA's status is only in the text: all its errors are of one class.
+        text = str(error)
+        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+            raise
+        reason = text.strip().splitlines()[0]
+        advice = _advice(plan, num_microbatches, temporary_bytes)
+        if run is not None and run[1] is not None:
+            # A failure of the adviser must not hide the error.
+            with contextlib.suppress(Exception):
+                advice = "\n".join(adviser(*run, text) for adviser in _advisers)
+        raise DeviceMemoryError(f"Out of device memory: {reason}\n{advice}") from error
+
+
+def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> str:
+    state, num_devices = plan.abstract, plan.layout.mesh.size
+    trees = jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state)
+    params, optimizer = (
+        sum(array_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)
+        for arrays in trees
+    )
+    whole = sum(array_bytes(x.shape, x.dtype) for x in chain(*trees))
+    text = (
+        f"On each device: parameters {params:,} bytes, as many or more for gradients, "
+        f"optimizer state {optimizer:,} bytes.\n"
+    )
+    half = ""
+    if temporary is not None:
+        text += f"Gradients and activations of the step: {temporary:,} bytes.\n"
+        half = f", by up to {temporary // 2:,} bytes"
+    text += (
+        f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
+        "remat='full'."
+    )
+    # FSDP leaves each device its share of the whole; it saves the replicas.
+    if (saved := params + optimizer - whole // num_devices) > 0:
+        text += (
+            f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "
+            f"{saved:,} bytes on each."
+        )
+    return text

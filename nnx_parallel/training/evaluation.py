@@ -28,14 +28,15 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
-from nnx_parallel.layers.stack import run_one_layer, using_runner
+from nnx_parallel.layers.stack.stack import run_one_layer, using_runner
 from nnx_parallel.metrics import Mean, result_of, split_loss_output
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
-from nnx_parallel.sharding.names import dotted, path_of, variables_of
+from nnx_parallel.sharding.names import dotted, path_of
+from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
-from nnx_parallel.training.compiler_options import accepted_options, jit_step
+from nnx_parallel.training.compilation import accepted_options, jit_step
 from nnx_parallel.training.diagnostics import check_loss
 from nnx_parallel.training.step import (
     Batch,

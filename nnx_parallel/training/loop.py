@@ -36,9 +36,9 @@ from nnx_parallel.training.diagnostics import (
     check_evaluation,
     check_replicas,
     explain_non_finite,
+    explaining_memory,
 )
 from nnx_parallel.training.evaluation import Programs
-from nnx_parallel.training.memory import explaining_memory
 from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch

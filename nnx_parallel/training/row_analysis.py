@@ -16,8 +16,8 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.layers.jaxprs import ClosedJaxpr, TracedFunction
 from nnx_parallel.metrics import Mean
+from nnx_parallel.programs import ClosedJaxpr, TracedFunction
 
 Kind = Literal["constant", "row", "sum", "joint", "unknown"]
 Degrees = frozenset[float | None]

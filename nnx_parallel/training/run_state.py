@@ -24,6 +24,7 @@ from nnx_parallel.errors import (
     NonFiniteLossError,
     StateStructureError,
 )
+from nnx_parallel.optimizers.steps import state_kinds, warn_of_changes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
@@ -33,17 +34,13 @@ from nnx_parallel.sharding.model import (
     plain_attributes,
     update_arrays,
 )
-from nnx_parallel.sharding.names import dotted, flatten_pure, variables_of
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import flatten_pure, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.callback import Callback, restore_states, states_of
-from nnx_parallel.training.compiler_options import (
-    ENVIRONMENT,
-    Options,
-    format_options,
-)
+from nnx_parallel.training.compilation import ENVIRONMENT, Options, format_options
 from nnx_parallel.training.diagnostics import broken_arrays, warn_of_attributes
 from nnx_parallel.training.evaluation import Judged
-from nnx_parallel.training.optimizers import state_kinds, warn_of_changes
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]

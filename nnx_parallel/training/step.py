@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.rows import (
     constrain_rows,
@@ -24,45 +25,38 @@ from nnx_parallel.data.rows import (
     unmarked,
 )
 from nnx_parallel.errors import LossError, ParallelWarning, suggests_names, warn_user
-from nnx_parallel.layers.jaxprs import (
-    TracedFunction,
-    is_call,
-    reached,
-    trace,
-    variables_in,
-)
-from nnx_parallel.layers.late_gather import gather_late
 from nnx_parallel.layers.loss import LabelRange, observing_labels
-from nnx_parallel.layers.scan import (
+from nnx_parallel.layers.stack.gather import gather_late
+from nnx_parallel.layers.stack.scan import (
     Remat,
     active_remat,
     apply_remat,
     check_remat,
     default_remat,
 )
-from nnx_parallel.layers.stack import Stack, run_one_layer, using_runner
+from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import Mean, check_scalar, result_of, split_loss_output
+from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
+from nnx_parallel.optimizers.offload import check_offload
+from nnx_parallel.optimizers.steps import (
+    final_gradients,
+    learning_rate,
+    optimize,
+    where,
+)
 from nnx_parallel.precision import cast_floating, sum_dtype
+from nnx_parallel.programs import TracedFunction, is_call, reached, trace, variables_in
 from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
-from nnx_parallel.training.by_layer import warn_of_stacked_updates
-from nnx_parallel.training.compiler_options import check_compiler_options, jit_step
+from nnx_parallel.training.compilation import check_compiler_options, jit_step
 from nnx_parallel.training.diagnostics import (
     check_count,
     warn_of_attributes,
     watching_wrapped,
-)
-from nnx_parallel.training.finish import finish_step
-from nnx_parallel.training.offloaded_update import check_offload
-from nnx_parallel.training.optimizers import (
-    final_gradients,
-    learning_rate,
-    optimize,
-    where,
 )
 from nnx_parallel.training.row_analysis import ROWS, SHARED, find_changes
 
@@ -575,3 +569,37 @@ def warn_of_statistics(
             "training mode BatchNorm updates them: call the model that the loss is "
             "given, not a copy, and without use_running_average=True.",
         )
+
+
+def finish_step(
+    plan: StatePlan, params: dict, variables: dict
+) -> tuple[dict, dict[str, jax.Array]]:
+    """The variables after a whole step, and metrics, of modules that ask for it.
+
+    These modules have a method ``finish_step() -> dict[str, Array | Mean]``, as `MoE`
+    does. It runs once for all layers of a `Stack`, on arrays that have a dim for them.
+    Among scalars of one name the largest counts; each `Mean` is taken over all modules.
+    The name of an array ``(layers,)`` includes its module, ``name/blocks.layer.mlp``,
+    and the array goes to loggers that show each layer.
+    """
+    if not any(hasattr(module, "finish_step") for module in plan.modules):
+        return variables, {}
+    before = flatten(variables)
+    model = plan.model.merge(flatten(params) | before)
+    metrics: dict[str, jax.Array] = {}
+    means: dict[str, Mean] = {}
+    # All processes get all layers, because their loggers read them; a pipeline has
+    # split them.
+    replicated = plan.layout.sharding(P())
+    for path, module in nnx.iter_modules(model):
+        for name, x in getattr(module, "finish_step", dict)().items():
+            if isinstance(x, Mean):
+                means[name] = means[name].merge(x) if name in means else x
+            elif x.ndim:
+                x = jax.lax.with_sharding_constraint(x, replicated)
+                metrics[f"{name}/{dotted(path)}"] = x
+            else:
+                metrics[name] = jnp.maximum(metrics[name], x) if name in metrics else x
+    after = arrays_of(model)
+    metrics |= {name: result_of(mean) for name, mean in means.items()}
+    return nest({path: after[path] for path in before}), metrics

@@ -15,7 +15,7 @@ from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
 from nnx_parallel.errors import kind_of, suggests_names
-from nnx_parallel.layers.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device

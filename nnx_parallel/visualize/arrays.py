@@ -13,7 +13,7 @@ from rich.text import Text
 
 from nnx_parallel.drawing import Colour, Picture, fill
 from nnx_parallel.precision import array_bytes, format_bytes
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 
 # The colour of a block that every device holds.
 _WHOLE: Colour = (0xD9, 0xDF, 0xE5)

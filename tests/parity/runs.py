@@ -16,7 +16,7 @@ from flax import nnx
 from nnx_parallel import Strategy, Trainer, TrainState
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.visualize.describe import Description, describe_model
 from tests.parity.models import CASES, DEEP_CASES, Arrays, Case
 from tests.parity.strategies import ONE_DEVICE

@@ -9,7 +9,7 @@ import optax
 import nnx_parallel
 from nnx_parallel import FSDP, Composite, TensorParallel, Trainer
 from nnx_parallel.models import GPT, next_token_loss
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.weights import pretrained, save_pretrained
 
 read: list[int] = []

@@ -37,7 +37,7 @@ from nnx_parallel import (
 from nnx_parallel.checkpoint import orbax_compat
 from nnx_parallel.distributed import messages
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding.names import flatten_pure
+from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
 STRATEGIES = {
     "data": lambda: DataParallel(),

@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many MLPs [1].
 
 The code is written for one device and drops no token: each expert has one row for each
-token that chose it, and all products run at once (`nnx_parallel.layers.dispatch`). A
+token that chose it, and all products run at once (`layers.experts.dispatch`). A
 strategy that splits the experts decides how tokens reach them; the results are the same
 as on one device.
 
@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
-from nnx_parallel.layers.attention import segment_positions
+from nnx_parallel.layers.attention.dot_product import segment_positions
 from nnx_parallel.layers.dense import Dense, named, project
-from nnx_parallel.layers.dispatch import (
+from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
     Kernels,
     Routed,
@@ -33,8 +33,8 @@ from nnx_parallel.layers.dispatch import (
     gathered,
     sort_by_expert,
 )
-from nnx_parallel.layers.exchange import ragged
-from nnx_parallel.layers.experts import (
+from nnx_parallel.layers.experts.ragged import ragged
+from nnx_parallel.layers.experts.routing import (
     Experts,
     is_equal,
     is_int,
@@ -45,7 +45,7 @@ from nnx_parallel.metrics import Mean
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import dim_axes, to_spec
+from nnx_parallel.sharding.specs import dim_axes, to_spec
 
 Activation = Literal["swiglu", "geglu", "gelu"]
 INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")

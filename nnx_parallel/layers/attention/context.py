@@ -25,14 +25,11 @@ from nnx_parallel.collectives.sequence import (
     sequence_for_heads,
 )
 from nnx_parallel.errors import IndivisibleDimError, ParallelWarning, warn_user
-from nnx_parallel.layers.attention_call import (
-    AttentionCall,
-    for_each_device,
-    free_axes,
-    repeat_heads,
-)
-from nnx_parallel.layers.blockwise import (
+from nnx_parallel.layers.attention.blocks import (
+    BLOCK,
     Partial,
+    Pattern,
+    Tokens,
     backward_block,
     forward_block,
     merge,
@@ -40,11 +37,16 @@ from nnx_parallel.layers.blockwise import (
     sinks_gradient,
     with_sinks,
 )
-from nnx_parallel.layers.kernels import HEADS
-from nnx_parallel.layers.score_blocks import BLOCK, Pattern, Tokens
+from nnx_parallel.layers.attention.kernels import (
+    HEADS,
+    AttentionCall,
+    for_each_device,
+    free_axes,
+    repeat_heads,
+)
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 
 Kernel = Callable[[AttentionCall], Array]
 

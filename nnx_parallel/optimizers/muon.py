@@ -1,7 +1,6 @@
 """Muon, and any other function of whole matrices, as Optax transformations.
 
-The matrices are spread over the devices (`sharding.matrices`); the state and all other
-computations are Optax's.
+The matrices are spread over the devices (`optimizers.matrices`). Optax does the rest.
 """
 
 import functools
@@ -20,7 +19,7 @@ from jax.typing import ArrayLike
 from optax.contrib import MuonDimensionNumbers, MuonState, scale_by_muon
 
 from nnx_parallel.errors import OptimizerError, kind_of
-from nnx_parallel.sharding.matrices import map_matrices, matrix_dims
+from nnx_parallel.optimizers.matrices import map_matrices, matrix_dims
 from nnx_parallel.sharding.names import path_of
 
 Numbers = Any

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from nnx_parallel.layers.dispatch import (
+from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
     Kernels,
     Order,
@@ -26,9 +26,10 @@ from nnx_parallel.layers.dispatch import (
     combine,
     dispatch,
     products,
+    round_rows,
     sort_by_expert,
+    sum_rounds,
 )
-from nnx_parallel.layers.rounds import round_rows, sum_rounds
 from nnx_parallel.precision import sum_dtype
 
 NUM_CHUNKS = 2

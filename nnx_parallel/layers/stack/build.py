@@ -14,7 +14,8 @@ from flax import nnx
 
 from nnx_parallel.errors import StackError
 from nnx_parallel.sharding.model import ModelDef, Path
-from nnx_parallel.sharding.names import dotted, inner_variables, variables_of
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import inner_variables, variables_of
 
 
 def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:

@@ -20,7 +20,10 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 
 from nnx_parallel.errors import OffloadError
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.layers.stack.stack import Stack
+from nnx_parallel.precision import array_bytes
+from nnx_parallel.programs import (
     Eqns,
     TracedFunction,
     bind,
@@ -29,13 +32,10 @@ from nnx_parallel.layers.jaxprs import (
     trace,
     variables_in,
 )
-from nnx_parallel.layers.scan import Remat
-from nnx_parallel.layers.stack import Stack
-from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.model import Path, flatten
-from nnx_parallel.sharding.names import dim_axes
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.optimizer import owner_of
+from nnx_parallel.sharding.specs import dim_axes
 from nnx_parallel.state import StatePlan
 
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host

@@ -14,8 +14,8 @@ from flax import errors, nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.blocks import check_blocks, stack_blocks, unstack_block
-from nnx_parallel.layers.scan import (
+from nnx_parallel.layers.stack.build import check_blocks, stack_blocks, unstack_block
+from nnx_parallel.layers.stack.scan import (
     Remat,
     StackCall,
     active_remat,
@@ -30,14 +30,9 @@ from nnx_parallel.sharding.model import (
     build_model,
     update_arrays,
 )
-from nnx_parallel.sharding.names import (
-    dim_axes,
-    dotted,
-    is_inexact,
-    name_dim,
-    path_of,
-    variables_of,
-)
+from nnx_parallel.sharding.names import dotted, path_of
+from nnx_parallel.sharding.nnx_arrays import is_inexact, name_dim, variables_of
+from nnx_parallel.sharding.specs import dim_axes
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call: the output, the other variables after it, the slots."""

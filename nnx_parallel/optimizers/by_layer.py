@@ -18,7 +18,8 @@ import optax
 from optax.contrib import MuonState
 
 from nnx_parallel.errors import OptimizerError, kind_of, warn_user
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.optimizers.steps import update_with
+from nnx_parallel.programs import (
     Eqns,
     TracedFunction,
     bind,
@@ -31,7 +32,6 @@ from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.optimizer import Optimizer, stacked_params
 from nnx_parallel.state import StatePlan
-from nnx_parallel.training.optimizers import update_with
 
 
 def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:

@@ -14,20 +14,16 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.errors import StackError
-from nnx_parallel.layers.jaxprs import (
-    Layers,
-    LayerWithResiduals,
-    is_call,
-    trace,
-    variables_in,
-)
+from nnx_parallel.layers.stack.residuals import Layers, LayerWithResiduals
+from nnx_parallel.programs import is_call, trace, variables_in
 from nnx_parallel.sharding.constrain import (
     active_layout,
     saves_all_but_gathers,
     use_params,
     without_complex,
 )
-from nnx_parallel.sharding.names import dotted, is_inexact
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.sharding.offload import HOST, Kept
 from nnx_parallel.sharding.placement import Placement
 

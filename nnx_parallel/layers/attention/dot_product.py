@@ -16,23 +16,21 @@ from jax import Array
 
 from nnx_parallel.collectives.ring import SequenceAxis
 from nnx_parallel.errors import AttentionKernelError
-from nnx_parallel.layers.attention_call import (
-    AttentionCall,
-    for_each_device,
-    free_axes,
-)
-from nnx_parallel.layers.context import context_attention, split_sequence
-from nnx_parallel.layers.kernels import (
+from nnx_parallel.layers.attention.context import context_attention, split_sequence
+from nnx_parallel.layers.attention.kernels import (
     FUSED,
     HEADS,
+    AttentionCall,
     FusedKernel,
     Implementation,
     attention_in_blocks,
+    for_each_device,
+    free_axes,
     plain_attention,
 )
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import dim_axes
+from nnx_parallel.sharding.specs import dim_axes
 
 NAMES = ("batch", "seq", "heads", "head_dim")
 

@@ -17,7 +17,9 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.errors import OptimizerError, kind_of, warn_user
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.optimizers.matrices import placing_updates
+from nnx_parallel.optimizers.offload import offloaded_update
+from nnx_parallel.programs import (
     TracedFunction,
     is_call,
     needed,
@@ -25,12 +27,11 @@ from nnx_parallel.layers.jaxprs import (
     trace,
     variables_in,
 )
-from nnx_parallel.sharding.matrices import placing_updates
 from nnx_parallel.sharding.model import Path, flatten, nest
-from nnx_parallel.sharding.names import ArrayInfo, array_info, path_of, variables_of
+from nnx_parallel.sharding.names import ArrayInfo, path_of
+from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.sharding.optimizer import Optimizer, owner_of
 from nnx_parallel.state import StatePlan, TrainState
-from nnx_parallel.training.offloaded_update import offloaded_update
 
 
 def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from nnx_parallel.layers.jaxprs import (
+from nnx_parallel.programs import (
     ClosedJaxpr,
     Eqns,
     bind,

@@ -1,0 +1,196 @@
+"""The arrays of an NNX model: its variables, their metadata, and their dims' names."""
+
+from collections.abc import Hashable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.errors import (
+    SpecRankError,
+)
+from nnx_parallel.sharding.names import ArrayInfo, MeshAxes, as_tuple, dotted, path_of
+
+
+class Constant(nnx.Variable):
+    """An array that a module holds outside of Variables: not trained, as in NNX."""
+
+
+def variables_of(
+    model: object, wrt: Any = ...
+) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
+    """Path and Variable of every array of a model, each shared one once.
+
+    ``wrt`` filters them as in NNX. An array of a pytree that a Variable holds comes in
+    a Variable like it, at a separate path; an array in no Variable as a `Constant`.
+    Sown values are left out: they are not state.
+    """
+    for path, leaf in nnx.to_flat_state(nnx.state(model, wrt)):
+        if not isinstance(leaf, nnx.Intermediate):
+            yield from inner_variables(path, leaf)
+
+
+def inner_variables(
+    path: tuple[Hashable, ...], leaf: Any
+) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
+    """`variables_of` one leaf of NNX's graph."""
+    if not isinstance(leaf, nnx.Variable):
+        yield path, Constant(leaf)
+    elif holds_one_array(leaf):
+        yield path, leaf
+    else:
+        placements = leaf.get_metadata().get("placement")
+        arrays = jax.tree.leaves_with_path(leaf.get_value())
+        for index, (keys, x) in enumerate(arrays):
+            variable = leaf.replace(x)
+            if placements:
+                variable.set_metadata(placement=placements[index])
+            yield (*path, *map(_entry, keys)), variable
+
+
+def holds_one_array(variable: nnx.Variable) -> bool:
+    """False if a Variable holds ``None``, or a pytree with arrays inside."""
+    return jax.tree_util.all_leaves([variable.get_value()])
+
+
+def _entry(key: Any) -> Hashable:
+    """A part of a JAX key path as part of a path."""
+    names = ("key", "idx", "name")  # of dicts, of sequences, of dataclasses
+    return next(getattr(key, name) for name in names if hasattr(key, name))
+
+
+def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
+    """Reads shape and names of a Variable; more names than dims are an error."""
+    value = variable.get_value()
+    names = names_of(variable) or None
+    if names:
+        if len(names) > value.ndim:
+            raise SpecRankError(
+                f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
+                f"{names}. Give one name, or None, for each of its {value.ndim} dims."
+            )
+        # Like in a PartitionSpec, dims without a name come last.
+        names += (None,) * (value.ndim - len(names))
+    return ArrayInfo(
+        path=dotted(path),
+        shape=tuple(value.shape),
+        dtype=value.dtype,
+        names=names,
+        kind=type(variable).__name__,
+        is_param=isinstance(variable, nnx.Param),
+    )
+
+
+# Arrays that Flax's modules make, and their dims.
+_NUM_DIMS = (
+    (nnx.Linear, "kernel", 2),
+    (nnx.Embed, "embedding", 2),
+    (nnx.LayerNorm, "scale", 1),
+    (nnx.RMSNorm, "scale", 1),
+    (nnx.BatchNorm, "scale", 1),
+)
+
+
+# Not `Stack` itself, which is later in the order of imports.
+@runtime_checkable
+class HasLayers(Protocol):
+    """A module whose arrays have a leading dim of layers."""
+
+    def name_layers(self) -> None:
+        """Names that dim in the metadata of its arrays."""
+        ...
+
+
+def name_dim(variable: nnx.Variable) -> None:
+    """Names dim 0 of an array ``layers``, unless it already has this name."""
+    names = names_of(variable)
+    if names[:1] != ("layers",):
+        # If each dim already has a name, the name of dim 0 is None.
+        ndim = getattr(variable.get_value(), "ndim", None)
+        names = ("layers", *names[names[:1] == (None,) and len(names) == ndim :])
+    # The mesh is not known yet, so Flax cannot place it now.
+    variable.set_metadata(out_sharding=names, eager_sharding=False)
+
+
+def name_layers(model: nnx.Module) -> None:
+    """Names the dims of layers in an abstract model, if they lack the name."""
+    # `nnx.update` and `nnx.merge` take the metadata of their arguments: names that
+    # a user has stacked or loaded lack the layers (docs/library-notes.md, "Flax NNX").
+    stacks = stacks_of(model)
+    for stack in stacks.values():
+        stack.name_layers()
+    arrays: dict[tuple[Hashable, ...], nnx.Variable] = {
+        path: leaf
+        for path, leaf in nnx.to_flat_state(nnx.state(model))
+        if isinstance(leaf, nnx.Variable) and not is_inside(path, stacks)
+    }
+    for path, module in nnx.iter_modules(model):
+        for kind, name, ndim in _NUM_DIMS:
+            array = arrays.get((*path, name)) if isinstance(module, kind) else None
+            if array is not None and len(array.get_value().shape) == ndim + 1:
+                _name_vmapped(arrays, path, array.get_value().shape[0])
+
+
+@runtime_checkable
+class FollowsNames(Protocol):
+    """A module in which some arrays take names from others (a kernel's adapters)."""
+
+    def follow_names(self) -> None:
+        """Names these arrays by the others, whose names may have changed."""
+
+
+def stacks_of(model: nnx.Module) -> dict[tuple[Hashable, ...], HasLayers]:
+    """The stacks of a model by path."""
+    return {p: m for p, m in nnx.iter_modules(model) if isinstance(m, HasLayers)}
+
+
+def is_inside(
+    path: tuple[Hashable, ...], stacks: dict[tuple[Hashable, ...], HasLayers]
+) -> bool:
+    """True if an array is inside a stack."""
+    return any(path[: len(stack)] == stack for stack in stacks)
+
+
+def _name_vmapped(
+    arrays: dict[tuple[Hashable, ...], nnx.Variable],
+    path: tuple[Hashable, ...],
+    count: int,
+) -> None:
+    """Names dim 0 of the largest module around a path whose arrays all have it."""
+
+    def below(root: tuple[Hashable, ...]) -> list[nnx.Variable]:
+        return [v for p, v in arrays.items() if p[: len(root)] == root]
+
+    def is_vmapped(variable: nnx.Variable) -> bool:
+        shape = getattr(variable.get_value(), "shape", ())
+        names = names_of(variable)
+        # If the user has named every dim, the names do not change.
+        is_free = len(names) < len(shape) or names[0] in (None, "layers")
+        return shape[:1] == (count,) and is_free
+
+    while path and all(map(is_vmapped, below(path[:-1]))):
+        path = path[:-1]
+    for variable in filter(is_vmapped, below(path)):
+        name_dim(variable)
+
+
+def names_of(variable: nnx.Variable) -> tuple[MeshAxes, ...]:
+    """The names of dims in a Variable's metadata, also where a sharding gives them."""
+    # The key under which Flax keeps the names of nnx.with_partitioning: a tuple, a
+    # spec, a sharding with a spec, or a format with a sharding.
+    found = variable.get_metadata().get("out_sharding")
+    found = getattr(found, "sharding", found)
+    names = as_tuple(getattr(found, "spec", found))
+    return tuple(None if name is P.UNCONSTRAINED else name for name in names)
+
+
+def flatten_pure(tree: Any) -> dict[str, jax.Array]:
+    """A pytree of arrays as one flat dict by dotted path."""
+    return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def is_inexact(x: Any) -> bool:
+    """True if gradients flow through it: floating-point or complex numbers."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
