@@ -130,10 +130,10 @@ visualize(
 )
 
 # %% [markdown]
-# `FSDP` shards a dim that the size of its axis divides. Of several it takes the one whose gather
-# copies the least on a TPU: as a rule the dim that a product contracts. It never shards the leading
-# `layers` dim: the model runs one layer after the other, so one device would hold the complete
-# layer in work, and all others would wait for it.
+# `FSDP` shards a dim that the size of its axis divides. If there are several, it takes the dim
+# whose gather copies the least on a TPU: usually the dim that a product contracts. It never shards
+# the leading `layers` dim: the model runs one layer after the other, so one device would hold the
+# whole current layer, and all others would wait for it.
 #
 # ## Communication
 #
@@ -194,8 +194,8 @@ assert extra < param_bytes / 2
 # %% [markdown]
 # ## Which one?
 #
-# Choose the first that fits. ZeRO-2 needs a third of the memory here, and in float32 sends no more
-# bytes than data parallelism. ZeRO-3 is for models whose parameters do not fit. [Choose a
+# Choose the first strategy that fits. ZeRO-2 needs a third of the memory here, and in float32 sends
+# no more bytes than data parallelism. ZeRO-3 is for models whose parameters do not fit. [Choose a
 # strategy](../choose.md) does the arithmetic.
 #
 # ## Exercise

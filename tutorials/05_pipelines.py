@@ -249,10 +249,10 @@ assert np.isclose(table.simulate(num_layers=58).efficiency, share * 58 / (4 * 15
 # %% [markdown]
 # ## Exercise
 #
-# A `Table` of your own runs like the others. Write GPipe in two rounds: all passes of the first half
-# of the microbatches, and then all passes of the second half. Give `Table.from_ticks` the tick of
-# every slot (row: stage, column: microbatch), and draw the table. How many inputs does a stage keep,
-# and how large is the bubble?
+# You can also write a `Table`. Write GPipe in two rounds: all passes of the first half of the
+# microbatches, and then all passes of the second half. Give `Table.from_ticks` the tick of every
+# slot (row: stage, column: microbatch), and draw the table. How many inputs does a stage keep, and
+# how large is the bubble?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 stage, microbatch = np.indices((S, M))

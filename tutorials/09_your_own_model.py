@@ -2,8 +2,9 @@
 # # 9. Bring your own: model, rules, training step
 #
 # The library has few layers, and requires none of them. This tutorial shards a stock Flax model in
-# four ways: as it is, with names in the model, with rules from outside, and with a training step of
-# your own. [Tutorial 13](13_your_transformer.py) does the same for a transformer, with a pipeline.
+# four ways: unchanged, with names in the model, with rules from outside, and with a training step
+# that you write. [Tutorial 13](13_your_transformer.py) does the same for a transformer, with a
+# pipeline.
 
 # %%
 import jax
@@ -147,7 +148,7 @@ for name in ("up", "down"):
     assert by_rule.sharding == by_name.sharding
 
 # %% [markdown]
-# ## A training step of your own
+# ## Your training step
 #
 # For your loop, `trainer.train_step` is the compiled step. You can also write the step
 # yourself, in any library, and use only the shardings: `sharded_jit` is `jax.jit` that takes rules
@@ -222,7 +223,7 @@ except errors.UnmatchedRuleError as error:
 else:
     raise AssertionError("no error")
 
-# The last pair matches all that is left.
+# The last pair matches all remaining arrays.
 strict = PathRules(*rules.pairs, (r"down\.bias|last", P()), strict=True)
 described = Composite(FSDP(4), TensorParallel(2), rules=(strict,)).describe(Deeper)
 assert {row.info.path for row in described.replicated} >= {"last.kernel", "last.bias"}

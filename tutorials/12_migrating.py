@@ -222,13 +222,13 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `CPUOffload` | `Offload()`: the optimizer's state, not the parameters |
 # | `context_parallel`, float8 | not here |
 #
-# One habit is worth dropping: to think of one device at a time. `loss` gets the global batch, or a
-# global microbatch, and its mean is the mean over all rows. Only the loading of data depends on the
+# Drop one habit: do not think of one device at a time. `loss` gets the global batch, or a global
+# microbatch, and its mean is the mean over all rows. Only the loading of data depends on the
 # process.
 #
 # ## Exercise
 #
-# Take a training script of your own, and write its loss as `loss(model, batch)`. First run it on 8
+# Take one of your training scripts, and write its loss as `loss(model, batch)`. First run it on 8
 # simulated devices with `fast_dev_run=True`, which takes two steps as a test. Then compare five
 # losses with the original's.
 

@@ -85,8 +85,8 @@ def loss(model, tokens):
 
 
 # %% [markdown]
-# The next function trains the model for three steps under a strategy. It prints the losses, and what
-# one device holds, computes and sends.
+# The next function trains the model for three steps under a strategy. It prints the losses, and the
+# state, FLOPs and sent bytes of one device.
 
 # %%
 rng = np.random.default_rng(0)
@@ -215,9 +215,9 @@ class Stacked(Transformer):
 measure("FSDP, Stack", Stacked, FSDP())
 
 # %% [markdown]
-# The optimizer gets arrays of all layers too. AdamW works element by element, so that its updates stay
-# the same. One that looks at an array as a whole, such as LAMB, needs `by_layer(optax.lamb(1e-3))` to see
-# each layer by itself; a fit warns without it.
+# The optimizer gets arrays of all layers too. AdamW works element by element, so its updates stay
+# the same. An optimizer that looks at a whole array, such as LAMB, needs
+# `by_layer(optax.lamb(1e-3))` to see each layer separately; a fit warns without it.
 #
 # **`remat="full"`** keeps only the input of each block for the backward pass, and computes the rest
 # again. The temporaries shrink by more than half, for a fifth more FLOPs:
@@ -286,9 +286,9 @@ print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 measure("tensor, attention", Stacked, both, names=TRANSFORMER_NAMES)
 
 # %% [markdown]
-# The FLOPs have fallen, but not to an eighth, and the description tells why. The kernels of attention
-# are sharded over `tensor`. Those of the MLP and of the head are not, because `up`, `down` and `head`
-# are not among the usual names:
+# The FLOPs have fallen, but not to an eighth, and the description tells why. The kernels of
+# attention are sharded over `tensor`. The kernels of the MLP and the head are not, because `up`,
+# `down` and `head` are not among the usual names:
 
 
 # %%
@@ -302,8 +302,8 @@ def print_reasons(name):
 print_reasons("tensor, attention")
 
 # %% [markdown]
-# Your table names the rest. A pair has a regular expression for the path, and a name for
-# each dim. The dim of the layers has its name already.
+# A table that you write names the rest. A pair has a regular expression for the path, and a name
+# for each dim. The dim of the layers has its name already.
 
 # %%
 NAMES = PathNames(

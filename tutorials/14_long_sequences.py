@@ -96,13 +96,14 @@ np.testing.assert_allclose(split, alone, rtol=1e-5)
 # %% [markdown]
 # ## The blocks of each device
 #
-# Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. Were
-# each device to have neighbours, the last would have most of the work, and the others would wait.
-# So the sequence is cut into twice as many chunks as there are devices, and device i computes chunk
-# i and the i-th from the end. Devices exchange halves of their tokens around the attention, so
-# that nothing else in the model sees another order.
+# Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. If
+# each device had neighbouring tokens, the last device would have most of the work, and the others
+# would wait. So the sequence is cut into twice as many chunks as there are devices, and device i
+# computes chunk i and the i-th from the end. Devices exchange halves of their tokens around the
+# attention, so that nothing else in the model sees another order.
 #
-# A row is a chunk of queries, a column a chunk of keys; the number is the device that computes it.
+# A row is a chunk of queries, and a column is a chunk of keys; the number is the device that
+# computes the block.
 
 # %%
 SIZE = 4
@@ -137,10 +138,10 @@ assert max(in_turn) == 7 * min(in_turn)
 #
 # `exchange` says how queries meet the keys of other devices.
 #
-# - `ring`, the default: keys and values travel from device to device, each hop during the matmuls of
-#   the keys that came before; backward their gradients travel with them.
-# - `all_to_all`: a device gets the whole sequence of its share of the heads. The size must divide the
-#   heads; here it is four.
+# - `ring`, the default: keys and values travel from device to device, each hop during the matmuls
+#   of the previous keys; in the backward pass their gradients travel with them.
+# - `all_to_all`: a device gets the whole sequence for its share of the heads. The size must divide
+#   the number of heads; here it is four.
 # - `gather`: a device gets all keys and values.
 
 # %%
@@ -167,15 +168,15 @@ assert "all-gather" in sent["gather"]
 # - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
 # - `gather` is simple, and as good as the others where few key heads are shared by many heads.
 #
-# The size must divide the sequence, and twice the size should, or causal work is not balanced. Packed
-# documents (`segments`), windows, sinks and soft caps work under all three. A model with another
-# attention, such as `nnx.MultiHeadAttention`, runs too: XLA gathers its sequence, and `describe` says
-# so.
+# The size must divide the length of the sequence. Twice the size should divide it too; otherwise
+# causal work is not balanced. Packed documents (`segments`), windows, sinks and soft caps work
+# under all three. A model with another attention, such as `nnx.MultiHeadAttention`, runs too: XLA
+# gathers its sequence, and `describe` says so.
 #
 # ## Exercise
 #
-# How much more than the mean would the busiest of eight devices compute, were each to have
-# neighbours? And which chunks does device 5 have instead?
+# How much more than the mean would the busiest of eight devices compute if each had neighbouring
+# tokens? And which chunks does device 5 have instead?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # Chunk c sees c whole chunks and half of itself. The last device has the chunks 14 and 15.

@@ -69,13 +69,13 @@ assert losses[-1] < 0.2
 # %% [markdown]
 # ## Read it, sharded
 #
-# `GPT.from_pretrained` returns a model for a Trainer. It has read only the headers of
-# the files: names and shapes must match the model in `config.json`, or an error names the first
-# that is not. The Trainer then reads for each device the bytes of its shards. No process holds the whole.
+# `GPT.from_pretrained` returns a model for a Trainer. It has read only the headers of the files: if
+# a name or shape differs from the model in `config.json`, an error names the first one. The Trainer
+# then reads the bytes of each device's shards. No process holds all weights.
 #
-# `lora` adds two narrow matrices, A and B, next to each kernel whose path matches `targets`. B starts as
-# zeros, so the model starts as it was. `wrt=nnx.LoRAParam` trains only these factors; only they have
-# gradients and optimizer state. The callback ends the fit when the loss is low.
+# `lora` adds two narrow matrices, A and B, next to each kernel whose path matches `targets`. B
+# starts as zeros, so the model starts unchanged. `wrt=nnx.LoRAParam` trains only these factors;
+# only they have gradients and optimizer state. The callback ends the fit when the loss is low.
 
 
 # %%
@@ -133,9 +133,9 @@ assert trainer.step < 200
 # %% [markdown]
 # ## Write it
 #
-# `merge_lora` adds each product to its kernel: the same model, without adapters. `save_adapters` writes
-# only the factors, in the format of PEFT. Both folders appear whole or not at all, and the files that were there
-# is never written over.
+# `merge_lora` adds each product to its kernel, which gives the same model without adapters.
+# `save_adapters` writes only the factors, in the format of PEFT. Both folders appear whole or not
+# at all, and an existing folder with files is never overwritten.
 
 # %%
 merged = merge_lora(trainer.model)

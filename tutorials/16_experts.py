@@ -1,9 +1,10 @@
 # %% [markdown]
 # # 16. Mixtures of experts
 #
-# A larger MLP knows more, and every token pays for all of it. A mixture of experts has many MLPs,
-# and a router that sends each token to a few of them: parameters grow, FLOPs hardly do. This tutorial
-# trains one, watches its experts go unused, balances them, and splits them over eight devices.
+# A larger MLP knows more, but every token pays for all of it. A mixture of experts has many MLPs,
+# and a router that sends each token to a few of them: the parameters grow, and the FLOPs hardly
+# grow. This tutorial trains one, watches its experts go unused, balances them, and splits them over
+# eight devices.
 
 # %%
 from dataclasses import replace
@@ -63,8 +64,8 @@ unused = 2 * (8 - 2) * 3 * 32 * 32  # layers, experts, kernels and their shapes
 assert config.num_params - config.num_active_params == unused
 
 # %% [markdown]
-# A token meets the active ones: all but six of eight experts in each layer. `flops_per_token` counts
-# these, and so does MFU. Published models:
+# A token uses only the active parameters: two of the eight experts in each layer, and everything
+# else. `flops_per_token` and MFU count only these. Published models:
 
 # %%
 for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
@@ -76,7 +77,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
 # ## Without balance
 #
 # First on one device. A router that is trained only for the next token has no reason to use all
-# experts. Those that get tokens learn, and get more of them.
+# experts. Experts that get tokens learn, and then get more tokens.
 
 # %%
 STEPS = 100
@@ -124,8 +125,9 @@ def over_time(history, every=10):
 
 
 # %% [markdown]
-# The log line has `expert_load`, the tokens of the busiest expert over the mean, and `router_entropy`,
-# in nats. A load of 1 is perfect. Here 4 is the worst: all tokens go to the same two of eight experts.
+# The log line has `expert_load`, the number of tokens of the busiest expert divided by the mean,
+# and `router_entropy`, in nats. A load of 1 is perfect. Here 4 is the worst: all tokens go to the
+# same two of eight experts.
 
 # %%
 print("expert_load, every 10th step:", over_time(free_history))
@@ -136,10 +138,10 @@ draw(before)
 # ## A bias that follows counts
 #
 # `bias_rate` gives each expert a bias, which is added to its score where the experts of a token are
-# chosen, and nowhere else. After a step the bias of an expert with more tokens than the mean goes down
-# by the rate, and raises the others'. There is no gradient, and no other loss: this is how DeepSeek-V3 is
-# balanced. Tokens are counted in integers over the whole batch, so that the bias is the same bit for
-# bit on any mesh.
+# chosen, and nowhere else. After a step the bias falls by the rate for an expert with more tokens
+# than the mean, and rises by the rate for the others. This needs no gradient and no further loss.
+# DeepSeek-V3 is balanced in this way. Tokens are counted in integers over the whole batch, so that
+# the bias is the same bit for bit on any mesh.
 
 # %%
 BALANCED = replace(EXPERTS, bias_rate=0.01)
@@ -158,19 +160,19 @@ final = [history["loss"][-10:].mean() for history in (free_history, even_history
 np.testing.assert_allclose(final[1], final[0], rtol=0.05)
 
 # %% [markdown]
-# Both runs learn as fast so far: a text this short has little to say to eight experts. The difference is
-# the cost of the idle ones. They take memory, and once experts are split over devices the busiest device
-# sets the pace of all.
+# Both runs learn equally fast so far: such a short text gives eight experts little to learn. The
+# difference is the cost of idle experts. They take memory, and once experts are split over devices
+# all devices wait for the busiest one.
 #
-# `balance_loss=` is the other way: a loss that is least where all experts have equal shares, of each
-# sequence or of the batch. It pulls at the router with a gradient, and so at the model. `z_loss=` keeps
+# `balance_loss=` is the alternative: a loss that is smallest if all experts have equal shares of
+# each sequence, or of the batch. Its gradient changes the router, and so the model. `z_loss=` keeps
 # the router's logits small. `top_groups=` and `shared_dim=` come from DeepSeek-V3.
 #
 # ## The experts, split
 #
-# `ExpertParallel(4)` gives each of four devices two of the eight experts. Outside of the experts its
-# axis splits the batch, and with `FSDP` the state of everything else too. Model, loss and batches stay
-# as they are, and so do the numbers.
+# `ExpertParallel(4)` gives each of four devices two of the eight experts. Outside of the experts
+# its axis splits the batch, and with `FSDP` also the state of all other parameters. Model, loss,
+# batches and numbers stay the same.
 
 # %%
 strategy = Composite(ExpertParallel(4), FSDP())
@@ -185,8 +187,8 @@ for name in ("expert_load", "router_entropy"):
     np.testing.assert_allclose(split_history[name], even_history[name][:5], rtol=0.01)
 
 # %% [markdown]
-# The shards of each device: the layers are in dim 0, the experts in dim 1: the axis `expert` splits them,
-# and `fsdp` splits each.
+# The shards of each device follow. The layers are in dim 0 and the experts in dim 1. The axis
+# `expert` splits the experts, and `fsdp` splits each expert.
 
 # %%
 description = split.describe()
@@ -195,7 +197,7 @@ for row in description.rows:
         print(f"{row.info.path:36} {row.info.shape!s:15} {row.placement.stored}")
 
 # %% [markdown]
-# And how tokens reach their experts:
+# This is how tokens reach their experts:
 
 # %%
 print(*description.notes, sep="\n")
@@ -221,8 +223,8 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # | `gather` | `2 (n - 1)` | `2 (n - 1)` | `n - 1` |
 # | `ragged` | `2 k (n - 1) / n` | `2 k (n - 1) / n` | `k (n - 1) / n` |
 #
-# `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs where `k < n - 1`. `audit` counts the
-# bytes that go into the collectives of a compiled step. Without `FSDP`, tokens are all that is
+# `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs where `k < n - 1`. `audit` counts
+# the bytes that go into the collectives of a compiled step. Without `FSDP`, only tokens are
 # gathered:
 
 # %%
@@ -237,7 +239,7 @@ for kind in ("all-gather", "reduce-scatter"):
     print(f"{kind:14} {report.bytes(kind):9,} bytes, in theory {2 * collected:9,}")
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
-# And the choices, int32, forward, and their weights, forward and backward.
+# The choices (int32) are sent in the forward pass, and their weights in both passes.
 choices = SIZE * own * 2 * 4 * config.num_layers
 assert report.bytes("all-gather") == 2 * collected + 2 * choices
 assert report.bytes("reduce-scatter") == 2 * collected + choices
@@ -248,10 +250,10 @@ assert report.bytes("reduce-scatter") == 2 * collected + choices
 # ## No token is dropped
 #
 # A device has room for a quarter more rows than its share. Rows beyond come in further rounds: the
-# numbers stay exact under any routing, and an unbalanced step takes longer.
-# `capacity_factor=` bounds an expert instead, per sequence: tokens above its capacity are dropped. It
-# is another model, whose metrics have a `dropped_share`. So much is lost in the first steps, while
-# nothing is balanced:
+# numbers stay exact under any routing, and an unbalanced step takes longer. `capacity_factor=`
+# bounds an expert instead, per sequence: tokens above its capacity are dropped. This is a different
+# model, whose metrics have a `dropped_share`. In the first steps, before the experts are balanced,
+# it loses this share:
 
 # %%
 tight = make_trainer(
@@ -280,9 +282,9 @@ assert dropped.min() > 0.05
 #
 # ## Exercise
 #
-# Qwen3-30B-A3B has 128 experts, 8 of which a token goes to. From which size of `ExpertParallel` on does
-# `ragged` send less than `gather`? By what factor at 64 devices? And how many bytes does a device then
-# send for each of its tokens in a step, in bfloat16 and without `remat`?
+# Qwen3-30B-A3B has 128 experts, and a token goes to 8 of them. From which size of `ExpertParallel`
+# on does `ragged` send less than `gather`? By what factor at 64 devices? And how many bytes does a
+# device then send for each of its tokens in a step, in bfloat16 and without `remat`?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 qwen = GPTConfig.preset("qwen3-30b-a3b")

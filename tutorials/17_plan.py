@@ -1,11 +1,11 @@
 # %% [markdown]
 # # 17. From a laptop to a pod
 #
-# The model trains on a laptop, and tomorrow it shall train on sixteen chips that you do not have.
-# Which strategy, how many microbatches, which remat? `plan` answers here and now: it looks at all
-# that divide, says which fit and how much each costs, and ends with the line to write. This tutorial
-# plans a GPT for a slice of TPUs, reads why candidates lost, checks the formulas with a compiler, and
-# trains with the line that comes out.
+# Your model trains on a laptop, and tomorrow it will train on sixteen chips that you do not have
+# yet. Which strategy, how many microbatches, which remat? `plan` answers on the laptop. It tries
+# all strategies that divide, says which fit and how much each costs, and ends with the line to
+# write. This tutorial plans a GPT for a slice of TPUs, reads why candidates lost, checks the
+# formulas with a compiler, and trains with the resulting line.
 
 # %%
 import dataclasses
@@ -39,8 +39,8 @@ simulate_devices(8)
 # ## The Trainer, as it is
 #
 # A plan takes the Trainer that you have. Its strategy does not matter. The model is a function, so
-# nothing is allocated: 1.3 billion parameters would hardly fit here. Of the data only shapes are
-# needed.
+# nothing is allocated: 1.3 billion parameters would hardly fit here. A plan needs only the shapes
+# of the data.
 
 # %%
 config = GPTConfig.gpt_1_3b()
@@ -58,9 +58,9 @@ print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a ste
 # %% [markdown]
 # ## A first plan
 #
-# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas, which takes seconds.
-# To keep the list short, pipelines, tensor parallelism and offload are left out: a part in `fix` is
-# decided.
+# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas, which takes
+# seconds. `fix` decides parts of the answer. To keep the list short, it leaves out pipelines,
+# tensor parallelism and offload.
 
 # %%
 first = plan(
@@ -89,18 +89,18 @@ np.testing.assert_allclose(
 #
 # - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
-# - `step, s` is a range. At best, products, memory and transfers run at the same time. At worst, one
-#   after the other, and each slower. The assumptions are printed below the table.
+# - `step, s` is a range. At best, products, memory and transfers run at the same time. At worst,
+#   they run one after the other, and each is slower. The assumptions are printed below the table.
 # - MFU: the FLOPs of the model over the chips' peak in that time.
 #
-# Whose the memory is:
+# Memory by owner:
 
 # %%
 draw_memory(first)
 
 # %% [markdown]
-# Three bars of a kind differ only in remat: parameters, gradients and optimizer state are the same,
-# kept activations shrink. Three of another kind differ in the strategy, which divides the state.
+# Bars of one strategy differ only in remat: parameters, gradients and optimizer state are the same,
+# and kept activations shrink. Bars of another strategy divide the state in another way.
 #
 # ## The waits of a step
 #
@@ -110,10 +110,11 @@ draw_memory(first)
 draw_timeline(first)
 
 # %% [markdown]
-# The roofline shows the bound of a step [1]. Across is how many FLOPs a step has for each byte that it
-# moves: through memory, and over the links. The more, the less it matters how fast these are. Under
-# each roof there is a bar, the speed of this step from its slow to its fast end. Far to the right of the
-# bend in its roof, a transfer is no limit; left of it, the chips wait for bytes.
+# The roofline shows the bound of a step [1]. The horizontal axis is the FLOPs of a step for each
+# byte that it moves, through memory and over the links. The larger this number, the less the speed
+# of memory and links matters. Under each roof there is a bar, the speed of this step from its slow
+# to its fast end. Far to the right of the bend in its roof, a transfer does not limit the step;
+# left of it, the chips wait for bytes.
 #
 # [1] Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009,
 # [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785)
@@ -122,8 +123,8 @@ draw_timeline(first)
 draw_roofline(first)
 
 # %% [markdown]
-# With 256 rows each chip has 16 of them, and thousands of FLOPs for each byte. With few rows that is
-# otherwise:
+# With 256 rows each chip has 16 rows, and thousands of FLOPs for each byte. With few rows it has
+# fewer:
 
 # %%
 few = plan(
@@ -173,9 +174,9 @@ draw_timeline(found, piped)
 # %% [markdown]
 # ## Pin the decided parts
 #
-# Perhaps the checkpoint, a colleague or a later cluster wants `TensorParallel(4)`. Then that is
-# decided, and the rest is found around it. `fix` takes sizes of axes, `microbatches`, `remat`, `shard`,
-# `schedule` and `sequence`. On the command line it is `--fix tensor=4`.
+# Perhaps a checkpoint, a colleague or a later cluster needs `TensorParallel(4)`. Fix it, and the
+# plan finds the rest. `fix` takes sizes of axes, `microbatches`, `remat`, `shard`, `schedule` and
+# `sequence`. On the command line it is `--fix tensor=4`.
 
 # %%
 pinned = plan(trainer, topology="v5p:2x2x4", batch=batch, fix={"tensor": 4}, compile=0)
@@ -191,11 +192,11 @@ assert ratio >= 1
 # %% [markdown]
 # ## Ask a compiler
 #
-# Formulas guess what a compiler does with temporaries. Where there is one for the target, `plan` has
-# the best candidates compiled, each in a separate process, and reads memory, FLOPs and transfers off
-# the program. For TPUs it comes with `pip install 'nnx-parallel[tpu-compiler]'`, and runs on this laptop:
-# leave `compile=0` away. Everywhere there is one for simulated CPU devices, so here is a small GPT for
-# eight of them.
+# Formulas only estimate the temporaries that a compiler makes. If there is a compiler for the
+# target, `plan` compiles the best candidates, each in a separate process, and reads memory, FLOPs
+# and transfers off the program. The compiler for TPUs comes with
+# `pip install 'nnx-parallel[tpu-compiler]'` and runs on this laptop: leave out `compile=0`. A
+# compiler for simulated CPU devices is always available, so here is a small GPT for eight of them.
 
 # %%
 small = GPTConfig.tiny(num_layers=4, embed_dim=64, seq_len=64)
@@ -240,8 +241,9 @@ for entry in tried.entries:
 assert tried.best is not None
 
 # %% [markdown]
-# Such a small program consists of operations that the formulas leave out, and its times assume a nominal core. What
-# they say of large ones is [compared with compilers](../plan.md#compared-with-a-compiler).
+# Such a small program consists of operations that the formulas leave out, and its times assume a
+# nominal core. For large programs see the [comparison with
+# compilers](../plan.md#compared-with-a-compiler).
 #
 # ## The line to write
 #
@@ -266,15 +268,15 @@ held = sum(
 assert held == tried.best.costs.memory["parameters"]
 
 # %% [markdown]
-# A script needs no line of this. `python -m nnx_parallel plan train.py --topology v5p:2x2x4` runs it up
-# to `fit` and prints the same; `--html plan.html` writes a page with these pictures. See
+# A script needs none of these lines. `python -m nnx_parallel plan train.py --topology v5p:2x2x4`
+# runs it up to `fit` and prints the same; `--html plan.html` writes a page with these pictures. See
 # [the page of plan](../plan.md).
 #
 # ## Exercise
 #
-# Hardware is a value. Suppose a chip like v5p with 16 GiB: which strategy, which remat, and how many
-# microbatches does the 1.3B model then need on sixteen of them? What takes the memory of the
-# `DataParallel` that needs the least?
+# You can describe other hardware. Suppose a chip like v5p with 16 GiB: which strategy, which remat,
+# and how many microbatches does the 1.3B model then need on sixteen of them? Which owner takes the
+# most memory in the `DataParallel` candidate that needs the least?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 chip = dataclasses.replace(HARDWARE["v5p"], name="small", memory_bytes=16 * 2**30)
