@@ -144,9 +144,9 @@ NOTES = DOCS / "library-notes.md"
 
 def test_library_notes_name_existing_files() -> None:
     for name in re.findall(r"`([a-z_.]+\.[a-z_]+)`", NOTES.read_text()):
-        package, _, module = name.partition(".")
-        if (ROOT / "nnx_parallel" / package).is_dir():
-            assert (ROOT / "nnx_parallel" / package / f"{module}.py").exists(), name
+        path = ROOT.joinpath("nnx_parallel", *name.split("."))
+        if (ROOT / "nnx_parallel" / name.partition(".")[0]).is_dir():
+            assert path.with_suffix(".py").exists() or path.is_dir(), name
 
 
 def test_comments_cite_headings_of_library_notes() -> None:
