@@ -1,1 +1,1 @@
-"""Benchmarks behind the claims: each runs by name and prints its own table."""
+"""Benchmarks behind the claims: each runs by name and prints a table."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks NAME`` measures on 8 simulated devices; without NAME, a list.
+"""``python -m benchmarks NAME`` measures on 8 simulated devices; lists without NAME.
 
 The table goes to standard output, and with ``--json PATH`` to a file too, together with
 the command, the hardware and the versions.

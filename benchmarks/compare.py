@@ -1,8 +1,8 @@
 """One training step written five ways: ours, by hand, `nnx.jit`, scalax, and an A/A.
 
 The same GPT, batch, optimizer and initial parameters, FSDP over 8 devices. The table
-has times, bytes per device, collectives, and the lines that a user writes: those of the
-function that makes the step, without blank lines, comments and docstrings.
+has times, bytes per device, collectives, and the lines that a user writes: the lines of
+the function that makes the step, without blank lines, comments and docstrings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CODE: dict[str, tuple[Callable, ...]] = {}
 
 
 def measure(rounds: int = 100) -> Table:
-    """Times as ratios to the step by hand, and what is counted without a clock."""
+    """Times as ratios to the step by hand, and counts that need no clock."""
     table = Table(f"One step, several ways: a GPT of {CONFIG.num_params:,} parameters")
     trainer = ours()
     batch, model = make_batch(trainer, CONFIG), trainer.model

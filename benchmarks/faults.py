@@ -2,7 +2,7 @@
 
 Each time the processes resume from the newest checkpoint and save every 5 steps in the
 background, until a signal (SIGKILL) comes to one of them (1) at a random moment after a
-random step. At the end every parameter must be bit for bit that of a run left alone.
+random step. At the end every parameter must equal an undisturbed run's, bit for bit.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def soak(
         processes: Number of processes.
 
     Returns:
-        Figures by name; ``equal`` says whether the digests are.
+        Figures by name; ``equal`` says whether the digests are equal.
 
     Raises:
-        RuntimeError: If a process ends in another way than is documented, or hangs.
+        RuntimeError: If a process hangs, or ends in an undocumented way.
     """
     draw = random.Random(seed)
     num_steps = STEPS_PER_SIGNAL * (num_signals + 1)
@@ -99,7 +99,7 @@ def soak(
         "signals": num_signals,
         "of them in the middle of a save": num_mid_save,
         "steps": num_steps,
-        "digest of the run left alone": expected[:16],
+        "digest of the undisturbed run": expected[:16],
         "digest of the run that was ended": found[:16],
         "equal": found == expected,
         "left by dead saves": len(left),
@@ -114,7 +114,7 @@ def _settings(num_steps: int, out: Path, checkpoint: dict | None) -> dict[str, A
 
 @dataclass(frozen=True)
 class _Run:
-    """Processes of a run, and the files with what they have written."""
+    """Processes of a run, and the files with their output."""
 
     starter: _Starter
     pids: list[int]
@@ -124,11 +124,11 @@ class _Run:
         return "".join(path.read_text(errors="replace") for path in self.outputs)
 
     def codes(self) -> list[int | None]:
-        """Of each process its exit code, -n after signal n, ``None`` if it lives."""
+        """Exit code of each process, -n after signal n, ``None`` if it is alive."""
         return [self.starter.code(pid) for pid in self.pids]
 
     def end(self, expected: set[int], seconds: float) -> list[int]:
-        """Waits; a RuntimeError with all that was written if a code is another."""
+        """Waits; raises a RuntimeError with all output if a code differs."""
         deadline = time.monotonic() + seconds
         while None in (found := self.codes()):
             if time.monotonic() > deadline:
@@ -140,8 +140,8 @@ class _Run:
         return codes
 
 
-# Imports what takes seconds, and then forks a process for each line that it reads. They
-# end as any script: with Python's hooks, and JAX's handler at its exit.
+# Imports the slow packages, and then forks a process for each line that it reads. They
+# end like any script: with Python's hooks, and JAX's exit handler.
 _STARTER = """
 import json, os, signal, sys
 import jax
@@ -165,7 +165,7 @@ output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 for number in (1, 2):
     os.dup2(output, number)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-# What a shell starts in the background ignores SIGINT, and so do its children.
+# A process that a shell starts in the background ignores SIGINT, with its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(request["variables"])
 if request["is_shared"]:
@@ -261,7 +261,7 @@ def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals)
 
 def _num_logged(log: Path) -> int:
     try:
-        # Not the lines of messages, some of which come before the first step.
+        # Lines of messages do not count: some come before the first step.
         return log.read_bytes().count(b'"loss"')
     except FileNotFoundError:
         return 0

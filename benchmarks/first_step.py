@@ -1,8 +1,8 @@
-"""The time to the first step of a fit, over that of plain ``nnx.jit`` on one device.
+"""The time to a fit's first step, over the time of plain ``nnx.jit`` on one device.
 
-A step's compilation and all that comes before it: tracing, initializers, placement.
-Each first step has a process of its own, for the second of a process finds programs
-compiled; variants alternate within a round.
+The time covers compilation and all work before it: tracing, initializers, placement.
+Each first step has a separate process, because a second one would find compiled
+programs; variants alternate within a round.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measure(rounds: int = 5) -> Table:
 
 
 def first_step(model: str, way: str) -> tuple[float, float]:
-    """Seconds to the first step in a new process, and those in XLA's compiler."""
+    """Seconds to the first step in a new process, and seconds in XLA's compiler."""
     command = [sys.executable, "-m", "benchmarks.first_step_child", model, way]
     found = subprocess.run(
         command,

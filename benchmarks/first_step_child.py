@@ -1,7 +1,7 @@
 """``python -m benchmarks.first_step_child MODEL WAY``: a first step in a new process.
 
 The last line of its output is its measurements, as JSON: seconds from the finished
-imports to the loss of the first step on the host, those in XLA's compiler, and the
+imports to the loss of the first step on the host, seconds in XLA's compiler, and the
 loss.
 """
 
@@ -41,7 +41,7 @@ STRATEGIES = {
 
 
 class Llama(nnx.Module):
-    """A list of blocks as Llama's and Qwen 3's: grouped queries, gated MLPs."""
+    """A list of blocks like Llama's and Qwen 3's: grouped queries, gated MLPs."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, 64, rngs=rngs)
@@ -162,7 +162,7 @@ class MambaBlock(nnx.Module):
 
 
 def token_loss(model: Any, batch: Any) -> jax.Array:
-    """Mean cross-entropy of each token given those before it."""
+    """Mean cross-entropy of each token given the earlier tokens."""
     tokens = batch["tokens"]
     return mean_cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
 
@@ -179,7 +179,7 @@ def mean_cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def gpt_loss(model: Any, batch: Any) -> jax.Array:
-    """The mean of our GPT's loss, which is a `Mean`."""
+    """The value of our GPT's loss, which is a `Mean`."""
     return next_token_loss(model, batch).value
 
 
@@ -192,7 +192,7 @@ class Case:
     names: PathNames | None = None
 
 
-# Without them each part of `tensor` would compute all of the model, and compile it.
+# Without names each device of `tensor` would compute and compile the whole model.
 _MLP_NAMES = (
     (r"(gate|up)\.kernel", ("embed", "mlp")),
     (r"down\.kernel", ("mlp", "embed")),

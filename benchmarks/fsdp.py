@@ -4,8 +4,8 @@ Sharding the parameters is not enough. The partitioner may propagate their shard
 the activations, which are then communicated instead of the weights. Two models: a GPT
 whose embedding is sharded by columns, where this happens, and a transformer of stock
 layers without names or constraints. Each runs under `FSDP`; with activations
-constrained by hand after every operation of the residual stream; and with parameter
-shardings alone.
+constrained by hand after every operation of the residual stream; and with only the
+parameters sharded.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """A GPT on one GPU: this library's step against PyTorch's, compiled, in one run.
 
 Both train the same shape on the same tokens with the same number of rows: float32
-parameters and AdamW state, matmuls and activations in bfloat16. PyTorch has what its
-users use: `torch.compile` over model and loss, `scaled_dot_product_attention`
+parameters and AdamW state, matmuls and activations in bfloat16. PyTorch runs as its
+users run it: `torch.compile` over model and loss, `scaled_dot_product_attention`
 with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. Ours
 is a Trainer's step with its defaults, which also computes the norm of the gradient. It
-is run once more on rows packed with up to 8 documents, of which none sees another.
+is run once more on rows packed with up to 8 documents, which do not see each other.
 
-Both frameworks preallocate a GPU's memory, so that two at once would compete for it.
-Each therefore runs in a process of its own, with the device to itself; a round runs
+Both frameworks preallocate a GPU's memory, so two at once would compete for it. Each
+therefore runs in a separate process, as the only user of the device; a round runs
 every variant once, every other round in reverse order, so that a GPU that warms up
 affects all equally. Compiled programs are cached between rounds. The number of rows is
 the largest power of two, up to a limit, that fits for all: a variant that could hold
 more shows that only in its memory.
 
-A time is that of several steps dispatched at once and waited for together, as in
+A time covers several steps, dispatched at once and waited for together, as in
 training: Python's cost counts if the device waits for it. FLOPs are ``6 N + 12 L E T``
 a token for all variants. Their share is relative to a matmul of two bfloat16 matrices
 of 8192 x 8192, measured in the same processes; the faster framework's is taken.
@@ -37,7 +37,7 @@ from benchmarks.gpu_task import PACKED, WAYS, Task
 from benchmarks.timing import Ratio, Table
 from nnx_parallel.models import GPTConfig
 
-# Vocabulary padded to a multiple of 128 for both, as one would in earnest.
+# The vocabulary is padded to a multiple of 128 for both, as in practice.
 MODELS = {
     "124M": (GPTConfig.gpt2_124m(vocab_size=50_304), 64),
     "1.3B": (GPTConfig.gpt_1_3b(seq_len=1024), 16),
@@ -76,7 +76,7 @@ def compare(
         packages=("torch",) if "torch" in devices else (),
     )
     if "torch" not in devices:
-        table.add("PyTorch", "is not installed: this library alone")
+        table.add("PyTorch", "is not installed: only this library runs")
     with tempfile.TemporaryDirectory() as cache:
         for name, (config, max_rows) in models.items():
             rows, first = _fit(Task.of(config, max_rows, tiny), ways, cache)

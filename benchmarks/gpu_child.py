@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_child WAY TASK``: one framework, alone on the device.
+"""``python -m benchmarks.gpu_child WAY TASK``: one framework, with the whole device.
 
 The last line of its output is its measurements, as JSON; ``null`` if the device ran
 out of memory.

@@ -20,8 +20,8 @@ class Ours:
 
     Args:
         task: The task to train.
-        is_packed: Whether rows are made of several documents, of which none sees
-            another.
+        is_packed: Whether rows are made of several documents, which do not see each
+            other.
     """
 
     def __init__(self, task: Task, *, is_packed: bool = False) -> None:

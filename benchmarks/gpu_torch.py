@@ -1,6 +1,6 @@
 """PyTorch's side of the comparison on a GPU: the same GPT, compiled.
 
-The shape is that of `GPT` with GPT-2's parts: biases everywhere but at the tied
+The model has the shape of `GPT` with GPT-2's parts: biases everywhere but at the tied
 head, GELU in its tanh form, epsilon 1e-5. Queries, keys and values come from one
 matmul, as PyTorch's users write it.
 """
@@ -55,11 +55,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps tokens to the mean cross-entropy of each given those before it.
+    """Maps tokens to the mean cross-entropy of each token given the earlier ones.
 
     Args:
         config: Shape of the model.
-        dtype: dtype of the activations, which autocast alone would keep in float32
+        dtype: dtype of the activations; with only autocast they would be float32
             between blocks.
     """
 
@@ -116,7 +116,7 @@ class Torch:
         return GPT(task.model, torch.bfloat16)
 
     def compile(self, model: Any, task: Task) -> Any:
-        """Without its compiler of kernels on CPU, whose own one it takes minutes."""
+        """Compiles; on CPU without Inductor, which takes minutes there."""
         compiler = "aot_eager" if task.is_tiny else "inductor"
         return torch.compile(model, backend=compiler, dynamic=False)
 

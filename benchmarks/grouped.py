@@ -3,8 +3,8 @@
 The model has the parts of Mixtral at 1 billion active parameters: 8 experts, of which a
 token goes to 2. Both sides are dropless and sort tokens by expert; ours multiplies with
 `jax.lax.ragged_dot`, PyTorch's with `torch._grouped_mm`, under `torch.compile`, with
-FlashAttention and the fused AdamW. How they run, and what a time and a FLOP are, is
-that of `benchmarks.gpu`: FLOPs are those of the experts that a token goes to.
+FlashAttention and the fused AdamW. They run and are timed as in `benchmarks.gpu`. FLOPs
+count only the experts that a token goes to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """PyTorch's side of the comparison of experts: the same model with grouped products.
 
-The shape is that of `GPT` with Llama's parts and a mixture of experts: no biases,
+The model has the shape of `GPT` with Llama's parts and a mixture of experts: no biases,
 RMSNorm, queries and keys rotated in halves, SwiGLU, an untied head. Rows are sorted by
-expert, and each expert's are padded to a multiple of 8, for grouped products want their
-groups to begin at multiples of 16 bytes, as torchtitan has them.
+expert, and each expert's rows are padded to a multiple of 8, because grouped products
+need groups that begin at multiples of 16 bytes, as in torchtitan.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def grouped_products(rows: Any, kernels: Any, ends: Any) -> Any:
     Args:
         rows: ``(rows, in)``, sorted by expert.
         kernels: ``(experts, in, out)``.
-        ends: int32 ``(experts,)``, where the rows of each expert end. What is after the
-            last is not read.
+        ends: int32 ``(experts,)``, where the rows of each expert end. Rows after the
+            last end are not read.
     """
     if rows.is_cuda or HAS_CPU_PRODUCTS:
         return torch._grouped_mm(rows, kernels.to(rows.dtype), offs=ends)
@@ -43,7 +43,7 @@ def grouped_products(rows: Any, kernels: Any, ends: Any) -> Any:
 
 
 def _has_cpu_products() -> bool:
-    """True if this PyTorch has grouped products for CPUs, whose kernel is another."""
+    """True if this PyTorch has grouped products for CPUs, which use another kernel."""
     rows, kernels = torch.zeros(8, 8), torch.zeros(1, 8, 8)
     try:
         torch._grouped_mm(rows, kernels, offs=torch.tensor([8], dtype=torch.int32))
@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         weights, chosen = scores.topk(self.top_k)  # (tokens, top_k)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         row, token, ends = self._places(chosen)
-        # The last of these tokens is that of rows without one.
+        # The last token stands in rows without a token.
         rows = F.pad(tokens, (0, 0, 0, 1))[token]
         with torch.autocast(x.device.type, enabled=False):
             hidden = F.silu(grouped_products(rows, self.gate, ends))
@@ -92,7 +92,7 @@ class Mixture(nn.Module):
         sizes = is_chosen.sum(0)
         ends = ((sizes + ALIGNED - 1) // ALIGNED * ALIGNED).cumsum(0)
         starts = F.pad(ends[:-1], (1, 0))
-        # In the order of experts, each one's choices from its start on.
+        # Choices in the order of experts, from the start of each expert on.
         order = flat.argsort(stable=True)
         shifts = starts - (sizes.cumsum(0) - sizes)
         places = torch.arange(len(flat), device=flat.device) + shifts[flat[order]]
@@ -127,7 +127,7 @@ class Block(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, seq, -1))
-        # Autocast leaves norms in float32, of which there are no grouped products.
+        # Autocast leaves norms in float32, which grouped products do not take.
         return x + self.mlp(self.mlp_norm(x).to(x.dtype))
 
 
@@ -139,7 +139,7 @@ def rotate(x: Any, cos: Any, sin: Any) -> Any:
 
 
 class GPT(nn.Module):
-    """Maps tokens to the mean cross-entropy of each given those before it.
+    """Maps tokens to the mean cross-entropy of each token given the earlier ones.
 
     Args:
         config: Shape of the model.
@@ -188,6 +188,6 @@ class Grouped(Torch):
         return GPT(task.model, torch.bfloat16)
 
     def compile(self, model: Any, task: Task) -> Any:
-        """Not the loop that a CPU may run instead, whose sizes are data."""
+        """Compiles the model, unless it runs as a CPU loop of dynamic sizes."""
         is_loop = task.is_tiny and not HAS_CPU_PRODUCTS
         return model if is_loop else super().compile(model, task)

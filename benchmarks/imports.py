@@ -1,7 +1,7 @@
-"""The time to import this library, over that of the libraries which it needs.
+"""The time to import this library, over the time of the libraries that it needs.
 
-In a new process each time: flax, optax and Orbax first, then this library, whose time
-is counted alone.
+A new process imports flax, optax and Orbax first, and then this library. Only the time
+of this library counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ print(middle - start, time.perf_counter() - middle)
 
 
 def measure(rounds: int = 10) -> Table:
-    """Median seconds, from bytecode, which an installation writes."""
+    """Median seconds, from the bytecode that an installation writes."""
     table = Table("Seconds to import flax, optax and Orbax, and then this library")
     with tempfile.TemporaryDirectory() as cache:
         _import(cache)

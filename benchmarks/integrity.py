@@ -94,7 +94,7 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
         "on the same cores": (lambda: _step(trainer, batch), start_checksums),
     }
     for step, start in kinds.values():
-        _save_during_steps(trainer, step, start)  # compiles what it needs
+        _save_during_steps(trainer, step, start)  # compiles its programs
     hashing = _timed(lambda: checksums(to_groups(trainer.state)))
     table.add(f"{save}: its checksums on these cores, ms", 1e3 * hashing)
     found = {kind: [] for kind in kinds}

@@ -20,7 +20,7 @@ from nnx_parallel.models import GPTConfig
 
 
 def llama(preset: Callable[..., GPTConfig], **sizes: Any) -> Callable[[], GPTConfig]:
-    """A preset with sizes of its own, that keeps a layer's input alone."""
+    """A preset with other sizes, whose remat keeps only the input of a layer."""
     return lambda: preset(**sizes, remat="full")
 
 

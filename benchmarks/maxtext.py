@@ -5,8 +5,8 @@ compiler options, for chips that are not there: Llama 2 7B, sequences of 4,096 t
 two rows a chip, full remat, AdamW, products in bfloat16, parameters in float32. The
 scheduled program is read. Nothing is run: no figure is the time of a step.
 
-MaxText has an environment of its own, whose python is an argument; without one the
-table has this library's rows alone.
+MaxText runs in a separate environment, whose python is an argument; without it the
+table has only the rows of this library.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ OPTIONS = {
 }
 """The options that MaxText's scripts set on v5p for SparseCores' collectives."""
 NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""This library's further option: the partitioner splits no matmul into a ring."""
+"""A further option of this library: the partitioner splits no matmul into a ring."""
 
 
 def llama2_7b() -> GPTConfig:
-    """Llama 2 7B: Llama 3 8B's shape but for these."""
+    """The fields in which Llama 2 7B differs from Llama 3 8B."""
     return replace(
         GPTConfig.llama3_8b(seq_len=4096, remat="full"),
         vocab_size=32_000,
@@ -110,7 +110,7 @@ FURTHER_PAIRS = {
         ),
     ),
 }
-"""Larger ones (``--full``), of this library with its own options of the compiler."""
+"""Larger steps (``--full``) of this library, with its compiler options."""
 
 _SIX_LAYERS: dict[str, Any] = {
     **_CHIPS,
@@ -156,7 +156,7 @@ FURTHER = {
         **_70B,
     ),
 }
-"""Those, and steps of this library alone (``--full``)."""
+"""These, and steps of only this library (``--full``)."""
 
 TINY = {
     "tiny, FSDP 4": Case(
@@ -184,9 +184,9 @@ def measure(
     """Memory, bytes sent and hidden, and cycles of each step; nothing is timed.
 
     Args:
-        rounds: Without effect.
+        rounds: Has no effect.
         full: The `FURTHER` steps too, up to 1,024 chips: each takes minutes.
-        tiny: A tiny model of this library alone, in seconds.
+        tiny: Only a tiny model of this library, in seconds.
         python: The python of an environment with MaxText.
     """
     del rounds
@@ -233,9 +233,9 @@ def version_of_maxtext(python: str | None) -> str | None:
 def figures_of_maxtext(
     python: str, pair: Pair, options: Mapping[str, str]
 ) -> dict[str, float]:
-    """MaxText's step, compiled by its own environment and read here.
+    """MaxText's step, compiled in its environment and read here.
 
-    Its compiler has `OPTIONS`, and further ``options``.
+    Its compiler gets `OPTIONS` and further ``options``.
     """
     child = Path(__file__).with_name("maxtext_child.py")
     request = {"overrides": pair.theirs, "options": OPTIONS | dict(options)}
@@ -260,7 +260,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def estimated_cycles(module: Module) -> float:
-    """XLA's own estimate of what a program computes, loops multiplied out.
+    """XLA's estimate of a program's cycles, loops multiplied out.
 
     It counts no collective, and nothing that waits for one.
     """
@@ -279,7 +279,7 @@ def estimated_cycles(module: Module) -> float:
                 called = filter(None, (each.called, *each.branches))
                 total += sum(of(inner, operands) for inner in called)
             elif found := _CYCLES.search(each.attributes):
-                # The largest integer stands for a cost that is not known.
+                # The largest integer stands for an unknown cost.
                 cycles = int(found[1])
                 total += cycles if cycles < 2**60 else 0
         return total

@@ -1,7 +1,7 @@
 """MaxText's training step, compiled for TPUs that are not there.
 
 Run by the python of MaxText's environment, so it imports nothing of this project. The
-step is the one that MaxText's own `train_compile` builds.
+step is the one that MaxText's `train_compile` builds.
 """
 
 import json
@@ -25,7 +25,7 @@ def main(request: dict, out: Path) -> None:
         train_compile,
     )
 
-    # As MaxText's own entry point sets it.
+    # MaxText's entry point sets this value.
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     config = train_compile.pyconfig.initialize(["", str(base), *request["overrides"]])

@@ -1,7 +1,7 @@
 """Muon's update: FLOPs and bytes over the least, by `audit`; compiled and not timed.
 
-The least is that each device orthogonalizes its share of the matrices and no more, gets
-its share once, and sends it back once; of copies each device gets the rest of the
+At the least, each device orthogonalizes its share of the matrices, gets this share once,
+and sends it back once; if parameters are copied, each device also gets all other
 results. `optax.contrib.muon` leaves this to the partitioner.
 """
 
@@ -99,7 +99,7 @@ def update(plan: StatePlan, grads: Any, opt_state: Any, params: Any) -> tuple[An
 
 
 def compile_update(plan: StatePlan) -> jax.stages.Compiled:
-    """The update alone, from gradients in the optimizer's shards to updates there."""
+    """Only the update, from gradients in the optimizer's shards to updates there."""
     places = {path: plan.placements[path] for path in flatten(plan.abstract.params)}
     shardings = nest({p: plan.layout.sharding(x.optimizer) for p, x in places.items()})
     state = plan.abstract
@@ -116,13 +116,13 @@ def compile_update(plan: StatePlan) -> jax.stages.Compiled:
 
 
 def ratios(plan: StatePlan) -> Cost:
-    """FLOPs and bytes over the least; bytes alone where the least is none."""
+    """FLOPs and bytes over the least; plain bytes if the least is zero."""
     report, least = audit(compile_update(plan)), least_cost(plan)
     return Cost(report.flops / least.flops, report.bytes() / least.bytes)
 
 
 def least_cost(plan: StatePlan) -> Cost:
-    """The least of a device, all matrices being kernels in float32."""
+    """The least work of a device, if all matrices are kernels in float32."""
     sizes, flops, sent = plan.layout.mesh.shape, 0.0, 0.0
     for path, x in flatten(plan.abstract.params).items():
         if path[-1] != "kernel":

@@ -1,4 +1,4 @@
-"""The compiler's options that the library sets, all, none, and each left out.
+"""The compiler options of the library: all of them, none, and each left out.
 
 Training steps of six layers in the shape of Llama-2 7B are compiled for TPUs that are
 not there. The share of all sent bytes that products hide is read off each schedule.
@@ -26,7 +26,7 @@ def six_layers() -> GPTConfig:
     return replace(config, **shape, rope_theta=10_000.0)
 
 
-# The dim that costs no transposes of what is gathered.
+# Gathers along this dim need no transposes.
 BY_EMBED = (LogicalRules({"embed": "fsdp"}),)
 CASES: dict[str, Case] = {
     "FSDP(64), v5p": Case(
@@ -63,7 +63,7 @@ def measure(rounds: int = 1) -> Table:
     table = Table("options of the compiler: six layers of Llama-2 7B, sequence 4096")
     for case in CASES:
         for variant in VARIANTS:
-            # Each option alone under FSDP on v5p; elsewhere all or none.
+            # Options are left out one by one under FSDP on v5p; elsewhere all or none.
             if case == "FSDP(64), v5p" or variant in ("all", "none"):
                 name = json.dumps([case, variant])
                 found = figures_of("benchmarks.options", name)

@@ -1,10 +1,10 @@
-"""The cost of the Trainer's step over the same step written by hand.
+"""The cost of the Trainer's step, compared with the same step written by hand.
 
-Four questions: are the compiled programs the same, opcode by opcode and in bytes of
-scratch memory; are their times; how long does the host take to dispatch one; and how
-long does a fit take, which loads batches and logs every step, compared with a bare loop
-over one batch that reads no metric. Also measured: the step of Flax's guide, `nnx.jit`
-over `nnx.Optimizer`, which traverses the model at every call.
+Four questions. Are the compiled programs the same, opcode by opcode and in bytes of
+scratch memory? Are their times the same? How long does the host take to dispatch one?
+How long does a fit take, which loads batches and logs every step, compared with a bare
+loop over one batch that reads no metric? Also measured: the step of Flax's guide,
+`nnx.jit` over `nnx.Optimizer`, which traverses the model at every call.
 
 References:
     Flax, "Scale up on multiple devices", https://flax.readthedocs.io
@@ -123,7 +123,7 @@ def _add_audits(table: Table, name: str, *compiled: jax.stages.Compiled) -> None
 
 
 def _compare_dispatch(table: Table, name: str, strategy: Strategy) -> None:
-    """The host's part alone: with a small model the devices have little to do."""
+    """Measures only the host: with a small model the devices have little to do."""
     trainer = make_trainer(TINY, strategy)
     batch, model = make_batch(trainer, TINY), trainer.model
     assert isinstance(model, GPT)

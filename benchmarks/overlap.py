@@ -1,9 +1,9 @@
 """Exposed communication: bytes that no matmul overlaps, as a TPU schedules them.
 
 The training step of a GPT is compiled for four v5p chips, without TPUs, and its
-schedule is read. Tensor parallelism with the partitioner's collectives (``bulk``:
-sequence parallelism), with rings that overlap the matmuls, and in halves of the rows;
-FSDP that gathers each layer when it runs, and its first kernel ahead.
+schedule is read. The variants are tensor parallelism with the partitioner's collectives
+(``bulk``: sequence parallelism), with rings that overlap the matmuls, and in halves of
+the rows; and FSDP that gathers each layer when it runs, or its first kernel ahead.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _share(figures: dict[str, float]) -> float:
 def schedule_of(
     name: str, *, sets_options: bool = True, **overrides: Any
 ) -> dict[str, float]:
-    """Bytes per device of a strategy's step, compiled in a process of its own.
+    """Bytes per device of a strategy's step, compiled in a separate process.
 
     A failed check in the TPU compiler ends the process that it runs in.
 

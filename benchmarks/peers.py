@@ -108,8 +108,8 @@ def make_gpt_step(
 ) -> Step:
     """A hand-written step of a GPT with GPT-2's parts.
 
-    Parameters that ``state`` holds sharded are gathered where they are used, those of a
-    layer inside the scan, and gathered again for the backward pass.
+    Parameters that ``state`` holds sharded are gathered where they are used, a layer's
+    parameters inside the scan, and gathered again for the backward pass.
 
     Args:
         model: Structure of the model; arrays may be abstract.
@@ -131,7 +131,7 @@ def make_gpt_step(
         return jax.checkpoint(function, policy=_is_kept, **options)
 
     def look_up(table: jax.Array, rows: jax.Array) -> jax.Array:
-        # Its gradient is all-reduced and sliced afterwards: else the partitioner would
+        # Its gradient is all-reduced and sliced afterwards: otherwise XLA would
         # reshard the activations along the shards of the table.
         table = jax.lax.with_sharding_constraint(table, replicated)
         rows = jnp.where(rows < 0, table.shape[0], rows)

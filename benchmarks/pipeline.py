@@ -1,10 +1,11 @@
 """Pipeline schedules: simulated, compiled and measured.
 
 The simulated devices share the cores of one machine, and each runs every slot that any
-stage has in a tick, its own or masked. So a tick takes the sum over stages of the time
-that it would take on real devices: both are proportional to the number of ticks with a
-slot, times the slot's cost. The measurement distinguishes schedules by their ticks, as
-real devices do, but not by the communication that they overlap.
+stage has in a tick, masked if it belongs to another stage. So a tick takes the sum over
+stages of the time that it would take on real devices: both are proportional to the
+number of ticks with a slot, times the slot's cost. The measurement distinguishes
+schedules by their ticks, as real devices do, but not by the communication that they
+overlap.
 """
 
 from __future__ import annotations
@@ -175,7 +176,7 @@ def _figures(made: Made, seconds: float) -> dict[str, float]:
 
 
 def _taken(table: pipelines.Table) -> dict[str, float]:
-    """The share of ticks in which the devices run a slot, their own or masked."""
+    """The share of ticks in which the devices run a slot, masked or not."""
     edges = table.num_microbatches / table.num_ticks
     forward = float(table.forward.any.mean())
     found = {"before": edges, "after": edges, "before_backward": edges}
@@ -188,7 +189,7 @@ def _taken(table: pipelines.Table) -> dict[str, float]:
 
 
 def _predictions(figures: Table, num_stages: int, count: int, rounds: int) -> Grid:
-    """The simulator's time, from the times of the slots, over that of the step."""
+    """The simulator's time, from the times of the slots, over the step's time."""
     grid = Grid(
         title=f"Simulator against measurement: {num_stages} stages, {count} "
         "microbatches, slots timed alone in the same rounds"
@@ -199,7 +200,7 @@ def _predictions(figures: Table, num_stages: int, count: int, rounds: int) -> Gr
     for name, schedule in SCHEDULES.items():
         made = make(schedule, num_stages, count)
         slots = slot_runs(made.plan, made.state, made.batch, made.table)
-        # The step donates its state: it gets one of its own.
+        # The step donates its state, so it gets a copy.
         own = make_copy(made)
         seconds = interleave({**slots, "step": own}, 3 * rounds, warm_up=2)
         predicted = _predict(made.table, seconds)
@@ -224,7 +225,7 @@ def make_copy(made: Made) -> Runner:
 
 
 def _predict(table: pipelines.Table, seconds: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Seconds of a step in each round, from those of its parts."""
+    """Seconds of a step in each round, computed from the seconds of its parts."""
 
     def ticks(index: int) -> float:
         at = {part: float(values[index]) for part, values in seconds.items()}

@@ -35,8 +35,9 @@ def slot_runs(
     """Seconds of one slot of each kind, run by all stages at once.
 
     ``before``, ``after`` and ``before_backward`` are the parts around the stack for one
-    microbatch, ``update`` is that of the optimizer. Slots with gradients of weights
-    start from the parameters as totals, which are copied: the executor's are not.
+    microbatch, and ``update`` is the optimizer's update. Slots with gradients of
+    weights start from the parameters as totals, which are copied here, but not in the
+    executor.
     """
     ends = _ends(plan, state, batch, table)
     with using(plan.layout):

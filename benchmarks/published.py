@@ -1,7 +1,7 @@
 """Predicted and published speeds of training steps on TPUs; compiled, not run.
 
 Each published configuration is written with this library's strategies, compiled for the
-devices that it ran on, and timed by `nnx_parallel.plan.timeline`: the compiler's own
+devices that it ran on, and timed by `nnx_parallel.plan.timeline`: the compiler's
 estimate of each operation, and its transfers over the links of the torus. No constant
 is fitted to a published figure.
 """
@@ -51,8 +51,8 @@ TIERS = (
     "tiering.md"
 )
 
-# Options of the TPU compiler that the published runs set, as far as today's compiler
-# takes them: it refuses their fused gathers on v6e and v5p, where gathers run on the
+# Options of the TPU compiler that the published runs set and that today's compiler
+# takes. It refuses their fused gathers on v6e and v5p, where gathers run on the
 # SparseCores instead.
 _FUSED = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
@@ -77,8 +77,8 @@ _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
 }
-# With the scheduler's options of programs that keep activations on the host. What is
-# left out of the published ones is 96 MiB of VMEM for an operation's tiles
+# With the scheduler's options for programs that keep activations on the host. One
+# published option is left out, 96 MiB of VMEM for an operation's tiles
 # (`xla_tpu_scoped_vmem_limit_kib`): generating their code takes minutes longer.
 _HOSTED = {
     "xla_tpu_enable_all_experimental_scheduler_features": "true",
@@ -105,18 +105,18 @@ _HOST = Offload(optimizer=False, activations="block_inputs")
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A published run, and the nearest that this library can express.
+    """A published run, and the nearest step that this library can express.
 
     Attributes:
         config: The model; ``seq_len`` is the length of a sequence.
         topology: The chips.
         strategy: How they share the work.
         rows: Sequences of a device in a step.
-        remat: What a block keeps.
+        remat: The values that a block keeps.
         tokens: Published tokens/s of a chip; or
         tflops: published FLOP/s of a chip / 10^12, attention's masked scores included.
-        source: Where.
-        differs: What is not as published; empty if nothing is.
+        source: Where it is published.
+        differs: Differences from the published run; empty without any.
     """
 
     config: Callable[[], GPTConfig]
@@ -151,7 +151,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
 
 def _scaled(layers: int, width: int, heads: int, mlp: int) -> Callable[[], GPTConfig]:
-    """MaxText's own model in a size."""
+    """MaxText's model in a size."""
     return lambda: GPTConfig.preset(
         "llama2-7b",
         num_layers=layers,
@@ -277,7 +277,7 @@ PUBLISHED = {
 
 
 def compile_case(case: Published) -> dict[str, float]:
-    """Seconds of a step, at best and at worst, and what they are made of."""
+    """Seconds of a step, at best and at worst, and their parts."""
     config, topology = case.config(), Topology.parse(case.topology)
     strategy = case.strategy
     layout = strategy.layout(strategy.make_mesh(topology.described()))
@@ -339,7 +339,7 @@ def measure(rounds: int = 1) -> Table:
 
 
 def row_of(case: Published, figures: Mapping[str, float]) -> str:
-    """A case's line: tokens/s of a chip, and what differs."""
+    """A case's line: tokens/s of a chip, and the differences."""
     tokens = case.rows * case.config().seq_len
     slow, fast = tokens / figures["slow"], tokens / figures["fast"]
     middle = (slow * fast) ** 0.5

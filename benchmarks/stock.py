@@ -1,4 +1,4 @@
-"""A transformer from Flax's own layers: no names, no constraints, a list of blocks."""
+"""A transformer of Flax's layers: no names, no constraints, a list of blocks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class StockTransformer(nnx.Module):
 def stock_loss(
     model: StockTransformer, batch: Mapping[str, jax.Array], place: Place = anywhere
 ) -> jax.Array:
-    """Mean cross-entropy of each token given those before it."""
+    """Mean cross-entropy of each token given the earlier tokens."""
     tokens, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     logits = model(tokens, place)
     return jnp.mean(

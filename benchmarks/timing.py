@@ -1,8 +1,8 @@
 """Timing on a busy machine: alternating steps, and ratios within a round.
 
 Other load on the machine affects neighbouring steps equally, so that the ratio of two
-steps of one round is more reliable than that of two averages. Two copies of one
-program, timed the same way, show the noise of the ratio.
+steps of one round is more reliable than the ratio of two averages. Two copies of one
+program, timed in the same way, show the noise of the ratio.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def interleave(
         for index in range(warm_up + rounds):
             first = index % len(names)
             order = names[first:] + names[:first]
-            # Backwards every other time, so that none always follows the same one.
+            # Every other round runs backwards: no run always follows the same one.
             for name in reversed(order) if index // len(names) % 2 else order:
                 taken = runs[name]()
                 if index >= warm_up:
@@ -122,7 +122,7 @@ class Table:
     Attributes:
         title: The measured quantity.
         rows: Name and figure of each measurement.
-        hardware: Devices of other processes, if those measured.
+        hardware: Devices of other processes, if they measured.
         packages: Further packages whose versions matter.
     """
 
@@ -167,7 +167,7 @@ def circumstances(
     """Command, hardware, load and versions.
 
     Args:
-        hardware: The devices, if not those of JAX in this process.
+        hardware: The devices, if other processes measured.
         packages: Further packages whose versions matter.
     """
     arguments = shlex.join(sys.argv[1:])

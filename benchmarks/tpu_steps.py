@@ -54,7 +54,7 @@ class Case:
 
 
 def figures_of(benchmark: str, name: str) -> dict[str, float]:
-    """Of one case, compiled in a process of its own, which a failed check would end.
+    """Figures of one case, compiled in a process that a failed check may end.
 
     Args:
         benchmark: The module, whose last line of output is JSON.
@@ -101,8 +101,8 @@ def compile_step(
     start = time.perf_counter()
     lowered = step.lower(plan.abstract, {"tokens": tokens})
     compiled, text = compile_with_text(lowered)
-    # The compiler's own dump lacks the cycles: it is written before them. But what a
-    # newer compiler has made, jaxlib 0.10 cannot print.
+    # The compiler's dump is written before the cycles are known, so jaxlib's text is
+    # better. But jaxlib 0.10 cannot print a program of a newer compiler.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         text = compiled.as_text() or text
     seconds = time.perf_counter() - start

@@ -1,9 +1,9 @@
 """Weights from files: bytes that a process reads, its memory, and seconds.
 
 A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, and by
-`safetensors.flax.load_file`, which gives whole arrays on one. Each reading is a process
-of its own; memory is what its peak rises by. On simulated devices the shards are in the
-memory of the host too.
+`safetensors.flax.load_file`, which gives whole arrays on one device. Each reading is a
+separate process; its memory is the rise of its peak. On simulated devices the shards
+are also in the host's memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def write(folder: Path, tiny: bool) -> None:
 
 
 def figures_of(reader: str, folder: Path) -> dict[str, float]:
-    """Of one reading, in a process of its own."""
+    """Figures of one reading, in a separate process."""
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.weights", reader, str(folder)],
         capture_output=True,
@@ -83,13 +83,13 @@ def figures_of(reader: str, folder: Path) -> dict[str, float]:
 
 
 def peak() -> int:
-    """Bytes of this process at their highest; `getrusage` would know its parent's."""
+    """Peak bytes of this process; `getrusage` would include its parent's."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def read_ours(folder: Path) -> dict[str, float]:
-    """Into shards of 8 devices."""
+    """Reads into shards of 8 devices."""
     simulate_devices(8)
     read: list[int] = []
     check = pretrained._check_finite  # pyright: ignore[reportPrivateUsage]
@@ -109,7 +109,7 @@ def read_ours(folder: Path) -> dict[str, float]:
 
 
 def read_theirs(folder: Path) -> dict[str, float]:
-    """Whole arrays, by the package safetensors."""
+    """Reads whole arrays, by the package safetensors."""
     from safetensors.flax import load_file
 
     jax.block_until_ready(jnp.ones(8))
