@@ -13,7 +13,7 @@ from nnx_parallel.layers.attention.kernels import FUSED, AttentionCall
 SEQ, HEADS, HEAD_DIM = 128, 2, 16
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 _IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
-# A call with each argument; what a reader calls it is the key.
+# A call with each argument, by the argument's name on the page.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "`causal`": {"causal": True},
     "`segments`": {"causal": True, "segments": (_IDS, _IDS)},

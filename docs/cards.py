@@ -1,4 +1,4 @@
-"""Cards of the tutorials: a picture, a line, what to read first."""
+"""Cards of the tutorials: a picture, a line, and the tutorials to read first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Card:
     """The text of a card below the tutorial's title.
 
     Attributes:
-        line: What you learn.
+        line: The lesson.
         draw: Its picture.
         after: Numbers of the tutorials to read before.
     """
@@ -234,12 +234,12 @@ CARDS = {
     3: Card(
         "Where a device's bytes go, and how ZeRO 1, 2 and 3 free them.", _fsdp, (2,)
     ),
-    4: Card("Split the matmuls themselves, and count what is sent.", _tensor, (1,)),
+    4: Card("Split the matmuls themselves, and count the bytes sent.", _tensor, (1,)),
     5: Card("Schedules, their idle time, and a picture of each.", _pipelines, (2,)),
     6: Card("Combine data, tensor and pipeline parallelism.", _composing, (3, 4, 5)),
     7: Card("Save on eight devices, restore on two, resume.", _checkpoints, (2,)),
     8: Card("Start several processes on a laptop, and kill some.", _processes, (2, 7)),
-    9: Card("Shard a stock Flax model, with your own step.", _own_model, (3,)),
+    9: Card("Shard a stock Flax model, with a step that you write.", _own_model, (3,)),
     10: Card("A strategy in one class, composed and tested.", _own_strategy, (4, 6)),
     11: Card("Is a step computing, communicating or waiting?", _profiles, (3,)),
     12: Card("One script before and after, and tables of names.", _migrating),

@@ -98,7 +98,7 @@ napoleon_attr_annotations = False  # the signature has the types
 
 
 def _sources_hash() -> str:
-    """Of all code that a tutorial can run: with it the cache of outputs changes."""
+    """Hash of all code that a tutorial can run, for the cache of outputs."""
     files = sorted((ROOT / "nnx_parallel").rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return digest.hexdigest()[:16]
@@ -106,7 +106,7 @@ def _sources_hash() -> str:
 
 frame.copy_tutorials()
 nb_custom_formats = {".py": "frame.read_tutorial"}
-# Scripts of the site itself are no pages.
+# Scripts of the site are not pages.
 exclude_patterns += ["*.py"]
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS / "_build" / "executed" / _sources_hash())

@@ -46,12 +46,12 @@ STATIC = Path(__file__).parent / "_static"
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a figure: a drawing, what it shows, and its caption.
+    """A part of a figure: a drawing, its description, and its caption.
 
     Attributes:
         marks: The drawing.
         size: Its width and height.
-        alt: What it shows, for those who cannot see it.
+        alt: Its description, for readers who cannot see it.
         caption: HTML below it.
     """
 
@@ -89,7 +89,7 @@ class Placed:
         return found.layout.sharding(row.placement.stored), row.info.shape
 
     def batch(self) -> NamedSharding:
-        """Of the rows of a batch."""
+        """Sharding of the rows of a batch."""
         return NamedSharding(self.mesh, P(self.strategy.layout(self.mesh).claims.batch))
 
 
@@ -128,7 +128,7 @@ def hero() -> list[Panel]:
 
 
 def hero_file() -> str:
-    """The same as a picture of its own, two by two."""
+    """The hero figure as a separate picture, two by two."""
     marks: Marks = []
     for n, panel in enumerate(hero()):
         x, y = 24 + 218 * (n % 2), 16 + 184 * (n // 2)
@@ -147,8 +147,8 @@ def hero_file() -> str:
 
 _STEPS = {
     "Gather": "Each device sends its quarter of the layer to the others (all-gather).",
-    "Compute": "Each runs the whole layer on its own rows of the batch.",
-    "Drop": "The gathered quarters are freed; its own stays. The next layer follows.",
+    "Compute": "Each runs the whole layer on its rows of the batch.",
+    "Drop": "Each device frees all quarters but the one it holds. The next layer follows.",
     "Scatter": "Backward: gradients are summed, and each device keeps its quarter of "
     "the sum (reduce-scatter).",
 }
@@ -180,11 +180,11 @@ def fsdp() -> list[Panel]:
             if step == "Compute":
                 marks.append(line((x + 15, 83), (x + 15, 97), arrow=True))
                 marks.append(rect(x, 101, 30, 13, device(column)))
-        label = {"Compute": "own rows", "Scatter": "gradient of the layer"}
+        label = {"Compute": "rows of the device", "Scatter": "gradient of the layer"}
         words_below = label.get(step, "parameters of the layer")
         marks.append(text(93, 129, words_below, "soft", font_size=11))
         if step == "Gather":
-            marks.append(text(93, 96, "outlined: its own", "soft", font_size=10))
+            marks.append(text(93, 96, "outlined: it holds this", "soft", font_size=10))
         if step == "Drop":
             marks.append(text(93, 96, "dashed: freed", "soft", font_size=10))
         if step == "Scatter":
@@ -260,7 +260,7 @@ def balance() -> list[Panel]:
     """Which of four devices computes which block of a causal attention."""
     size, side = 4, 15
     chunks = range(2 * size)
-    # Chunk 2 d is the first half of a device's own, chunk 2 d + 1 the second.
+    # Chunks 2 d and 2 d + 1 are the two halves of device d's tokens.
     moves = itertools.chain(*zip(*balanced_moves(size), strict=True))
     owners = {
         "In turn.": [chunk // 2 for chunk in chunks],
@@ -333,7 +333,7 @@ def machines() -> list[Panel]:
     caption = (
         f"<code>{_code(strategy)}</code>The axis that communicates most, "
         "<code>tensor</code>, stays within a machine. <code>fsdp</code> gathers and "
-        "scatters between two machines; <code>pipe</code> sends activations alone."
+        "scatters between two machines; <code>pipe</code> sends only activations."
     )
     return [Panel(marks, (380, 308), alt, caption)]
 

@@ -1,4 +1,4 @@
-"""Each named error: what causes it, what mends it, and what it looks like."""
+"""Each named error: its cause, its fix, and an example."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Help(NamedTuple):
     """The entry of an error's page below the class's docstring.
 
     Attributes:
-        cause: What one does to get it.
-        fix: What to do.
+        cause: The usual mistake.
+        fix: The remedy.
         example: A message, shortened; or a link to a page that shows a whole one.
     """
 
@@ -24,8 +24,8 @@ class Help(NamedTuple):
 HELP = {
     "PlanError": Help(
         "`plan` was given a topology, a `fix` or a script that it cannot use.",
-        "Follow the message: it lists the valid names, or what the script did before it "
-        "reached `Trainer.fit`. [Plan](plan.md) shows the forms.",
+        "Follow the message: it lists the valid names, or the action of the script that was "
+        "refused before `Trainer.fit`. [Plan](plan.md) shows the forms.",
         "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
     ),
     "VersionError": Help(
@@ -36,7 +36,7 @@ HELP = {
     "DeviceMemoryError": Help(
         "A step needs more memory than a device has: its compiler or its first run says so.",
         "Write one of the lines that the message ends with: they fit by the formulas of "
-        "`plan`. [From a laptop to a pod](plan.md#out-of-memory) says what fits before you "
+        "`plan`. [Plan](plan.md#out-of-memory) shows which strategies fit before you "
         "run.",
         "Out of device memory: RESOURCE_EXHAUSTED ... Changes that fit by the same formulas, the "
         "fastest first: Trainer(..., strategy=FSDP(), remat='dots') ...",
@@ -103,15 +103,14 @@ HELP = {
         "each ...",
     ),
     "RuleError": Help(
-        "Something that is no rule was given in place of one: a dict, a spec, a "
-        "single pair.",
+        "Another value was given in place of a rule: a dict, a spec, a single pair.",
         "Pass rules in a tuple: `rules=(PathRules((r'kernel', P('fsdp'))),)`.",
         "PathRules got 'kernel'. Its arguments are pairs of a regex and a PartitionSpec "
         "...",
     ),
     "DonatedArrayError": Help(
         "An array was used after a step that took its memory (donated it).",
-        "Keep what the step returns in its place; copy what you need later with "
+        "Use the arrays that the step returns; copy arrays that you need later with "
         "`jnp.copy`.",
         "`params['up']`, of shape (64, 256), is gone: it was donated to an earlier call "
         "...",
@@ -131,8 +130,8 @@ HELP = {
     ),
     "StackError": Help(
         "The blocks of a `Stack` differ, or share a Variable.",
-        "Make the blocks alike (`period=` for layers that alternate), and keep what "
-        "they share outside of the stack.",
+        "Make the blocks alike (`period=` for layers that alternate), and keep shared "
+        "Variables outside of the stack.",
         "A block of the stack holds Variables from outside of it: ['table'] ...",
     ),
     "ProgramTextError": Help(
@@ -144,10 +143,10 @@ HELP = {
         "jaxlib 0.10.2 cannot print this program: its compiler is newer (INTERNAL: ...",
     ),
     "ExpertsError": Help(
-        "A mixture of experts with values of another kind, more choices than experts, "
-        "groups that leave a token too few, or a capacity of 0; or an `ExpertParallel` whose size does not "
-        "divide the experts, that gets a model without any, or that is to send rows "
-        "(`exchange='ragged'`) on CPUs.",
+        "A mixture of experts has values of a wrong type, more choices than experts, "
+        "groups that leave a token too few experts, or a capacity of 0. Or the size of an "
+        "`ExpertParallel` does not divide the experts, its model has no experts, or it "
+        "sends rows (`exchange='ragged'`) on CPUs.",
         "Take one of the values in the message: a size of `ExpertParallel` that divides "
         "the experts, `exchange=None`; `DataParallel` or `FSDP` for a model without "
         "experts.",
@@ -155,7 +154,7 @@ HELP = {
         "evenly. ...",
     ),
     "WeightsError": Help(
-        "Files of weights are damaged, or their names or shapes are not the model's.",
+        "Files of weights are damaged, or their names or shapes differ from the model's.",
         "Fetch the files again; compare `config.json` with the model; complete the "
         "table of names, or pass `ignored=`.",
         "The files lack 'model.norm.weight', which is `norm.scale`. ...",
@@ -169,23 +168,24 @@ HELP = {
         "of its Variables from step to step ...",
     ),
     "LossError": Help(
-        "The loss returns an array, `None` or something else than a scalar; or the "
+        "The loss returns an array, `None` or another value that is not a scalar; or the "
         "weight of its `Mean` depends on the model's parameters.",
-        "Reduce it: `.mean()`, or `Mean(total, weight)` with a weight that counts data.",
+        "Reduce it: `.mean()`, or `Mean(total, weight)` with a weight that counts data. "
+        "Pass a weight from a `jax.custom_vjp` through `jax.lax.stop_gradient`.",
         "[A loss per row](pitfalls.md#a-loss-per-row)",
     ),
     "OptimizerError": Help(
         "The optimizer computes the loss again within an update, as line searches do; "
-        "is not an Optax transformation; or is given arrays that are no matrices, or "
+        "it is not an Optax transformation; or it gets arrays that are not matrices, or "
         "dimension numbers or a mask of another model.",
-        "Use it without the search, or another one; `muon_dimension_numbers(model)` and "
+        "Use it without the search, or use another optimizer; `muon_dimension_numbers(model)` and "
         "`decay_mask(model)`, in `optimizer=lambda model: ...`.",
         "The optimizer needs what a step cannot give it: ... such as optax.lbfgs(1e-2, "
         "linesearch=None).",
     ),
     "OffloadError": Help(
-        "Block inputs are to wait on the host, and no remat keeps any; or the devices "
-        "cannot reach pinned memory.",
+        "The inputs of blocks shall wait on the host, but no remat keeps them; or the "
+        "devices cannot reach pinned memory.",
         'Pass `remat="full"` with a `Stack`; or leave `offload` out. '
         "[What to offload](howto.md#a-model-that-does-not-fit-offload-the-optimizer)",
         "Offload(activations='block_inputs') moves the inputs of blocks that remat "
@@ -201,7 +201,7 @@ HELP = {
     ),
     "DataError": Help(
         "A batch holds strings, objects or integers beyond 32 bits; or the data is not "
-        "an iterable; or a run cannot go on in it, because its order is another.",
+        "an iterable; or a run cannot resume in it, because its order differs.",
         "Convert to NumPy arrays of numbers before the Trainer sees them; give a "
         "shuffle a seed.",
         "[64-bit numbers](pitfalls.md#64-bit-numbers), "
@@ -233,7 +233,7 @@ HELP = {
     ),
     "CheckpointDirectoryError": Help(
         "The directory cannot be written, or another run uses it.",
-        "Give each run a directory of its own, or end the other run.",
+        "Give each run a different directory, or end the other run.",
         "'runs/a' is in use by another run: ... Two runs would delete each other's "
         "checkpoints ...",
     ),
@@ -278,7 +278,7 @@ HELP = {
         "Checkpoint 500 in 'runs/a' differs from what is asked for: ...",
     ),
     "ProcessError": Help(
-        "A process did not start, was lost, or did not take part in a call of all.",
+        "A process did not start, was lost, or did not make a call that all must make.",
         "Read the last lines of the process that the message names.",
         "Process 1 is lost: its connection closed without an exit message",
     ),
@@ -294,8 +294,8 @@ HELP = {
         "Copies of 1 arrays differ at step 1000: ...",
     ),
     "ScheduleError": Help(
-        "A schedule or a `Table` of your own breaks a rule: a slot before its input, a "
-        "microbatch left out.",
+        "A schedule or a `Table` breaks a rule: a slot comes before its input, or a "
+        "microbatch is left out.",
         "The message names tick, stage and microbatch; draw the table with `visualize`.",
         "The slot at tick 3 of stage 1 has microbatch 2 but chunk -1 ...",
     ),

@@ -1,4 +1,4 @@
-"""A Sphinx extension: what frames the pages.
+"""A Sphinx extension: the frame of the pages.
 
 Descriptions for search engines, and tutorials to download.
 """
@@ -29,7 +29,7 @@ _DESCRIPTION = 160  # characters that search engines show
 
 
 def copy_tutorials() -> None:
-    """Sphinx reads what lies below its own directory, and serves copies to download."""
+    """Copies tutorials into Sphinx's directory, which it reads, and for downloads."""
     sources, downloads = DOCS / "tutorials", EXTRA / "tutorials"
     for directory in (sources, downloads):
         shutil.rmtree(directory, ignore_errors=True)

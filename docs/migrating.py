@@ -11,7 +11,7 @@ def tables(tutorial: str) -> list[str]:
             heading = words
         elif words.startswith("|"):
             if heading:
-                # A rubric: what is parsed within a directive has no sections.
+                # A rubric, because text inside a directive cannot have sections.
                 lines += ["", "```{rubric} " + heading.removeprefix("## "), "```", ""]
                 heading = None
             lines.append(words)

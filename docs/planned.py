@@ -128,7 +128,7 @@ def _plan(
 
 
 def memory() -> tuple[Figure, str]:
-    """Bars, and what they show."""
+    """Bars, and their caption."""
     return draw_memory(example()), "Memory of a device by owner, a bar for a candidate."
 
 

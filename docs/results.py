@@ -24,7 +24,7 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
     figures = found["figures"]
     ratios = {key: each for key, each in figures.items() if _is_ratio(each)}
     versions = ", ".join(f"{key} {value}" for key, value in found["versions"].items())
-    # A rubric: what is parsed within a directive has no sections.
+    # A rubric, because text inside a directive cannot have sections.
     lines = [f"```{{rubric}} {found['title']}", "```", ""]
     if ratios:
         _plot(name, ratios)
@@ -44,7 +44,7 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _tables(figures: dict[str, Any]) -> list[list[str]]:
-    """A column for each variant of `variant: quantity`; what has no variant in a list.
+    """A column for each variant of `variant: quantity`; other figures in a list.
 
     Variants with a quantity in common share a table.
     """

@@ -23,7 +23,7 @@ from nnx_parallel.visualize.figures import text as text
 
 
 def standalone(marks: Marks, width: float, height: float, title: str) -> str:
-    """A picture in a file, on a ground of its own."""
+    """A picture in a file, on a ground."""
     rules = f"{LIGHT}@media (prefers-color-scheme: dark) {{{DARK}}}"
     ground = f'<rect class="ground" width="{width:g}" height="{height:g}" rx="10"/>'
     style = f"<style>{rules}</style>"
@@ -60,9 +60,9 @@ def array(
     Args:
         x: Left edge.
         y: Upper edge.
-        width: Of the whole array.
-        height: Of the whole array.
-        sharding: Says who holds what.
+        width: Width of the whole array.
+        height: Height of the whole array.
+        sharding: Which device holds which shard.
         shape: Global shape.
         at: Index of each dim that is not drawn.
     """
