@@ -1,6 +1,6 @@
 """Muon's update: FLOPs and bytes over the least, by `audit`; compiled and not timed.
 
-At the least, each device orthogonalizes its share of the matrices, gets this share once,
+At least each device orthogonalizes its share of the matrices, gets this share once,
 and sends it back once; if parameters are copied, each device also gets all other
 results. `optax.contrib.muon` leaves this to the partitioner.
 """

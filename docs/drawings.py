@@ -148,7 +148,7 @@ def hero_file() -> str:
 _STEPS = {
     "Gather": "Each device sends its quarter of the layer to the others (all-gather).",
     "Compute": "Each runs the whole layer on its rows of the batch.",
-    "Drop": "Each device frees all quarters but the one it holds. The next layer follows.",
+    "Drop": "Each device frees the other three quarters. The next layer follows.",
     "Scatter": "Backward: gradients are summed, and each device keeps its quarter of "
     "the sum (reduce-scatter).",
 }
