@@ -46,6 +46,10 @@ def test_map_lists_every_package() -> None:
         room = re.match(r" {6}(\w+/) ", line)  # whose files it names without a folder
         for name in re.findall(r"[\w/]+\.py", line):
             assert (PACKAGE / (room[1] if room else "") / name).exists(), name
+    for room in ("layers", "plan"):  # by file
+        listed = re.split(r"\n {6}(?=\w)", drawn.partition(f"      {room}/ ")[2])[0]
+        files = {file.stem for file in (PACKAGE / room).rglob("*.py")} - {"__init__"}
+        assert files <= set(re.findall(r"\w+", listed)), room
 
 
 @pytest.mark.deep
