@@ -180,8 +180,8 @@ HELP = {
         "dimension numbers or a mask of another model.",
         "Use it without the search, or use another optimizer; `muon_dimension_numbers(model)` and "
         "`decay_mask(model)`, in `optimizer=lambda model: ...`.",
-        "The optimizer needs what a step cannot give it: ... such as optax.lbfgs(1e-2, "
-        "linesearch=None).",
+        "The optimizer needs arguments that a step cannot give: ... such as "
+        "optax.lbfgs(1e-2, linesearch=None).",
     ),
     "OffloadError": Help(
         "The inputs of blocks shall wait on the host, but no remat keeps them; or the "
@@ -259,13 +259,13 @@ HELP = {
         "Reading failed for a reason outside of the checkpoint: no memory, no file "
         "handles, a disk that does not respond.",
         "Start again when that is over. Nothing has changed.",
-        "Cannot read step 500 in 'runs/a' now: ... That is no damage ...",
+        "Cannot read step 500 in 'runs/a' now: ... This is not damage ...",
     ),
     "CheckpointDamagedError": Help(
         "Saved bits have changed: an array no longer has the checksum it was saved with.",
         'Restore an older step, or start with `Checkpoint(on_damage="previous")`, '
         "which does so by itself.",
-        "... is damaged: 1 arrays are not what was saved ...",
+        "... is damaged: 1 arrays differ from the saved values ...",
     ),
     "CheckpointNotFoundError": Help(
         "The step was never saved, or was deleted by `keep_last`.",
@@ -275,7 +275,7 @@ HELP = {
     "CheckpointMismatchError": Help(
         "The model or the optimizer has changed since the checkpoint was saved.",
         "Build the same model, or read a part: `load_weights(path, only=nnx.Param)`.",
-        "Checkpoint 500 in 'runs/a' differs from what is asked for: ...",
+        "Checkpoint 500 in 'runs/a' differs from the requested arrays: ...",
     ),
     "ProcessError": Help(
         "A process did not start, was lost, or did not make a call that all must make.",

@@ -65,7 +65,7 @@ _OTHER_NAMES = {
 
 _HINTS = {
     "shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'.",
-    "shared_dim": " It is a width: that of all shared experts together.",
+    "shared_dim": " It is the total width of all shared experts.",
 }
 
 _KNOWN: dict[str, list[str]] = {}
@@ -96,8 +96,8 @@ def suggests_names(taker: T) -> T:
             found = kind_of(extra[0])
             if not positional:
                 raise TypeError(
-                    f"{title} takes nothing by position, and got {found}. Pass all by "
-                    f"name, such as {by_name[0]}=."
+                    f"{title} takes no positional arguments, and got {found}. Pass all "
+                    f"by name, such as {by_name[0]}=."
                 )
             rest = f"Pass all others by name, such as {by_name[0]}=." if by_name else ""
             raise TypeError(

@@ -275,9 +275,9 @@ def explaining_axes() -> Iterator[None]:
             ) from error
         if "of type Auto" in found or is_without_mesh(error):
             raise MeshAxisTypeError(
-                f"{found} The model places its arrays itself, as Explicit axes have it "
-                "(out_sharding=, reshard); the axes of a strategy are Auto. Build it "
-                "without shardings (a config such as no_sharding() or "
+                f"{found} The model places its arrays itself, as code for Explicit "
+                "axes does (out_sharding=, reshard); the axes of a strategy are Auto. "
+                "Build it without shardings (a config such as no_sharding() or "
                 "use_tp=False), and name its dims by path: Trainer(..., "
                 "names=TRANSFORMER_NAMES) or names=PathNames(...)."
             ) from error

@@ -104,8 +104,8 @@ class Mean:
     def __add__(self, other: Mean) -> Mean:
         if not isinstance(other, Mean):
             raise LossError(
-                f"Cannot add a {type(other).__name__} to a Mean: the sum would not say "
-                "what it is a mean of. Give it a weight: Mean(value * weight, weight)."
+                f"Cannot add a {type(other).__name__} to a Mean: the weight of the sum "
+                "would be unknown. Give it a weight: Mean(value * weight, weight)."
             )
         # The key is the identity: weights are traced, so that they cannot be compared.
         terms: dict[int, Mean] = {}
@@ -212,8 +212,8 @@ def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
         raise LossError(
             "The weight of a Mean depends on the model's parameters, and a Mean has no "
             "gradient by its weight: the loss would be trained as if the weight were a "
-            "constant. A weight counts data, such as rows or tokens. Multiply by what "
-            "the model computes in the total, as in Mean((losses * gates).sum(), "
+            "constant. A weight counts data, such as rows or tokens. Multiply by the "
+            "model's values in the total, as in Mean((losses * gates).sum(), "
             "num_tokens), or say that it is a constant: Mean(total, "
             "jax.lax.stop_gradient(weight))."
         )

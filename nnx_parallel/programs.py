@@ -131,9 +131,9 @@ def warn_of_effects(traced: TracedFunction) -> None:
         warn_user(
             "The loss, or a block of its Stack, prints or calls back into Python "
             "(jax.debug.print, callbacks). Under a Pipeline, and with FSDP's prefetch, "
-            "only what the outputs need is run, in another order and partly twice: "
-            "these calls are left out. Debug with DataParallel(1): the numbers are the "
-            "same.",
+            "only the operations that the outputs need are run, in another order and "
+            "some of them twice: these calls are left out. Debug with DataParallel(1): "
+            "the numbers are the same.",
         )
 
 

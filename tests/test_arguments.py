@@ -189,7 +189,7 @@ def test_invalid_compiler_options_raise(options: dict[Any, Any], message: str) -
         (
             (MODEL, loss, SGD),
             "loss is an Optax transformation and optimizer a function: they are "
-            "exchanged. The order is Trainer(model, optimizer, loss).",
+            "swapped. The order is Trainer(model, optimizer, loss).",
         ),
         (
             (MODEL, optax.adamw, loss),
@@ -210,14 +210,14 @@ def test_invalid_compiler_options_raise(options: dict[Any, Any], message: str) -
         ),
         (
             (MODEL, optax.cosine_decay_schedule, loss),
-            "optimizer is optax.cosine_decay_schedule, which makes a schedule. Give "
-            "what it returns to an optimizer, in place of the rate: "
+            "optimizer is optax.cosine_decay_schedule, which makes a schedule. Pass "
+            "the schedule that it returns to an optimizer, as the learning rate: "
             "optax.adamw(schedule).",
         ),
         (
             (MODEL, nnx.Optimizer(Net(nnx.Rngs(0)), SGD, wrt=nnx.Param), loss),
             "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
-            "itself: pass the Optax transformation that it was made of.",
+            "itself: pass the Optax transformation that it was made from.",
         ),
         (
             (MODEL, SGD, "mse"),
@@ -315,8 +315,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a count of shared experts": (
         Experts,
         {"n_shared_experts": 1},
-        f"{MEANT.format('shared_dim')} It is a width: that of all shared experts "
-        "together.",
+        f"{MEANT.format('shared_dim')} It is the total width of all shared experts.",
     ),
     "a mixture's experts": (MoE, {"num_experts": 8}, "Experts has: {}"),
     "a mixture's choices": (MoE, {"top_k": 2}, "Experts has: {}"),
@@ -374,8 +373,8 @@ def test_too_many_positional_options_raise() -> None:
     for options, found in ((Offload, True), (Experts, 8)):
         first = {Offload: "optimizer", Experts: "num_experts"}[options]
         message = (
-            f"{options.__name__} takes nothing by position, and got {found}. Pass all "
-            f"by name, such as {first}=."
+            f"{options.__name__} takes no positional arguments, and got {found}. Pass "
+            f"all by name, such as {first}=."
         )
         with pytest.raises(TypeError, match=whole(message)):
             options(found)
@@ -386,7 +385,7 @@ def test_invalid_composite_parts_raise(parts: tuple[Any, ...]) -> None:
     name = getattr(parts[0], "__name__", type(parts[0]).__name__)
     message = (
         f"Composite({name}): each argument must be a strategy, as in "
-        "Composite(TensorParallel(2), FSDP()): no list of them, no class."
+        "Composite(TensorParallel(2), FSDP()), not a list or a class."
     )
     with pytest.raises(TypeError, match=whole(message)):
         Composite(*parts)
@@ -486,12 +485,13 @@ def test_invalid_path_names_raise() -> None:
 
 def test_line_search_optimizer_raises() -> None:
     rule = (
-        "It gets the gradients and, if it takes them, value= (the loss) and grad=. What"
-        " computes the loss again within an update (value_fn=, grad_fn=), as line "
-        "searches do, has no place in a sharded step: use it without, such as "
-        "optax.lbfgs(1e-2, linesearch=None)."
+        "It gets the gradients and, if it takes them, value= (the loss) and grad=. "
+        "Computing the loss again within an update (value_fn=, grad_fn=), as line "
+        "searches do, is not possible in a sharded step: use the optimizer without it, "
+        "such as optax.lbfgs(1e-2, linesearch=None)."
     )
-    found = "^The optimizer needs what a step cannot give it: .*missing 1 required .*"
+    found = "^The optimizer needs arguments that a step cannot give: "
+    found += ".*missing 1 required .*"
     with pytest.raises(OptimizerError, match=found + re.escape(rule)):
         Trainer(MODEL, optax.lbfgs(), loss).fit([jnp.ones((8, 4))], num_steps=1)
 

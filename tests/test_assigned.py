@@ -361,7 +361,7 @@ def test_late_or_misshaped_assignment_raises() -> None:
 def test_added_or_removed_parameter_raises(change: Any, paths: str) -> None:
     trainer = make_trainer(linear)
     change(trainer.model)
-    message = f"Of trainer.model parameters are gone or new: {paths}"
+    message = f"Parameters of trainer.model were removed or added: {paths}"
     with pytest.raises(StateStructureError, match=re.escape(message)):
         trainer.evaluate(make_batches(1))
 
@@ -381,7 +381,7 @@ class Counting(nnx.Module):
 def test_changed_static_attributes_warn() -> None:
     batches = make_batches(1)
     trainer = make_trainer(Counting)
-    message = "Attributes that are no arrays have changed in the loss: `calls`. That"
+    message = "Attributes that are not arrays have changed in the loss: `calls`. That"
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         trainer.fit(batches, 1)
     model: Any = trainer.model

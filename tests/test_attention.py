@@ -42,18 +42,18 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "`segments`, a pair": {
         "cudnn": "segments; it takes rows of one document",
-        "splash": "a pair of segments; it takes those of self-attention",
+        "splash": "a pair of segments; it takes one array, for self-attention",
         "tokamax": "segments; it takes rows of one document",
     },
     "`window`, to both sides": {
         "cudnn": "window=9; it takes one with causal=True, of self-attention"
     },
-    "`softcap`": {"cudnn": "softcap; it takes none"},
+    "`softcap`": {"cudnn": "softcap, which it does not support"},
     "`sinks`": {
-        "cudnn": "sinks; it takes none",
-        "tokamax": "sinks; it takes none",
+        "cudnn": "sinks, which it does not support",
+        "tokamax": "sinks, which it does not support",
     },
-    "`mask`": {"splash": "an array as mask; it takes causal=True or none"},
+    "`mask`": {"splash": "an array as mask; it takes causal=True or no mask"},
     "values of another width": {
         "cudnn": "values of width 8; it takes 16, as of the keys"
     },
@@ -282,10 +282,19 @@ WRONG = [
         {"segments": INTS, "key": LONGER, "value": LONGER},
         "takes a pair, int (2, 8) and",
     ),
-    ({"window": 0}, "window is 0; it is the number of keys that a query sees on a"),
+    (
+        {"window": 0},
+        "window is 0; it must be an int of at least 1, the number of keys that a",
+    ),
     ({"window": 2.5}, "window is 2.5; it is the number of keys"),
-    ({"softcap": 0.0}, "softcap is 0.0; scores are bounded by it: a number above 0"),
-    ({"sinks": jnp.zeros(3)}, "Sinks of shape (3,) for 4 query heads; each has its"),
+    (
+        {"softcap": 0.0},
+        "softcap is 0.0; it must be a number above 0, the bound of the scores",
+    ),
+    (
+        {"sinks": jnp.zeros(3)},
+        "Sinks of shape (3,) for 4 query heads; each head has one",
+    ),
     ({"mask": jnp.ones((2, 4, 8, 7), bool)}, "it must be bool (2, 4, 8, 8), or 1"),
     (
         {"mask": jnp.ones((1, 1, 8, 8))},

@@ -230,7 +230,7 @@ class TestControlFlow:
         assert twice.grouped_flops == 2 * report.grouped_flops
         assert twice.grouped_products == 2 * report.grouped_products >= 6
         assert report.flops == report.grouped_flops + 2 * 16 * 16 * 8
-        assert f"of these in {report.grouped_products} grouped products" in str(report)
+        assert f"in {report.grouped_products} grouped products" in str(report)
 
     @pytest.mark.parametrize(
         ("start", "stop", "step"), [(0, 16, 1), (3, 16, 4), (16, 2, -3), (5, 5, 1)]
@@ -392,7 +392,7 @@ def test_unprintable_program_raises():
         f"jaxlib {version('jaxlib')} cannot print this program: its compiler is newer "
         "(INTERNAL: should have 1 operands). Update jax; or compile with "
         "`compile(compiler_options={'xla_dump_to': DIRECTORY})` and pass `audit` the "
-        "text of the file there whose name ends in `after_optimizations.txt`."
+        "text of the file in that directory that ends in `after_optimizations.txt`."
     )
     with pytest.raises(ProgramTextError, match=re.escape(message)):
         audit(Unprintable())  # pyright: ignore[reportArgumentType]

@@ -164,8 +164,8 @@ def test_variables_may_hold_constants_and_numbers(*, is_built: bool) -> None:
 
 def test_invalid_eval_every_raises() -> None:
     message = (
-        "eval_every=-2. It must be an integer of at least 0; 0 and None evaluate at "
-        "the end alone."
+        "eval_every=-2. It must be an integer of at least 0; 0 and None evaluate only "
+        "at the end."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer().fit([BATCH], 1, eval_data=[BATCH], eval_every=-2)
@@ -189,7 +189,7 @@ def test_restore_with_directory_as_step_raises(tmp_path: Path) -> None:
 def test_restore_with_another_optimizer_raises(tmp_path: Path) -> None:
     make_trainer(checkpoint=tmp_path).fit([BATCH], 1)
     other = make_trainer(checkpoint=tmp_path, optimizer=optax.adam(0.1))
-    message = ", or take the weights alone: trainer.restore(weights_only=True). Saved"
+    message = ", or restore only the weights: trainer.restore(weights_only=True). Saved"
     with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
         other.fit([BATCH] * 2, 2)
     other.restore(weights_only=True)
@@ -202,7 +202,9 @@ def test_restore_with_another_optimizer_raises(tmp_path: Path) -> None:
 def test_unknown_history_metric_raises() -> None:
     trainer = make_trainer()
     history = trainer.fit([BATCH], 1)
-    with pytest.raises(KeyError, match=r"'val_loss' is no metric of this fit\. It has"):
+    with pytest.raises(
+        KeyError, match=r"'val_loss' is not a metric of this fit\. It has"
+    ):
         history["val_loss"]
     with pytest.raises(KeyError, match="'loss': the fit had no step to do"):
         trainer.fit([BATCH], 1)["loss"]
@@ -349,7 +351,7 @@ def test_changed_hyperparameters_warn_on_resume(tmp_path: Path) -> None:
     train(0.1, 3)  # the schedule has moved on: not a change
     message = (
         "Hyperparameters have changed since the checkpoint: learning_rate: 0.1 in the "
-        "checkpoint, 0.2 in the optimizer now. Those of the checkpoint are used"
+        "checkpoint, 0.2 in the optimizer now. The checkpoint's values are used"
     )
     with pytest.warns(UserWarning, match=re.escape(message)) as found:
         train(0.2, 4)
@@ -429,7 +431,7 @@ class Holder(nnx.Module):
 
 def test_empty_array_raises_before_training(tmp_path: Path) -> None:
     trainer = make_trainer(model=Holder, checkpoint=tmp_path)
-    message = "Cannot save `unused` of group 'model': its shape (0, 3) holds no value."
+    message = "Cannot save `unused` of group 'model': its shape (0, 3) has no elements."
     with pytest.raises(CheckpointError, match=re.escape(message)):
         trainer.fit([BATCH] * 2, 2)
     assert trainer.step == 0
@@ -510,9 +512,9 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
         (
             {"strategy": Composite(ExpertParallel(4), FSDP())},
             8,
-            "Linear has no experts: ExpertParallel splits those of "
-            "nnx_parallel.layers.MoE, and without any its axis only splits the batch. "
-            "Take DataParallel(4) or FSDP(4) instead; or give the model experts",
+            "Linear has no experts: ExpertParallel splits the experts of "
+            "nnx_parallel.layers.MoE, and without experts its axis only splits the "
+            "batch. Take DataParallel(4) or FSDP(4) instead; or give the model experts",
         ),
         (
             {"model": build_gpt, "strategy": ExpertParallel(2, exchange="ragged")},
@@ -549,8 +551,9 @@ def test_loss_without_balance_loss_warns() -> None:
         model=lambda rngs: GPT(config, rngs=rngs), loss=loss, devices=jax.devices()[:1]
     )
     message = (
-        "The loss leaves out what balances the experts: logits are without the losses "
-        "of Experts(balance_loss, z_loss). Take next_token_loss, or add the mean"
+        "The loss leaves out the losses that balance the experts, "
+        "Experts(balance_loss, z_loss): logits do not include them. Take "
+        "next_token_loss, or add the mean"
     )
     with pytest.warns(UserWarning, match=re.escape(message)):
         trainer.fit([TOKENS], 1)

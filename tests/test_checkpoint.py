@@ -423,7 +423,7 @@ def test_mismatches_raise_before_reading(options):
         }
     )
     message = f"""\
-Checkpoint 1 in '{options.directory}' differs from what is asked for:
+Checkpoint 1 in '{options.directory}' differs from the requested arrays:
   ema: the checkpoint has no such group
   params: `head.bias` is float32[8] in the checkpoint and float32[16] here
   params: `mlp.up.kernal` float32[8,4] is not in the checkpoint (nearest there: \
@@ -506,10 +506,18 @@ def test_unsavable_values_raise(options):
     array = jnp.ones(2)
     refused = [
         ({"params": {"w": np.ones(2)}}, {}, "Cannot save `w` of group 'params': found"),
-        ({"params": {"w": jnp.ones((0, 2))}}, {}, "its shape (0, 2) holds no value."),
-        ({"params": {"w": jnp.ones(2, jnp.uint4)}}, {}, "files have no type uint4."),
-        ({"params": {"w": jnp.ones(2, jnp.uint2)}}, {}, "files have no type uint2."),
-        ({"params": {"w": donated}}, {}, "it was donated. Save what the step returned"),
+        ({"params": {"w": jnp.ones((0, 2))}}, {}, "its shape (0, 2) has no elements."),
+        (
+            {"params": {"w": jnp.ones(2, jnp.uint4)}},
+            {},
+            "checkpoint files cannot hold dtype uint4.",
+        ),
+        (
+            {"params": {"w": jnp.ones(2, jnp.uint2)}},
+            {},
+            "checkpoint files cannot hold dtype uint2.",
+        ),
+        ({"params": {"w": donated}}, {}, "it was donated. Save the step's output"),
         ({"params": {}}, {}, "Nothing to save: no group holds an array."),
         ({"metrics": {"w": array}}, {}, "Cannot save a group named 'metrics'"),
         ({"fingerprints": {"w": array}}, {}, "Cannot save a group named 'fingerprin"),

@@ -218,7 +218,7 @@ def test_inspect_arrays_lists_run(
 ) -> None:
     assert main(["inspect", str(run), "--verify", "--arrays"]) == 0
     text = capsys.readouterr().out
-    assert text.count("whole: every array has its checksum") == 2
+    assert text.count("intact: every array has its checksum") == 2
     for line in (
         "strategy: DataParallel()",
         "model: Linear",
@@ -309,7 +309,7 @@ def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
         assert saved.steps == [2, 4]
         shutil.rmtree(directory / "2")
         _, verdict = _judge(saved, 2, verify=True)
-        assert verdict == "gone: the run has deleted it meanwhile"
+        assert verdict == "deleted by the run meanwhile"
         _, verdict = _judge(saved, 4, verify=True)
         assert verdict.startswith("whole")
 

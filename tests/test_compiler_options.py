@@ -104,8 +104,8 @@ def test_fit_reports_set_and_refused_options():
         match=re.escape(
             "The compiler refuses compiler_options, which are left out: "
             "xla_tpu_of_tomorrow: No such compile option: 'xla_tpu_of_tomorrow'. "
-            "Options of another platform have no effect here; other names may be those "
-            "of another version."
+            "Options of another platform have no effect here; other names may belong "
+            "to another version."
         ),
     ):
         trainer.fit([X], num_steps=1)

@@ -91,7 +91,7 @@ def test_repr_shows_non_default_arguments() -> None:
 def test_parts_with_same_axis_raise() -> None:
     message = (
         "Both FSDP(size=4, shard='optimizer') and FSDP(size=2) use the mesh axis "
-        "'fsdp'. Each part of a Composite needs axes of its own: keep one of them and "
+        "'fsdp'. Each part of a Composite needs separate axes: keep one of them and "
         "give it the product of the sizes."
     )
     with pytest.raises(PlacementConflictError, match=re.escape(message)):

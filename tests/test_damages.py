@@ -208,7 +208,7 @@ def test_transient_error_is_not_damage(
             for spare in range(16):  # it fails at one place after another
                 restore(first_free + spare)
         assert len(told) > 1
-        assert all("That is no damage, and nothing has changed" in x for x in told)
+        assert all("This is not damage, and nothing was changed" in x for x in told)
         manager.saved.restore_newest(wanted)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
@@ -320,7 +320,7 @@ def test_group_name_outside_directory_raises(saved: Path, tmp_path: Path) -> Non
     shutil.copytree(saved, directory)
     shutil.copytree(saved / "7" / "model", tmp_path / "outside")
     rewrite_header(directory / "7", rename)
-    message = "A group is named '../../outside', which is no identifier."
+    message = "A group is named '../../outside', which is not a Python identifier."
     options = Checkpoint(directory)
     with (
         CheckpointManager(options, read_only=True) as manager,

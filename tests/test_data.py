@@ -409,8 +409,10 @@ BATCH_ERRORS = {
               "-2147483648 to 2147483647, and would wrap it"),
     "below": ([np.array([-(2**31) - 1])], DataError, "and holds -2147483649."),
     "order": ([np.zeros(2, ">i4")], DataError, "batch[0] of batch 3 has dtype >i4, "
-              "whose byte order is not the one of this machine. JAX takes no such "
-              "array: convert it with x.astype('int32')."),
+                                               "whose byte order is not this "
+                                               "machine's. JAX does not take such "
+                                               "arrays: convert it with "
+                                               "x.astype('int32')."),
     "uint64": ([np.array([2**32], np.uint64)], DataError, "and holds 4294967296. JAX "
                "keeps it as uint32, from 0 to 4294967295"),
 }  # fmt: skip

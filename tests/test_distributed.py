@@ -394,7 +394,7 @@ def test_slow_process_reports_location(
         def is_told() -> bool:
             nonlocal text
             text += capfd.readouterr().err
-            return line in text and "for processes [1], which say where" in text
+            return line in text and "for processes [1]; their output says where" in text
 
         assert wait_until(is_told, seconds=20), text
         clients[1].allgather("the data 1", 1, 30)

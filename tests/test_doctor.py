@@ -47,7 +47,7 @@ def test_healthy_machine_has_no_problems(
     assert re.search(rf"^jax +{re.escape(jax.__version__)}$", text, re.MULTILINE)
     assert re.search(r"^devices +1 x cpu$", text, re.MULTILINE)
     assert re.search(r"^JAX_PLATFORMS +cpu$", text, re.MULTILINE)
-    assert text.endswith("\nNothing is wrong.\n")
+    assert text.endswith("\nNo problems found.\n")
 
 
 def test_backend_start_error_is_quoted(
@@ -100,8 +100,8 @@ def test_used_gpu_is_fine() -> None:
     [
         (
             {"XLA_FLAGS": "--xla_a=1 --xla_b --xla_a=2"},
-            "XLA_FLAGS has --xla_a twice, as '1' and as '2', of which the last is "
-            "taken. Leave one out.",
+            "XLA_FLAGS has --xla_a twice, as '1' and as '2'; the last one is used. "
+            "Leave one out.",
         ),
         (
             {"LIBTPU_INIT_ARGS": "--x=true --x=false"},

@@ -236,9 +236,9 @@ def test_script_resumes_in_second_fit(tmp_path: Path) -> None:
 
 def test_implicit_drop_warns_before_first_step() -> None:
     message = (
-        "A last batch of 5 rows, where others have 16, is left out of the training. Say"
-        " last_batch='drop' if this is meant; last_batch=Pad('weights') trains on it, "
-        "without an effect of the rows that are added."
+        "A last batch of 5 rows instead of 16 is left out of the training. Pass "
+        "last_batch='drop' if this is intended; last_batch=Pad('weights') trains on "
+        "it, and the added rows have no effect."
     )
     for data in (BATCHES, Loader(), grain_dataset(), Files()):
         with pytest.warns(ParallelWarning, match=re.escape(message)) as found:
@@ -318,8 +318,8 @@ def test_stream_drops_last_batch_of_each_epoch() -> None:
         (
             {"num_steps": 3, "num_epochs": 2},
             "fit got num_steps=3 and num_epochs=2. It takes one of them: num_steps, "
-            "the number of updates, or num_epochs, that of passes over data with a "
-            "length.",
+            "the number of updates, or num_epochs, the number of passes over data with "
+            "a length.",
         ),
         ({}, "fit got neither num_steps nor num_epochs. It takes one of them: num_s"),
         (
@@ -345,8 +345,8 @@ def test_invalid_lengths_and_last_batch_raise(arguments: dict, message: str) -> 
         (
             iter(BATCHES),
             "num_epochs=2 counts passes over the data, but one pass uses up an "
-            "iterator (list_iterator). Pass what it was made of, such as a list or a "
-            "DataLoader, or num_steps=.",
+            "iterator (list_iterator). Pass the object that it was made from, such as "
+            "a list or a DataLoader, or num_steps=.",
         ),
         (
             SimpleNamespace(__iter__=None),

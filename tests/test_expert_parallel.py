@@ -497,9 +497,9 @@ def check(strategy: Strategy, config: GPTConfig) -> None:
         (
             ExpertParallel(2),
             GPTConfig.tiny(),
-            "GPT has no experts: ExpertParallel splits those of "
-            "nnx_parallel.layers.MoE, and without any its axis only splits the batch. "
-            "Take DataParallel(2) or FSDP(2) instead; or give the model experts",
+            "GPT has no experts: ExpertParallel splits the experts of "
+            "nnx_parallel.layers.MoE, and without experts its axis only splits the "
+            "batch. Take DataParallel(2) or FSDP(2) instead; or give the model experts",
         ),
         (
             ExpertParallel(3),

@@ -299,7 +299,7 @@ def test_unsupported_kernel_raises(implementation, dtype, seq, head_dim, text):
 
 def test_splash_with_mask_raises():
     x, mask = jnp.zeros((1, 128, 2, 8)), jnp.ones((1, 1, 128, 128), bool)
-    text = "an array as mask; it takes causal=True or none"
+    text = "an array as mask; it takes causal=True or no mask"
     with pytest.raises(AttentionKernelError, match=re.escape(text)):
         attention(x, x, x, mask=mask, implementation="splash")
 
@@ -311,7 +311,7 @@ def test_cudnn_takes_masks_of_even_lengths():
     refusals = FUSED["cudnn"].refusals
     assert list(refusals(call_of(x, x, x, mask=mask[..., :1]))) == []
     assert list(refusals(call_of(x, odd, odd))) == []
-    reason = "a mask over 8 queries and 7 keys; with one it takes even numbers"
+    reason = "a mask over 8 queries and 7 keys; with a mask it takes even numbers"
     assert list(refusals(call_of(x, odd, odd, mask=mask))) == [reason]
 
 
@@ -327,7 +327,7 @@ def test_unknown_implementation_raises():
     x = jnp.zeros((1, 8, 2, 8))
     text = (
         "Unknown attention implementation 'flash'. Valid values: ['xla', 'cudnn', "
-        "'splash', 'tokamax'], or None for the platform's own."
+        "'splash', 'tokamax'], or None to choose by platform."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         attention(x, x, x, implementation="flash")  # pyright: ignore[reportArgumentType]

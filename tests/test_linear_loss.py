@@ -293,7 +293,7 @@ class TestErrors:
             (
                 {"labels": jnp.ones((2, 7), jnp.int32)},
                 "Labels of shape (2, 7) for hidden states of shape (2, 8, 4); each "
-                "token has its own: (2, 8).",
+                "token has one: (2, 8).",
             ),
             (
                 {"weights": jnp.ones((2,))},

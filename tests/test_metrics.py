@@ -103,9 +103,7 @@ def test_adding_number_to_mean_raises() -> None:
     mean = Mean(1.0, 1.0)
     assert float(sum([mean, mean]).value) == 2.0  # pyright: ignore[reportAttributeAccessIssue]
     assert float((mean - 0.25 * mean).value) == 0.75
-    message = (
-        "Cannot add a float to a Mean: the sum would not say what it is a mean of."
-    )
+    message = "Cannot add a float to a Mean: the weight of the sum would be unknown."
     with pytest.raises(LossError, match=re.escape(message)):
         mean + 0.5  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
 

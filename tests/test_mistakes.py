@@ -147,14 +147,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "lists of numbers in a batch": (
         lambda: fit([{"x": [[1.0, 2.0, 3.0, 4.0]] * 8}]),
         "batch['x'][0][0] of batch 0 has type float. Leaves must be NumPy or JAX "
-        "arrays: convert it with `np.asarray`, dim 0 being the rows. One without dims, "
-        "such as np.asarray(0.5), is shared by all rows.",
+        "arrays: convert it with `np.asarray`, dim 0 being the rows. An array without "
+        "dims, such as np.asarray(0.5), is shared by all rows.",
     ),
     "a DataLoader's own arrays": (
         lambda: fit([{"x": Tensor()}]),
         "batch['x'] of batch 0 has type Tensor. Leaves must be NumPy or JAX arrays: "
-        "convert it with `np.asarray`, dim 0 being the rows. One without dims, such as "
-        "np.asarray(0.5), is shared by all rows. A DataLoader does so in its "
+        "convert it with `np.asarray`, dim 0 being the rows. An array without dims, "
+        "such as np.asarray(0.5), is shared by all rows. A DataLoader does so in its "
         "collate_fn.",
     ),
     "text in a batch": (
@@ -241,13 +241,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a learning rate's schedule for the optimizer": (
         lambda: make(optimizer=optax.cosine_decay_schedule(1e-3, 100)),
         "optimizer is a function that optax.cosine_decay_schedule returned. It must be "
-        "a whole transformation; a schedule is the learning rate of one: "
+        "a complete transformation; a schedule is the learning rate of one: "
         "optax.adamw(schedule).",
     ),
     "an optimizer of NNX": (
         lambda: make(optimizer=nnx.Optimizer(Net(nnx.Rngs(0)), SGD, wrt=nnx.Param)),
         "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
-        "itself: pass the Optax transformation that it was made of.",
+        "itself: pass the Optax transformation that it was made from.",
     ),
     "a list of transformations": (
         lambda: make(optimizer=[optax.clip(1.0), SGD]),

@@ -592,8 +592,8 @@ def test_invalid_generation_arguments_raise(arguments: dict, message: str) -> No
         ),
         (
             {"tokens": jnp.zeros((2, 5), jnp.int32), "weights": jnp.ones((2, 4))},
-            "Weights of shape (2, 4) for tokens of shape (2, 5); each token has its "
-            "own, the first one too.",
+            "Weights of shape (2, 4) for tokens of shape (2, 5); each token has one, "
+            "the first one too.",
         ),
     ],
 )

@@ -694,7 +694,7 @@ def test_dense_layers_of_wrong_type_raise():
 def test_mlp_dim_with_experts_raises():
     message = (
         "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: experts "
-        "have mlp_dim of their own."
+        "have a separate mlp_dim."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, mlp_dim=64)

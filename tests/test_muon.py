@@ -417,10 +417,10 @@ def test_invalid_dimension_numbers_raise() -> None:
         ),
     ):
         message = (
-            f"`bias` with shape (4,) is no array of matrices with {found}: each needs "
-            "at least one dim of its own from 0 to 0. Dims that neither names "
-            "enumerate matrices. muon_dimension_numbers(model) has those of a model; "
-            "None leaves an array out."
+            f"`bias` with shape (4,) cannot be an array of matrices with {found}: each "
+            "needs at least one separate dim from 0 to 0. Dims that neither names "
+            "enumerate matrices. muon_dimension_numbers(model) returns the numbers for "
+            "a model; None leaves an array out."
         )
         tree = {"bias": numbers, "plain": None, "stacked": None}
         for tx in (

@@ -30,9 +30,9 @@ def test_dimension_numbers_of_another_model_raise() -> None:
     rule = "as muon_dimension_numbers(model) returns them, with the Trainer's wrt."
     tree = {"bias": None, "plane": None, "stacked": None}
     differs = (
-        "Dimension numbers are not those of the parameters: 1 of them no parameter "
-        "that is trained, such as plane; 1 of them left out, such as plain. There must "
-        f"be one for each parameter that is trained, {rule}"
+        "Dimension numbers do not match the parameters: 1 of them no parameter that is "
+        "trained, such as plane; 1 of them left out, such as plain. There must be one "
+        f"for each parameter that is trained, {rule}"
     )
     kind = (
         "A dimension number is True. Each must be a MuonDimensionNumbers or None, "

@@ -222,7 +222,9 @@ def test_names_of_another_rank_raise() -> None:
     ):
         PathNames(pair)(model)
     optional = PathNames(pair, optional=True)
-    with pytest.warns(ParallelWarning, match=re.escape(f"{text}It keeps what names")):
+    with pytest.warns(
+        ParallelWarning, match=re.escape(f"{text}It keeps its present names")
+    ):
         assert names_by_path(optional(model)) == {"up.kernel": ()}
 
 

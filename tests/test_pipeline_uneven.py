@@ -282,8 +282,8 @@ def test_describe_notes_uneven_and_outer_stacks() -> None:
     notes = described(Pipeline(4), Five).notes
     assert notes == (
         "uneven: 4 stages share the 5 layers of `stack` as 2, 1, 1, 1: 37.5% of their "
-        "time is bubble for it, and each step sends the weights to their stages and "
-        "the gradients back.",
+        "time is idle for this reason, and each step sends the weights to their stages "
+        "and the gradients back.",
     )
     notes = described(Pipeline(3), Two).notes
     assert [note.split(";")[0] for note in notes] == [

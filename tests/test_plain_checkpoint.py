@@ -162,7 +162,7 @@ def test_mismatch_lists_differences_and_changes_nothing(tmp_path: Path) -> None:
 
 def test_invalid_checkpoint_raises(tmp_path: Path) -> None:
     trainer = make_trainer(checkpoint=str(tmp_path / "run"))
-    message = f"There is no directory '{tmp_path}/none'."
+    message = f"Directory '{tmp_path}/none' does not exist."
     with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
         trainer.load_weights(tmp_path / "none")
     trainer.fit([X], 1)

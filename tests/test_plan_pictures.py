@@ -229,7 +229,7 @@ def test_pictures_are_readable_on_phone_and_have_alt(
 
 @pytest.mark.parametrize("draw", [draw_timeline, draw_roofline])
 def test_drawing_refused_candidate_raises(found: Plan, draw) -> None:
-    with pytest.raises(PlanError, match=r"that cannot run\. no 3 stages"):
+    with pytest.raises(PlanError, match=r"has no picture\. no 3 stages"):
         draw(found, REFUSED)
 
 

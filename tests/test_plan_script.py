@@ -127,7 +127,7 @@ def test_batch_option_takes_shapes(tmp_path: Path) -> None:
         ({"batch": ["x"]}, "--batch 'x': write NAME=DTYPE[SHAPE]"),
         ({"fix": ["tenser=2"]}, "fix has 'tenser'. Did you mean 'tensor'?"),
         ({"topology": "pod"}, "topology='pod' is unknown"),
-        ({}, "There is no script 'none.py'"),
+        ({}, "Script 'none.py' does not exist"),
     ],
 )
 def test_invalid_options_fail_with_message(

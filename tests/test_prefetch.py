@@ -258,7 +258,7 @@ def has_product(eqn: jex.JaxprEqn) -> bool:
         ),
         (
             {"prefetch": "first", "shard": "gradients"},
-            "FSDP(shard='gradients', prefetch='first'): parameters stay whole, so "
+            "FSDP(shard='gradients', prefetch='first'): parameters are not sharded, so "
             "there is nothing to gather. Leave prefetch out, or take shard='params'.",
         ),
     ],

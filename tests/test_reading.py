@@ -229,7 +229,11 @@ ORDER = "Each batch is used once, in order."
 @pytest.mark.parametrize(
     ("before", "after", "found"),
     [
-        (Loader(0), Loader(1), "its first batch is not the one that the run has read"),
+        (
+            Loader(0),
+            Loader(1),
+            "its first batch differs from the one that the run has read",
+        ),
         (
             split(ROWS),
             split(ROWS[[*range(8), *range(16, 48), *range(8, 16)]]),
@@ -243,7 +247,7 @@ ORDER = "Each batch is used once, in order."
         (
             KINDS["grain_map"](),
             grain.MapDataset.source([r[None] for r in ROWS]).seed(1).shuffle().batch(8),
-            "its first batch is not the one that the run has read",
+            "its first batch differs from the one that the run has read",
         ),
     ],
     ids=["first", "last", "next", "grain"],
@@ -296,7 +300,7 @@ def test_another_order_of_same_dataset_warns() -> None:
 def test_rewound_loader_raises() -> None:
     position, data = DataState(), Loader()
     whole = read(position, data, (0, 4), limit=6)
-    with pytest.raises(DataError, match="seed it, and create it again"):
+    with pytest.raises(DataError, match="seed it and create it again"):
         read(position, data, (2, 4))
     assert read(position, Loader(), (2, 4)) == whole[2:]
 

@@ -343,9 +343,9 @@ def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None)
 
 NAMES = ("batch", "seq", "embed")
 UNSPLIT = (
-    "splits activations along 'seq', and has split none: the model names no such dim "
-    "of a length that 4 divides. Name it where they are computed, constrain(x, 'batch',"
-    " 'seq', 'embed') after the embedding and each block, or use Dense and Embed of "
+    "splits activations along 'seq', but splits none: the model names no such dim of a "
+    "length that 4 divides. Name it where they are computed, constrain(x, 'batch', "
+    "'seq', 'embed') after the embedding and each block, or use Dense and Embed of "
     "nnx_parallel.layers; pad lengths that do not divide."
 )
 

@@ -307,7 +307,7 @@ def test_annotations_are_bound_by_caller(mesh: Mesh) -> None:
         assert spec(jitted(x)["h"]) == P(None, "data")
     np.testing.assert_allclose(jitted(x)["h"], function(jnp.asarray(x))["h"], rtol=1e-6)
     message = (
-        "Annotations ['hiden'] are never met. Names that the function gives with "
+        "Annotations ['hiden'] are not used. Names that the function gives with "
         "annotate: ['hidden', 'unbound']."
     )
     with pytest.warns(UserWarning, match=re.escape(message)):

@@ -61,8 +61,8 @@ def two(x: jax.Array, y: jax.Array) -> jax.Array:
         (
             {"static_argnames": "x", "constrain_args": {"x": P()}},
             ValueError,
-            "constrain_args places ['x'], but static arguments are no arrays. Leave "
-            "them out; dynamic are ['y'].",
+            "constrain_args places ['x'], but static arguments are not arrays. Leave "
+            "them out; the dynamic arguments are ['y'].",
         ),
         (
             {"donate_argnames": "z"},

@@ -105,8 +105,9 @@ class Explicit(nnx.Module):
 
 
 EXPLICIT = (
-    "The model places its arrays itself, as Explicit axes have it (out_sharding=, "
-    "reshard); the axes of a strategy are Auto. Build it without shardings "
+    "The model places its arrays itself, as code for Explicit axes does "
+    "(out_sharding=, reshard); the axes of a strategy are Auto. Build it without "
+    "shardings "
 )
 
 

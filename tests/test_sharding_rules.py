@@ -391,7 +391,7 @@ def test_policy_receives_shape_names_and_kind() -> None:
 def test_duplicate_dim_name_raises() -> None:
     message = (
         "The dims ('embed', 'embed') name 'embed' twice. Give each dim of a parameter "
-        "its own name, or None."
+        "a different name, or None."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         check_names(("embed", "embed"))

@@ -184,7 +184,7 @@ def test_different_shared_values_on_processes_raise(
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(batches, "allgather_object", exchange)
     message = (
-        "Processes 0 and 1 have other values in the entries of batch 4 that all rows "
+        "Processes 0 and 1 have different values in entries of batch 4 that all rows "
         "share: [\"batch['scale']\"]."
     )
     with pytest.raises(BatchShapeError, match=re.escape(message)):

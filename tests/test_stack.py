@@ -188,10 +188,10 @@ class Tied(nnx.Module):
 
 def test_shared_variable_within_block_raises() -> None:
     message = (
-        "A block of the stack holds the same Variable in several places: "
-        "['up.kernel'] are elsewhere in it too. Stacked blocks would silently untie "
-        "them. Give each module its own, or keep the shared one outside the stack and "
-        "pass it to the blocks as an argument."
+        "A block of the stack holds the same Variable in several places: ['up.kernel'] "
+        "are elsewhere in it too. Stacked blocks would silently untie them. Give each "
+        "module a separate Variable, or keep the shared one outside the stack and pass "
+        "it to the blocks as an argument."
     )
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Tied, 2, rngs=nnx.Rngs(0))
@@ -208,9 +208,8 @@ def test_shared_variable_outside_block_raises() -> None:
             self.blocks = Stack(make_block, 2, rngs=rngs)
 
     message = (
-        "A block of the stack holds Variables from outside of it: "
-        "['layers.1.bias', 'layers.1.scale']. Stacked blocks would silently train a "
-        "copy each of their own."
+        "A block of the stack holds Variables from outside of it: ['layers.1.bias', "
+        "'layers.1.scale']. Each stacked block would silently train its copy."
     )
     for build in (lambda: Model(nnx.Rngs(0)), lambda: FSDP().describe(Model)):
         with pytest.raises(StackError, match=re.escape(message)):

@@ -86,7 +86,9 @@ def test_directory_may_be_link(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a\\b", "x.__lock", "a\udcff"])
 def test_names_misread_by_tensorstore_raise(name: str) -> None:
-    message = "no directory on the way may have a name with a backslash, that ends in"
+    message = (
+        "no directory in the path may have a name that contains a backslash, ends in"
+    )
     with pytest.raises(CheckpointError, match=re.escape(message)):
         Checkpoint(f"runs/{name}/run")
 

@@ -100,8 +100,8 @@ def test_cached_step_is_loaded_without_compiling(
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (None, "there is no such directory. The step was compiled."),
-        ({}, "this program is none of the 0 that were compiled there."),
+        (None, "the directory does not exist. The step was compiled."),
+        ({}, "this program is not one of the 0 that were compiled there."),
         ({"jaxlib": "0.1"}, "the same program was compiled for jaxlib '0.1', not '"),
     ],
     ids=["no directory", "another program", "another version"],
@@ -146,7 +146,7 @@ def test_cache_writable_by_others_recompiles(
 
 
 def test_invalid_directory_raises() -> None:
-    message = "warm_start=3 is no path. It is the directory where `plan` keeps"
+    message = "warm_start=3 is not a path. It must be the directory where `plan` keeps"
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_of(Said(), warm_start=3)
 

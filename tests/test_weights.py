@@ -195,11 +195,11 @@ def with_entry(**fields: Any) -> Callable[[Path], None]:
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (cut, "it is cut short"),
     (lengthen, "it is longer than its arrays"),
-    (announce, r"no file of safetensors: .* header of 1,099,511,627,776 bytes"),
+    (announce, r"not a safetensors file: .* header of 1,099,511,627,776 bytes"),
     (pickle_it, "It is a pickle"),
     (nest_deeply, "is nested too deeply: JSON is read up to 100 levels"),
     (poison, "has values that are not finite"),
-    (with_entry(data_offsets=[4, 516]), "has bytes of nothing before"),
+    (with_entry(data_offsets=[4, 516]), "has unused bytes before"),
     (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Those that are read: F64"),
     (with_entry(shape=[3]), r"has 512 bytes, but shape \(3,\) of F32 needs 12"),
     (with_entry(shape=[-1]), r"has shape \[-1\]"),
@@ -231,7 +231,7 @@ def test_damaged_files_raise(
             "must be a .safetensors file in the same",
         ),
         ({"fc0.bias": "/etc/passwd"}, "must be a .safetensors file in the same"),
-        ({"fc0.bias": "model-00009-of-00002.safetensors"}, "There is no file"),
+        ({"fc0.bias": "model-00009-of-00002.safetensors"}, "does not exist"),
         ({"fc9.bias": "model-00001-of-00002.safetensors"}, "it is not"),
         (None, "lacks .*, which the files have"),
         ("x", "has no weight_map"),
@@ -293,7 +293,7 @@ def test_unused_array_raises_unless_ignored(folder: Path) -> None:
 
 
 def test_missing_or_unsupported_folder_raises(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"There is no config\.json in"):
+    with pytest.raises(WeightsError, match=r"has no file config\.json"):
         GPT.from_pretrained(tmp_path)
     with pytest.raises(WeightsError, match=r"pip install 'nnx-parallel\[hub\]'"):
         GPT.from_pretrained("org/model")
@@ -320,9 +320,7 @@ def test_export_never_overwrites_or_leaves_partial_folder(
     target, model = tmp_path / "mine", Scaled(rngs=nnx.Rngs(1))
     save_pretrained(target, model, names=SCALED)
     before = content(target)
-    with pytest.raises(
-        WeightsError, match="exists and is not empty: nothing is written"
-    ):
+    with pytest.raises(WeightsError, match=r"exists and is not empty\. Nothing is"):
         save_pretrained(target, model, names=SCALED)
     check_equal(content(target), before)
 
@@ -333,7 +331,7 @@ def test_export_never_overwrites_or_leaves_partial_folder(
     with pytest.raises(OSError, match="No space left"):
         save_pretrained(tmp_path / "new", model, names=SCALED)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(WeightsError, match="has no table of names of its own: pass"):
+    with pytest.raises(WeightsError, match="has no table of names: pass"):
         save_pretrained(tmp_path / "new", model)
 
 

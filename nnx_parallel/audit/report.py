@@ -170,7 +170,7 @@ class Report:
         yield f"FLOPs per device: {_readable(self.flops, '')}"
         if self.grouped_products:
             flops = _readable(self.grouped_flops, "")
-            yield f"of these in {self.grouped_products} grouped products: {flops}"
+            yield f"in {self.grouped_products} grouped products: {flops}"
         memory = (self.temporary_bytes, self.argument_bytes, self.output_bytes)
         names = ("temporaries", "arguments", "outputs")
         for name, size in zip(names, memory, strict=True):
@@ -189,7 +189,7 @@ class Report:
         for each in self.conditionals:
             yield f"conditional, most expensive branch counted: {each.source}"
         if calls := ", ".join(f"{k} x {n}" for k, n in self.custom_calls.items()):
-            yield f"kernels of unknown FLOPs: {calls}"
+            yield f"kernels with unknown FLOPs: {calls}"
 
 
 def audit(
@@ -315,7 +315,8 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
             f"jaxlib {version('jaxlib')} cannot print this program: its compiler is "
             f"newer ({str(error).splitlines()[0]}). Update jax; or compile with "
             "`compile(compiler_options={'xla_dump_to': DIRECTORY})` and pass `audit` "
-            "the text of the file there whose name ends in `after_optimizations.txt`."
+            "the text of the file in that directory that ends in "
+            "`after_optimizations.txt`."
         ) from error
 
 

@@ -62,8 +62,8 @@ def same_base(
     """
     if base is None:
         raise CheckpointMismatchError(
-            f"{where} names {len(paths)} arrays by checksum and does not have them: "
-            "restore it into a Trainer whose model has the same base."
+            f"{where} names {len(paths)} arrays by checksum and does not hold their "
+            "values: restore it into a Trainer whose model has the same base."
         )
     given = base()
     own = {path: given[path] for path in paths}
@@ -72,8 +72,9 @@ def same_base(
         first = differing[0]
         raise CheckpointMismatchError(
             f"{where} was trained on another base: {len(differing)} of {len(own)} "
-            "arrays that it names by checksum are not those of this model. The first, "
-            f"`{first}`, has checksum {found[first]:08x}; it was {saved[first]:08x}. "
-            "Build the model from the weights that the run began with."
+            "arrays that it names by checksum differ from this model's arrays. The "
+            f"first, `{first}`, has checksum {found[first]:08x}; it was "
+            f"{saved[first]:08x}. Build the model from the weights that the run began "
+            "with."
         )
     return own

@@ -156,10 +156,10 @@ def raise_if_copies_differ(
         raise ReplicaError(
             f"Copies of {len(lines)} arrays differ{when}:\n  "
             + "\n  ".join(lines[:20])
-            + "\nThe memory or the arithmetic of these devices is at fault, or "
-            "processes have trained apart. Go back to the last checkpoint, without "
-            "these devices: `python -m nnx_parallel inspect DIR --verify` says whether "
-            "it is whole."
+            + "\nThe memory or the arithmetic of these devices is faulty, or the "
+            "processes have diverged. Resume from the last checkpoint, without these "
+            "devices; `python -m nnx_parallel inspect DIR --verify` checks that it is "
+            "intact."
         )
 
 
@@ -353,7 +353,7 @@ def read_checksums(step_directory: str, header_digest: str) -> Checksums:
     """
     content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
     if not matches(content, _CONTENT) or content.get("digest") != digest(content):
-        raise ValueError("Its checksums are not those that were saved.")
+        raise ValueError("Its checksums differ from the saved ones.")
     if content["header"] != header_digest:
         raise ValueError("Its checksums were saved with another header.")
     return content["values"]

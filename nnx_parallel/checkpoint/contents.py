@@ -114,17 +114,17 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
             if not isinstance(array, kind):
                 problem = f"found {type(array).__name__}; only jax.Array can be saved."
             elif isinstance(array, jax.Array) and array.is_deleted():
-                problem = "it was donated. Save what the step returned, not its input."
+                problem = "it was donated. Save the step's output, not its input."
             elif 0 in array.shape:
                 # Orbax refuses it in mid-save (library-notes.md, "Orbax: contents").
                 problem = (
-                    f"its shape {array.shape} holds no value. Leave empty arrays out."
+                    f"its shape {array.shape} has no elements. Leave empty arrays out."
                 )
             elif not can_write(array.dtype):
                 problem = (
-                    f"files have no type {array.dtype.name}. Keep it in the model as "
-                    "another type that holds its values, such as uint8 or bfloat16, "
-                    "and cast it where it is used."
+                    f"checkpoint files cannot hold dtype {array.dtype.name}. Keep it "
+                    "in the model as another dtype that holds its values, such as "
+                    "uint8 or bfloat16, and cast it where it is used."
                 )
             else:
                 continue
@@ -171,7 +171,7 @@ def make_header(
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"Cannot save the metadata: {error}. It may hold only what JSON can: dict, "
+            f"Cannot save the metadata: {error}. It may hold only JSON values: dict, "
             "list, str, int, float, bool and None."
         ) from error
     header = {
@@ -207,7 +207,7 @@ def make_header(
             problem = str(error)
     if problem:
         raise CheckpointError(
-            f"Cannot save the metadata, for it could not be read again. {problem} Save "
+            f"Cannot save the metadata: it could not be read back. {problem} Save "
             "fewer arrays, or less metadata (such as the state of the data's iterator)."
         )
     # The digest protects it: Orbax reads a flipped bit in JSON as another value.
@@ -219,15 +219,15 @@ def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
     # Orbax has no checksum on values: a flipped bit restores silently.
     found, saved = checksums(read), stored.checksums
     lines = [
-        f"{name}: `{path}` has checksum {value:08x}, saved was {saved[name][path]:08x}"
+        f"{name}: `{path}` has checksum {value:08x} instead of {saved[name][path]:08x}"
         for name, group in found.items()
         for path, value in group.items()
         if saved[name][path] != value
     ]
     if lines:
         raise CheckpointDamagedError(
-            f"{where} is damaged: {len(lines)} arrays are not what was saved.\n  "
-            + "\n  ".join(lines)
+            f"{where} is damaged: {len(lines)} arrays differ from the saved "
+            "values.\n  " + "\n  ".join(lines)
         )
 
 
@@ -250,11 +250,11 @@ def check_header(
     if isinstance(found, int) and found != _FORMAT:
         raise CheckpointFormatError(
             f"{where} has format {found}; this version of nnx_parallel reads format "
-            f"{_FORMAT}. It is no damage: install the version that wrote it, or "
+            f"{_FORMAT}. This is not damage: install the version that wrote it, or "
             f"{'a later' if found > _FORMAT else 'an earlier'} one that reads it."
         )
     if header.get("digest") != digest(header) or not matches(header, _HEADER):
-        raise ValueError("Its header is not what was saved.")
+        raise ValueError("Its header differs from the saved one.")
     # The entry is absent in checkpoints of the first release.
     if (saved_as := header.get("step", step)) != step:
         raise ValueError(
@@ -263,7 +263,9 @@ def check_header(
     for name in header["sizes"]:
         # The name becomes a path: `../../outside` must not leave the directory.
         if not name.isidentifier():
-            raise ValueError(f"A group is named {name!r}, which is no identifier.")
+            raise ValueError(
+                f"A group is named {name!r}, which is not a Python identifier."
+            )
     return header
 
 
@@ -293,11 +295,11 @@ def read_stored(
                     f"{found_here}."
                 )
         if checksums.get(name, {}).keys() != arrays.keys():
-            raise ValueError("Its checksums are of other arrays.")
+            raise ValueError("Its checksums belong to other arrays.")
     # ``base`` is absent if every array was saved.
     values = {name: header.get(name, {}) for name in ("meta", "metrics", "base")}
     if checksums.get("base", {}).keys() != values["base"].keys():
-        raise ValueError("Its checksums are of another base.")
+        raise ValueError("Its checksums belong to another base.")
     return StoredCheckpoint(step=step, groups=groups, checksums=checksums, **values)
 
 
@@ -334,8 +336,8 @@ def check_match(
             if getattr(array, "sharding", None) is None:
                 raise CheckpointError(
                     f"Cannot restore `{path}` of group {name!r}: it has no sharding. "
-                    "Give every array a jax.ShapeDtypeStruct with sharding=...; else "
-                    "it would live where it did when it was saved."
+                    "Give every array a jax.ShapeDtypeStruct with sharding=...; "
+                    "without one it would take the sharding that it was saved with."
                 )
     lines = [
         f"{name}: {line}"
@@ -348,11 +350,11 @@ def check_match(
         weights = (
             ""
             if is_model or "model" not in stored.groups
-            else (", or take the weights alone: trainer.restore(weights_only=True)")
+            else (", or restore only the weights: trainer.restore(weights_only=True)")
         )
         raise CheckpointMismatchError(
-            f"Checkpoint {stored.step} in '{directory}' differs from what is asked "
-            "for:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer"
+            f"Checkpoint {stored.step} in '{directory}' differs from the requested "
+            "arrays:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer"
             f"{weights}. Saved groups: {list(stored.groups)}."
         )
 
@@ -377,7 +379,8 @@ def check_states(
     ]
     if lines:
         raise CheckpointMismatchError(
-            f"{where} is from another optimizer, whose states mean something else:\n  "
+            f"{where} was saved with another optimizer, and its states have another "
+            "meaning:\n  "
             + "\n  ".join(lines)
             + "\nBuild the optimizer that saved it, or take only the weights: "
             "trainer.restore(weights_only=True)."

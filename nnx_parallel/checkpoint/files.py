@@ -128,10 +128,10 @@ def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
     """
     metadata = read_json(step_path / METADATA)
     if not matches(metadata, _STEP_METADATA):
-        raise ValueError(f"'{METADATA}' is not what Orbax writes.")
+        raise ValueError(f"'{METADATA}' is not in Orbax's format.")
     times = [metadata[f"{x}_timestamp_nsecs"] or 0 for x in ("init", "commit")]
     if not all(0 <= time < 2**62 for time in times):  # until the year 2116
-        raise ValueError(f"'{METADATA}' holds times that are none.")
+        raise ValueError(f"'{METADATA}' holds invalid times.")
     return metadata
 
 

@@ -63,8 +63,8 @@ class DirectoryLock:
                 raise CheckpointDirectoryError(
                     f"'{directory}' is in use by another run: {_spell(held)}. Two runs "
                     "would delete each other's checkpoints. Wait until it has ended, "
-                    "stop it, or choose another directory; to read alone "
-                    "(trainer.restore, python -m nnx_parallel inspect) is fine."
+                    "stop it, or choose another directory; reading it "
+                    "(trainer.restore, python -m nnx_parallel inspect) is safe."
                 )
             if held is not None:
                 _remove(self.path, held)
@@ -89,9 +89,9 @@ class DirectoryLock:
             ) from None
         if not is_held:
             raise CheckpointDirectoryError(
-                f"'{self.path}' is no longer this run's, which was stopped for so long "
-                f"that another took it for dead: {_spell(_read(self.path))}. End one "
-                "of the two."
+                f"'{self.path}' is no longer held by this run: it was stopped for so "
+                f"long that another run took it for dead: {_spell(_read(self.path))}. "
+                "End one of the two runs."
             )
 
 
@@ -181,7 +181,7 @@ def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
         return start == owner["start"] != ""
     write_error(
         f"'{path}' is held by {_spell(held)}: watching for {_WATCH_SECONDS:g} s "
-        "whether that process lives."
+        "whether that process is alive."
     )
     deadline = time.monotonic() + _WATCH_SECONDS
     found = _read(path)

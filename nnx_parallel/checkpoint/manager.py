@@ -209,8 +209,8 @@ class CheckpointManager:
                 self.poll()
                 if may_skip:
                     warn_user(
-                        f"Step {step} is not saved: an earlier save has failed on a "
-                        "process, for which the others wait (20 minutes at most). "
+                        f"Step {step} is not saved: an earlier save failed on one "
+                        "process, and the others wait for it (at most 20 minutes). "
                         "Training goes on.",
                     )
                     return
@@ -386,9 +386,9 @@ class CheckpointManager:
         if "ema" in stored.groups and "ema" not in wanted:
             warn_user(
                 f"{where} has a moving average of the parameters, and this Trainer "
-                "keeps none: the average is left out, and is gone once the steps that "
-                "have it are deleted. To go on with it, pass ema_decay to the Trainer; "
-                "to keep it as well, save in another directory.",
+                "keeps no average: it is left out, and lost once the steps that have "
+                "it are deleted. To go on with it, pass ema_decay to the Trainer; to "
+                "keep it as well, save in another directory.",
             )
         is_new = "ema" in wanted and "ema" not in stored.groups
         return {name: x for name, x in wanted.items() if not is_new or name != "ema"}

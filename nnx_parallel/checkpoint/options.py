@@ -93,8 +93,8 @@ def check_name(directory: str) -> None:
     is_lock = any(part.endswith(".__lock") for part in directory.split(os.sep))
     if "\\" in directory or is_lock or not is_utf8:
         raise CheckpointError(
-            f"Checkpoint({directory!r}): no directory on the way may have a name with "
-            "a backslash, that ends in '.__lock' or that is not UTF-8. Choose another."
+            f"Checkpoint({directory!r}): no directory in the path may have a name that "
+            "contains a backslash, ends in '.__lock' or is not UTF-8. Choose another."
         )
 
 
@@ -158,7 +158,7 @@ def exit_message(directory: str | None, latest: int | None, step: int) -> str:
         return "Nothing is saved: this Trainer has no checkpoint directory."
     if latest is None:
         return f"Nothing is saved in '{directory}': step {step} is lost."
-    lost = "" if latest == step else f" What step {step} had done since is lost."
+    lost = "" if latest == step else f" The steps after it, up to {step}, are lost."
     where = f"Saved step {latest} in '{directory}'"
     return f"{where}: resume with the same command.{lost}"
 

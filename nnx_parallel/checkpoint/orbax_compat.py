@@ -429,14 +429,14 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
         DEBUG.debug("Cannot read %s", where, exc_info=error)
         if is_transient(error) or _are_files_short():
             raise CheckpointUnavailableError(
-                f"Cannot read {where} now: {root_cause(error)} That is no damage, and "
-                "nothing has changed: start again when it is over."
+                f"Cannot read {where} now: {root_cause(error)} This is not damage, and "
+                "nothing was changed: try again when the cause is over."
             ) from None
         if steps is None:
             raise
         raise CheckpointReadError(
             f"Cannot read {where}: {root_cause(error)} Its files are damaged, half "
-            f"deleted, or not this library's. Saved steps: {steps}."
+            f"deleted, or from another program. Saved steps: {steps}."
         ) from None
     finally:
         LOGGER.removeFilter(hide_log)

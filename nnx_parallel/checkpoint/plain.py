@@ -59,12 +59,12 @@ def _read(
     where: str, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
     if not is_url(where) and not Path(where).is_dir():
-        raise CheckpointNotFoundError(f"There is no directory '{where}'.")
+        raise CheckpointNotFoundError(f"Directory '{where}' does not exist.")
     try:
         found = flatten(describe_plain(where))
     except (ValueError, KeyError, FileNotFoundError) as error:
         raise CheckpointReadError(
-            f"'{where}' is no plain Orbax checkpoint: {root_cause(error)} Give the "
+            f"'{where}' is not a plain Orbax checkpoint: {root_cause(error)} Give the "
             "directory that ocp.StandardCheckpointer or ocp.v1.save has written, or "
             "one step of a CheckpointManager. For the directory of a Trainer use "
             "restore(directory=..., weights_only=True)."

@@ -346,8 +346,8 @@ class SavedSteps:
                 problems[step] = f"{where} {corrupt[step]}."
                 if step in self._names.foreign:
                     raise CheckpointFormatError(
-                        f"{problems[step]} Another program may have written it: it is "
-                        "left alone. Move it to another directory, or delete it."
+                        f"{problems[step]} Another program may have written it: it was "
+                        "not changed. Move it to another directory, or delete it."
                     )
             for _ in range(0 if step in corrupt else num_tries):
                 # The outcome is the same on all processes without another exchange:

@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nnx_parallel",
-        description="Starts the processes of a run, plans one for devices that are "
-        "not there, lists its checkpoints, or checks the installation.",
+        description="Starts the processes of a run, plans a run for devices that are "
+        "not present, lists its checkpoints, or checks the installation.",
     )
     package = sys.modules[__name__.partition(".")[0]]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -95,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     checking = commands.add_parser(
         "doctor",
         help="check the installation and its devices",
-        description="Prints versions, devices and JAX's variables, and a line for "
-        "each thing that is wrong with them. The exit code is 1 if there is any.",
+        description="Prints versions, devices and JAX's variables, and a line for each "
+        "problem. The exit code is 1 if there is a problem.",
     )
     _add_launch_options(starting)
     add_options(planning)
@@ -105,14 +105,20 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--verify", action="store_true", help=verify)
     arrays = "list each array of the newest step, with shape, dtype and checksum"
     listing.add_argument("--arrays", action="store_true", help=arrays)
-    where = "a directory for checkpoints, to see if it can be written (default: .)"
+    where = "a directory for checkpoints, to check that it is writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
     return parser
 
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--processes", type=int, required=True, metavar="N", help="how many to start")
+    add(
+        "--processes",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of processes to start",
+    )
     of_each = (
         "devices of each process: GPUs of this machine, or simulated ones with --cpu "
         "(default: as JAX finds them; 1 with --cpu)"

@@ -77,7 +77,7 @@ def doctor(directory: str) -> int:
     facts["platform"] = probe.get("platform", "none: JAX does not start")
     facts["devices"] = probe.get("devices", "-")
     if limit := probe.get("bytes_limit"):
-        facts["memory"] = f"{format_bytes(limit)} of each device that JAX may take"
+        facts["memory"] = f"{format_bytes(limit)} of each device are available to JAX"
     facts |= {k: os.environ[k] for k in sorted(os.environ) if re.match(_SHOWN, k)}
     sys.stdout.write(f"{aligned([*facts.items()])}\n\n")
     problems = [
@@ -88,7 +88,7 @@ def doctor(directory: str) -> int:
         *tpu_problems(),
         *disk_problems(directory, os.environ),
     ]
-    lines = [f"WRONG: {problem}\n" for problem in problems] or ["Nothing is wrong.\n"]
+    lines = [f"WRONG: {problem}\n" for problem in problems] or ["No problems found.\n"]
     sys.stdout.writelines(lines)
     return 1 if problems else 0
 
@@ -177,7 +177,7 @@ def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
             if values.setdefault(name, value) != value:
                 yield (
                     f"{variable} has {name} twice, as {values[name]!r} and as "
-                    f"{value!r}, of which the last is taken. Leave one out."
+                    f"{value!r}; the last one is used. Leave one out."
                 )
             values[name] = value
     count = "--xla_force_host_platform_device_count"
@@ -199,8 +199,8 @@ def tpu_problems() -> Iterator[str]:
                 users.append(path.parent.name)
     if users:
         yield (
-            f"libtpu is loaded by other processes: {', '.join(users)}. A TPU is one "
-            "process's at a time: end them, or wait."
+            f"libtpu is loaded by other processes: {', '.join(users)}. Only one "
+            "process at a time can use a TPU: end them, or wait."
         )
 
 

@@ -138,10 +138,10 @@ def _judge(
         if _is_gone(saved, step):
             return None, _GONE
         return stored, f"DAMAGED: {error}"
-    return stored, "whole: every array has its checksum"
+    return stored, "intact: every array has its checksum"
 
 
-_GONE = "gone: the run has deleted it meanwhile"
+_GONE = "deleted by the run meanwhile"
 
 
 def _is_gone(saved: SavedSteps, step: int) -> bool:

@@ -57,18 +57,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = "devices to plan for, such as v5p:4x4x4, 2*v5e:16x16, h100:64, cpu:8"
     add("--topology", required=True, metavar="NAME", help=where)
-    fixed = "decided parts, such as tensor=8, remat=full or microbatches=4"
+    fixed = "fixed values, such as tensor=8, remat=full or microbatches=4"
     add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)
     shapes = "an array of the global batch, such as 'tokens=int32[512,8193]'; by "
-    shapes += "default as the first batch of the data"
+    shapes += "default the shapes of the first batch of the data"
     add(
         "--batch", action="append", default=[], metavar="NAME=DTYPE[SHAPE]", help=shapes
     )
-    how_many = "how many of the best are compiled (default: %(default)s; all; 0: none)"
+    how_many = "number of best candidates to compile, or all (default: %(default)s)"
     add("--compile", default="4", metavar="N", help=how_many)
-    at_once = "how many are compiled at once (default: %(default)s)"
+    at_once = "number of compilations at once (default: %(default)s)"
     add("--processes", type=int, default=1, metavar="N", help=at_once)
-    add("--cache", metavar="DIRECTORY", help="where results of the compiler are kept")
+    add("--cache", metavar="DIRECTORY", help="directory for results of the compiler")
     add("--json", metavar="FILE", help="write the plan as JSON too")
     add("--html", metavar="FILE", help="write the plan as a page too")
     add("script", help="the Python script that calls Trainer.fit")
@@ -161,7 +161,7 @@ def parts_of_script(
     """
     path = Path(script)
     if not path.is_file():
-        raise PlanError(f"There is no script {script!r}.")
+        raise PlanError(f"Script {script!r} does not exist.")
     code = compile(path.read_bytes(), str(path), "exec")
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
@@ -181,9 +181,10 @@ def parts_of_script(
     except Refused as refused:
         found = f"'{script}' {refused}{_line_of(refused, path)}"
         raise PlanError(
-            f"{found} before it calls Trainer.fit. A plan runs a script up to there, "
-            "to see its Trainer, and nothing else should happen: move this behind "
-            "`trainer.fit(...)`, or put the Trainer into another script."
+            f"{found} before it calls Trainer.fit. A plan runs the script up to that "
+            "call, to see its Trainer, and the script must do nothing else before it: "
+            "move this behind `trainer.fit(...)`, or put the Trainer into another "
+            "script."
         ) from None
     except SystemExit as error:
         where = _line_of(error, path)
@@ -210,7 +211,7 @@ def _with_batch(reached: Reached, batch: Any, script: str) -> Parts:
         except Exception as error:
             raise PlanError(
                 f"The data of '{script}' gives no batch here: {type(error).__name__}: "
-                f"{error}. Give its contents: --batch 'tokens=int32[512,8193]'."
+                f"{error}. Describe its arrays: --batch 'tokens=int32[512,8193]'."
             ) from error
     parts = Parts.of(trainer, batch)
     rows = vars(trainer)["_programs"].global_batch_size

@@ -138,8 +138,8 @@ def _check_leaf(name: str, leaf: Any) -> None:
         place = " A DataLoader does so in its collate_fn." if is_torch else ""
         raise DataError(
             f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
-            "arrays: convert it with `np.asarray`, dim 0 being the rows. One without "
-            f"dims, such as np.asarray(0.5), is shared by all rows.{place}"
+            "arrays: convert it with `np.asarray`, dim 0 being the rows. An array "
+            f"without dims, such as np.asarray(0.5), is shared by all rows.{place}"
         )
     kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
@@ -149,8 +149,8 @@ def _check_leaf(name: str, leaf: Any) -> None:
         )
     if isinstance(leaf, np.ndarray) and not leaf.dtype.isnative:
         raise DataError(
-            f"{name} has dtype {leaf.dtype.str}, whose byte order is not the one of "
-            "this machine. JAX takes no such array: convert it with "
+            f"{name} has dtype {leaf.dtype.str}, whose byte order is not this "
+            "machine's. JAX does not take such arrays: convert it with "
             f"x.astype({leaf.dtype.name!r})."
         )
     # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning
@@ -239,7 +239,7 @@ class BatchAgreement:
             raise DataExhaustedError(
                 f"Data of processes {ended} ended after {num_read} batches; others "
                 "have more. Every process must give its share of every batch: split "
-                "the rows of each batch, or drop what does not divide."
+                "the rows of each batch equally, and drop the remainder."
             )
         for process, text in enumerate(problems):
             if text is not None:
@@ -249,18 +249,19 @@ class BatchAgreement:
                 lines = differences(process, signatures[0], other, _format)
                 raise BatchShapeError(
                     f"Processes 0 and {process} have batches {index} of different "
-                    "shapes:\n  " + "\n  ".join(lines) + "\nEvery process gives an "
-                    "equal share of the rows of each batch, never the global batch: "
-                    "split them by trainer.data_share, and drop or pad what does not "
-                    "divide."
+                    "shapes:\n  "
+                    + "\n  ".join(lines)
+                    + "\nEvery process gives an equal share of the rows of each batch, "
+                    "never the global batch: split them by trainer.data_share, and "
+                    "drop or pad the remainder."
                 )
         for process, other in enumerate(all_shared):
             if other != all_shared[0]:
+                names = [k for k, x in other.items() if x != all_shared[0][k]]
                 raise BatchShapeError(
-                    f"Processes 0 and {process} have other values in the entries of "
-                    f"batch {index} that all rows share: "
-                    f"{[name for name, x in other.items() if x != all_shared[0][name]]}"
-                    ". Give the same on all processes."
+                    f"Processes 0 and {process} have different values in entries of "
+                    f"batch {index} that all rows share: {names}. Give the same values "
+                    "on all processes."
                 )
         return num_rows, None
 

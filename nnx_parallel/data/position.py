@@ -145,8 +145,8 @@ class Epochs:
         kind = type(self.data).__name__
         if isinstance(self.data, Iterator):
             raise DataError(
-                f"{found} one pass uses up an iterator ({kind}). Pass what it was made "
-                "of, such as a list or a DataLoader, or num_steps=."
+                f"{found} one pass uses up an iterator ({kind}). Pass the object that "
+                "it was made from, such as a list or a DataLoader, or num_steps=."
             )
         if not 0 < self.num_batches < sys.maxsize:  # of Grain's endless datasets
             length = "is empty" if self.num_batches == 0 else "has no length"

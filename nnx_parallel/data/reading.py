@@ -361,7 +361,8 @@ class Cursor:
                 problem = self._problem("the next batch differs")
         elif expected.is_restored and mark and mark == last != first and first:
             problem = self._problem(
-                "the last batch comes again, so `get_state` gives its own position"
+                "the last batch comes again, so `get_state` returns the position of "
+                "the batch itself instead of the next one"
             )
         self._agree(problem)
 
@@ -388,11 +389,10 @@ def order_problem(data: object, step: int, found: str) -> str:
     """The text of a `DataError` about data that a run cannot go on with."""
     return (
         f"At step {step} the run cannot go on in this data ({type(data).__name__}): "
-        f"{found}. Each batch is used once, in order. If the order is another, as of a "
-        "shuffle or an augmentation without a seed, or of a loader that was read "
-        "before: seed it, and create it again. If it is other data, which is to begin "
-        f"at its start: first call fit(earlier_data, num_steps={step}) in a new "
-        "process, which reads nothing."
+        f"{found}. Each batch is used once, in order. If the order has changed (an "
+        "unseeded shuffle or augmentation, or a loader that was read before), seed it "
+        "and create it again. To begin other data at its start, first call "
+        f"fit(earlier_data, num_steps={step}) in a new process, which reads nothing."
     )
 
 
@@ -545,7 +545,7 @@ class DataState:
         found, num_rows = cursor.peek()
         first, last, following = self.marks
         is_same, is_next, resembles = before is None, False, False
-        why = "its first batch is not the one of the data before"
+        why = "its first batch differs from the first batch of the earlier data"
         if found is not None and first is not None:
             resembles = is_same_content(found, first, last or first, row=1)
             is_same = resembles if before is None else _begins_alike(found, first)
@@ -553,7 +553,7 @@ class DataState:
             lengths = num_batches_of(cursor.data), num_batches_of(before)
             if before is not None and is_same and found[0] == first[0]:
                 is_same = lengths[0] == lengths[1]
-                why = "it has {} batches, and the data before had {}".format(*lengths)
+                why = "it has {} batches, and the earlier data had {}".format(*lengths)
             is_next = found == following
         verdicts = allgather_object("first batch of the data", [is_same, is_next])
         is_same, is_next = map(all, zip(*verdicts, strict=True))
@@ -567,7 +567,7 @@ class DataState:
         elif is_next:  # a stream goes on by itself
             cursor.place = self._place
         else:
-            what = "its first batch is not the one that the run has read"
+            what = "its first batch differs from the one that the run has read"
             raise DataError(order_problem(cursor.data, step, what))
 
     def _begin(
@@ -583,15 +583,15 @@ class DataState:
         has_dataset = dataset is not None and dataset is getattr(before, "dataset", 0)
         if has_dataset or resembles:
             found = (
-                "its first batch has some arrays of the first batch of the fit before, "
-                "and others that differ"
+                "some arrays of its first batch equal the earlier fit's, and others "
+                "differ"
             )
             if has_dataset and not resembles:
-                found = "it reads the dataset of the fit before, in another order"
+                found = "it reads the earlier fit's dataset, in another order"
             warn_user(
                 f"From step {step + 1} on {type(cursor.data).__name__} begins at its "
-                f"start: {found}. If it is to go on where the fit before ended, pass "
-                "the same object, or give shuffle and augmentation a seed.",
+                f"start: {found}. To go on where the earlier fit ended, pass the same "
+                "object, or give shuffle and augmentation a seed.",
                 ParallelWarning,
             )
 
@@ -628,8 +628,9 @@ class DataState:
             if is_resized:
                 raise DataError(
                     f"{batches} batches of {old} rows were used, and a batch of {kind} "
-                    f"has {new}. Rows are not known at this step: resume with batches "
-                    f"of {old} rows, save, and change them after that."
+                    f"has {new}. The position in rows is not known at this step: "
+                    f"resume with batches of {old} rows, save, and then change the "
+                    "number."
                 )
             cursor.skip_batches(max(0, batches))
             return

@@ -75,8 +75,8 @@ class Pad:
         """A batch filled up to ``num_rows`` rows, with weights."""
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"last_batch={self} of batches of type {type(batch).__name__}. It "
-                f"gives a batch the entry {self.weights!r}: batches must be dicts."
+                f"last_batch={self} of batches of type {type(batch).__name__}. It adds "
+                f"the entry {self.weights!r} to a batch: batches must be dicts."
             )
         found = count_rows(batch)
         weights = batch.get(self.weights, np.ones(found, np.float32))
@@ -161,10 +161,10 @@ class SmallerBatches:
     def _warn(self, found: int, num_rows: int) -> None:
         if self.rule is None:
             warn_user(
-                f"A last batch of {found} rows, where others have {num_rows}, is left "
-                "out of the training. Say last_batch='drop' if this is meant; "
-                "last_batch=Pad('weights') trains on it, without an effect of the rows "
-                "that are added.",
+                f"A last batch of {found} rows instead of {num_rows} is left out of "
+                "the training. Pass last_batch='drop' if this is intended; "
+                "last_batch=Pad('weights') trains on it, and the added rows have no "
+                "effect.",
                 ParallelWarning,
             )
             self.rule = "drop"  # said once

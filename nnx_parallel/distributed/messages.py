@@ -149,7 +149,7 @@ _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
 _NOTICE_SECONDS = 20.0  # then waiting processes, and missing ones, print their place
 _SAME_CALLS = (
-    "All processes make the same calls, in the same order: what is under `if "
+    "All processes make the same calls, in the same order: code under `if "
     "jax.process_index() == 0` may print or plot, but not fit, evaluate, predict, save "
     "or restore."
 )
@@ -391,13 +391,13 @@ class Client:
             if waited >= timeout_seconds:
                 raise ProcessError(
                     f"Processes {who} did not take part in '{name}' within "
-                    f"{timeout_seconds:.0f} s. All processes run the same script; look "
-                    "at what these wait for."
+                    f"{timeout_seconds:.0f} s. All processes run the same script; find "
+                    "out why these did not."
                 )
             write_error(
                 f"This process has waited for {waited:.0f} s in {place or repr(name)} "
-                f"for processes {who}, which say where they are. If they are only "
-                "slow, nothing is wrong."
+                f"for processes {who}; their output says where they are. If they are "
+                "only slow, nothing is wrong."
             )
 
     def announce_end(self, reason: str | None = None) -> None:

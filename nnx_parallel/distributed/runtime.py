@@ -203,7 +203,7 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
         return  # this process is ending already, for another reason
     text = "its connection closed without an exit message (killed, or out of memory)."
     if reason is not None:
-        text = f"{reason.rstrip('.')}. Its own output says more."
+        text = f"{reason.rstrip('.')}. Its output says more."
     _end(f"Process {process} is lost: {text} {_RESUME}", drain, PEER_LOST)
 
 

@@ -412,5 +412,5 @@ def _check_shapes(
         if x is not None and x.shape != hidden.shape[:2]:
             raise ValueError(
                 f"{name} of shape {x.shape} for hidden states of shape {hidden.shape}; "
-                f"each token has its own: {hidden.shape[:2]}."
+                f"each token has one: {hidden.shape[:2]}."
             )

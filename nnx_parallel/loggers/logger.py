@@ -105,8 +105,8 @@ class LoggerGroup:
                 raise
             if id(logger) not in self._failing:
                 warn_user(
-                    f"{type(logger).__name__} failed: {error}. Training goes on; what "
-                    "it cannot log is lost."
+                    f"{type(logger).__name__} failed: {error}. Training goes on; "
+                    "metrics that it cannot log are lost."
                 )
             self._failing.add(id(logger))
         else:

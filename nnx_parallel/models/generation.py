@@ -54,7 +54,7 @@ def generate(
         raise TypeError(
             f"generate got an object of type {type(model).__name__}. It continues "
             "prompts of a GPT, with its cache of keys and values. Call another model "
-            "in a loop of your own, and append what the last logits choose."
+            "in a loop, and append the token that the last logits choose."
         )
     top = model.config.vocab_size if top_k is None else top_k
     _check_sampling(model.config, max_new_tokens, key is not None, temperature, top)

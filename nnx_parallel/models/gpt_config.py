@@ -224,7 +224,7 @@ class GPTConfig:
                 "mlp_dim",
                 "experts=None or dense_layers",
                 self.experts is None or self.dense_layers > 0,
-                "experts have mlp_dim of their own",
+                "experts have a separate mlp_dim",
             ),
             (
                 "dense_layers",
@@ -241,7 +241,7 @@ class GPTConfig:
                 "post_norms",
                 "block='sequential'",
                 self.block == "sequential",
-                "each follows what the block adds",
+                "each normalises a branch's output",
             ),
         )
         for name, needed, is_met, why in rules:

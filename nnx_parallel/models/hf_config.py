@@ -299,7 +299,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         if ours != theirs:
             raise ValueError(
                 f"GPTConfig.{name} is {ours!r}. The nearest model of transformers, "
-                f"{CLASSES[kind]}, has {theirs!r}: there is none of this shape."
+                f"{CLASSES[kind]}, has {theirs!r}: no model there has this shape."
             )
     return found
 

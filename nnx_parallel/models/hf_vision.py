@@ -103,8 +103,8 @@ def _side(config: Mapping[str, Any], key: str, default: int) -> int:
     )
     if not is_size or len({*sides}) != 1:
         raise ValueError(
-            f"config.json has {key}={found!r}; it must be a square's, of 1 to 65,536 "
-            "pixels."
+            f"config.json has {key}={found!r}; it must be the side of a square, from 1 "
+            "to 65,536 pixels."
         )
     return sides[0]
 
@@ -131,7 +131,7 @@ def vit_to_hf(config: Any) -> dict[str, Any]:
     if config.pool != "class":
         raise ValueError(
             f"ViTConfig.pool is {config.pool!r}. ViTForImageClassification of "
-            "transformers has pool='class': there is none of this shape."
+            "transformers has pool='class': no model there has this shape."
         )
     return {
         "model_type": "vit",
@@ -160,7 +160,7 @@ def resnet_to_hf(config: Any) -> dict[str, Any]:
         if found != only:
             raise ValueError(
                 f"ResNetConfig.{field} is {found!r}. ResNetForImageClassification of "
-                f"transformers has {only!r}: there is none of this shape."
+                f"transformers has {only!r}: no model there has this shape."
             )
     kind, depths = config.block, config.stage_sizes
     return {

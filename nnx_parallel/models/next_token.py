@@ -52,7 +52,7 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
         if of_each is not None and of_each.shape != tokens.shape:
             raise ValueError(
                 f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
-                "each token has its own, the first one too."
+                "each token has one, the first one too."
             )
     weights, seen = None if weights is None else weights[:, 1:], None
     if segments is not None:

@@ -353,11 +353,11 @@ def matrix_dims(
     wrong = [d for d in rows + columns if not 0 <= d < ndim]
     if not rows or not columns or wrong or len({*rows, *columns}) < len(rows + columns):
         raise OptimizerError(
-            f"`{path}` with shape {tuple(shape)} is no array of matrices with rows "
-            f"from dims {given[0]} and columns from dims {given[1]}: each needs at "
-            f"least one dim of its own from 0 to {ndim - 1}. Dims that neither names "
-            "enumerate matrices. muon_dimension_numbers(model) has those of a model; "
-            "None leaves an array out."
+            f"`{path}` with shape {tuple(shape)} cannot be an array of matrices with "
+            f"rows from dims {given[0]} and columns from dims {given[1]}: each needs "
+            f"at least one separate dim from 0 to {ndim - 1}. Dims that neither names "
+            "enumerate matrices. muon_dimension_numbers(model) returns the numbers for "
+            "a model; None leaves an array out."
         )
     batch = tuple(d for d in range(ndim) if d not in rows + columns)
     return MatrixDims(batch, rows, columns)

@@ -151,7 +151,7 @@ def _other_tree(numbers: Any, params: Any) -> str:
         if paths
     ]
     return (
-        f"Dimension numbers are not those of the parameters: {'; '.join(alone)}. There "
+        f"Dimension numbers do not match the parameters: {'; '.join(alone)}. There "
         f"must be one for each parameter that is trained, {_FROM_MODEL}."
     )
 

@@ -151,11 +151,11 @@ def update_with(
         if not re.search(r"required keyword-only argument|_fn must be", str(error)):
             raise
         raise OptimizerError(
-            f"The optimizer needs what a step cannot give it: {error}. It gets the "
-            "gradients and, if it takes them, value= (the loss) and grad=. What "
-            "computes the loss again within an update (value_fn=, grad_fn=), as line "
-            "searches do, has no place in a sharded step: use it without, such as "
-            "optax.lbfgs(1e-2, linesearch=None)."
+            f"The optimizer needs arguments that a step cannot give: {error}. It gets "
+            "the gradients and, if it takes them, value= (the loss) and grad=. "
+            "Computing the loss again within an update (value_fn=, grad_fn=), as line "
+            "searches do, is not possible in a sharded step: use the optimizer without "
+            "it, such as optax.lbfgs(1e-2, linesearch=None)."
         ) from error
 
 
@@ -267,8 +267,8 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     if lines:
         warn_user(
             f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
-            "Those of the checkpoint are used, for they are part of the optimizer's "
-            "state: set them there, or restore(weights_only=True).",
+            "The checkpoint's values are used, because they are part of the "
+            "optimizer's state: set them there, or restore(weights_only=True).",
         )
 
 

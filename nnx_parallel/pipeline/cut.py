@@ -59,8 +59,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     if any(jnp.issubdtype(a.dtype, jax.dtypes.prng_key) for a in arrays):
         raise PipelineError(
             "A random key or an nnx.Rngs is passed to the blocks of the Stack. Under a "
-            "Pipeline pass jax.random.key_data(key), or let the blocks hold their own "
-            "nnx.Rngs."
+            "Pipeline pass jax.random.key_data(key), or let the blocks hold nnx.Rngs."
         )
     if not all(map(is_inexact, x)):
         raise PipelineError(
@@ -70,10 +69,9 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
         )
     if call.has_out:
         raise PipelineError(
-            "The blocks of the Stack return more than their output, each layer its own "
-            "(stack.scan). A Pipeline sends on the output alone: add what the loss "
-            "needs to it, for instance stack((x, total)), whose blocks return "
-            "(x, total + own)."
+            "The blocks of the Stack return a value of each layer besides their output "
+            "(stack.scan). A Pipeline sends on only the output: add the value to it, "
+            "for instance stack((x, total)), whose blocks return (x, total + value)."
         )
     # `vmap` and `grad` ask a primitive for its rule when they meet it; `_find_stack`
     # finds primitives that only hold the equation (`scan`, `cond`) in the jaxpr.
@@ -124,16 +122,16 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
     if nested:
         raise PipelineError(
             f"The Stack is called inside {' inside '.join(reversed(nested[0]))}. A "
-            "pipeline cuts the loss at the Stack's call, which must be in the loss "
-            "or the model itself. Move the transform into the block or around another "
-            "part of the loss; remat= says what a block keeps."
+            "pipeline cuts the loss at the Stack's call, which must be in the loss or "
+            "the model itself. Move the transform into the block or around another "
+            "part of the loss; remat= chooses the values that a block keeps."
         )
     if len(calls) != 1:
         found = "no Stack" if not calls else f"a Stack {len(calls)} times"
         raise PipelineError(
             f"The loss calls {found}. A Pipeline spreads the layers of one Stack over "
             "its stages: put the repeated blocks into one nnx_parallel.layers.Stack "
-            "and call it once in the loss, without an own slice for each layer "
+            "and call it once in the loss, without a separate slice for each layer "
             "(scanned=, stack.scan with xs); or use FSDP or TensorParallel instead."
         )
     return calls[0]
@@ -284,7 +282,8 @@ class PartitionedJaxpr:
             raise PipelineError(
                 "The loss calls the Stack with parameters or variables that it has "
                 "changed before. Under a Pipeline each stage runs the layers that it "
-                "holds: call the Stack with its own, and change them inside the blocks."
+                "holds: call the Stack with the parameters that it holds, and change "
+                "them inside the blocks."
             )
         return found  # pyright: ignore[reportReturnType]
 
@@ -299,8 +298,8 @@ class PartitionedJaxpr:
                 raise PipelineError(
                     f"The loss reads or assigns `{dotted(path)}`, a variable of the "
                     "Stack's layers, after the Stack has run. Under a Pipeline it "
-                    "stays on its stage: return what the loss needs as an output of "
-                    "the blocks."
+                    "stays on its stage: return the value that the loss needs as an "
+                    "output of the blocks."
                 )
 
     def _split_constants(
@@ -351,10 +350,9 @@ class PartitionedJaxpr:
         for path in sorted(late):
             if before[path] in used:
                 raise PipelineError(
-                    f"`{dotted(path)}` is read before the Stack and changed by what "
-                    "comes after it. Microbatches overlap in a Pipeline, so that its "
-                    "value would depend on the schedule: keep one variable for each "
-                    "part."
+                    f"`{dotted(path)}` is read before the Stack and changed after it. "
+                    "Microbatches overlap in a Pipeline, so that its value would "
+                    "depend on the schedule: keep one variable for each part."
                 )
         return early, late
 
@@ -383,7 +381,7 @@ def check_unassigned(paths: Iterable[Path]) -> None:
             f"The model assigns trained parameters while it runs: {assigned}. Under a "
             "Pipeline other microbatches are in flight, which would use the old values "
             "or the new ones as the schedule has it. Assign them between steps, keep "
-            "what changes in an nnx.Variable of another kind, or use FSDP or "
+            "changing values in an nnx.Variable of another kind, or use FSDP or "
             "TensorParallel, which run one microbatch after the other."
         )
 

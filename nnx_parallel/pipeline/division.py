@@ -111,10 +111,10 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
     name = type(model).__name__
     if not stacks:
         raise PipelineError(
-            f"{name} has no Stack. A Pipeline spreads the layers "
-            "of one nnx_parallel.layers.Stack over its stages: put the model's "
-            "repeated blocks into one Stack, as Stack.of(blocks) does"
-            f"{_hint(model)}; or use FSDP or TensorParallel, which need none."
+            f"{name} has no Stack. A Pipeline spreads the layers of one "
+            "nnx_parallel.layers.Stack over its stages: put the model's repeated "
+            f"blocks into one Stack, as Stack.of(blocks) does{_hint(model)}; or use "
+            "FSDP or TensorParallel, which need no Stack."
         )
     found = find_stack(model, wanted)
     if found is None:
@@ -158,8 +158,8 @@ def describe_stacks(
         notes.append(
             f"uneven: {parts[0]} stages{chunks} share the {stack.num_layers} layers of "
             f"`{dotted(path)}` as {', '.join(map(str, counts))}: {idle:.1%} of their "
-            "time is bubble for it, and each step sends the weights to their stages "
-            "and the gradients back."
+            "time is idle for this reason, and each step sends the weights to their "
+            "stages and the gradients back."
         )
     for other, each in sorted(_stacks_of(model).items(), key=_name):
         if other[: len(path)] != path:

@@ -217,8 +217,8 @@ class PipelinedFunction:
             raise PipelineError(
                 f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
                 "change. Under a Pipeline it changes on its stage while other "
-                "microbatches are in flight: return what the loss needs as an output "
-                "of the blocks."
+                "microbatches are in flight: return the value that the loss needs as "
+                "an output of the blocks."
             )
         self._executor = Executor(self._stage, table, buffers)
 

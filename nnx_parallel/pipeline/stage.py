@@ -238,8 +238,8 @@ class Stage:
         if any(isinstance(x, Tracer) for x in self._layer.consts.values()):
             raise PipelineError(
                 "A block of the Stack, or the step of stack.scan, uses an array of the "
-                "loss that it is not given. A layer runs on its own stage: pass the "
-                "array as an argument of the Stack's call."
+                "loss that is not passed to it. A layer runs on its own stage: pass "
+                "the array as an argument of the Stack's call."
             )
 
     def _check_indices(self) -> None:
@@ -258,13 +258,13 @@ class Stage:
         inputs = set(jax.tree.leaves(self._layer.inputs))
         if found := _computed_indices(self._layer.eqns, inputs, {*others}):
             raise PipelineError(
-                f"A block of the Stack indexes an array by computed indices (JAX's "
+                "A block of the Stack indexes an array by computed indices (JAX's "
                 f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set "
-                f"make them). Inside a pipeline stage that is also split over "
+                "make them). Inside a pipeline stage that is also split over "
                 f"{others}, XLA's partitioner ends the process on it. Write it as a "
                 "product with jax.nn.one_hot(indices, size), look it up before the "
-                "Stack and pass the result as an argument of the blocks, or use "
-                "Pipeline alone."
+                "Stack and pass the result as an argument of the blocks, or use only "
+                "Pipeline."
             )
 
     def _call(self, trained: dict, active: list, rest: Any) -> tuple[list, dict]:

@@ -103,9 +103,8 @@ def check_fix(fix: Mapping[str, Any]) -> None:
     for name, value in fix.items():
         if name not in names:
             raise PlanError(
-                f"fix has {name!r}.{suggest(name, names)} What can be "
-                f"fixed: sizes of {', '.join(AXES)}; microbatches; "
-                f"{', '.join(values)}; stack."
+                f"fix has {name!r}.{suggest(name, names)} Names that can be fixed: "
+                f"sizes of {', '.join(AXES)}; microbatches; {', '.join(values)}; stack."
             )
         if name in values and value not in values[name]:
             raise PlanError(

@@ -287,9 +287,10 @@ class Topology:
         slices, kind, sizes = int(found[1] or 1), found[2], found[3]
         if kind not in known:
             raise PlanError(
-                f"topology={name!r}: no hardware is called {kind!r}."
-                f"{suggest(kind, known)} Known: {', '.join(known)}. Another one is a "
-                "nnx_parallel.plan.hardware.Hardware(...) in Topology(hardware=...)."
+                f"topology={name!r}: no hardware is called "
+                f"{kind!r}.{suggest(kind, known)} Known: {', '.join(known)}. Describe "
+                "other hardware by nnx_parallel.plan.hardware.Hardware(...) in "
+                "Topology(hardware=...)."
             )
         hardware, shape = known[kind], tuple(map(int, sizes.split("x")))
         count = slices * math.prod(shape) * hardware.devices_per_chip

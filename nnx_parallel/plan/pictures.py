@@ -119,7 +119,7 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
     if usable > full:
         limit = f"A program gets {format_bytes(usable)} of a device."
     if any(not costs.is_compiled for _, _, costs in entries):
-        limit += " ~ is of formulas."
+        limit += " ~ marks estimates by formulas."
     marks.append(note(0, y + 16, limit, "soft"))
     return Figure(
         title="Memory of a device, by owner",

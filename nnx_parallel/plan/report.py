@@ -138,7 +138,7 @@ class Plan:
         entry = entry or (self.entries[0] if self.entries else None)
         if entry is None or entry.time is None or not entry.time.lanes:
             why = entry.refused if entry else "The plan has no candidate."
-            raise PlanError(f"There is no picture of a step that cannot run. {why}")
+            raise PlanError(f"A step that cannot run has no picture. {why}")
         return entry, entry.time
 
     def table(self, num_rows: int = 12) -> Table:
@@ -185,13 +185,13 @@ class Plan:
             f"a device has {format_bytes(usable)} for a program "
             f"({self.topology.hardware.source})",
             *(f"assumed: {line}" for line in self.assumptions.lines()),
-            "~ and ? are of formulas; MFU is without recomputation, attention's masked "
-            "scores counted",
+            "~ and ? mark estimates by formulas; MFU counts attention's masked scores, "
+            "and no recomputation",
             *self.notes,
         ]
         if (best := self.best) is not None:
             owners = owners_of(best.costs)
-            lines += [f"memory of the first: {owners}", "", self.code]
+            lines += [f"memory of the first candidate: {owners}", "", self.code]
         else:
             lines.append(
                 "Nothing fits. Take more devices or fewer rows a step; the first line "

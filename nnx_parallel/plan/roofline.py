@@ -153,8 +153,8 @@ class Assumptions:
         shares = {
             "products attain": (self.products, "of the peak FLOP/s"),
             "memory": (self.memory, "of its bandwidth"),
-            "links": (self.links, "of theirs, a ring over one axis using from two "
-                      "links of a device to all"),
+            "links": (self.links, "of their bandwidth, where a ring over one axis "
+                      "uses from two links of a device to all"),
         }  # fmt: skip
         return [
             f"{name} {worse:.0%} to {better:.0%} {of}"

@@ -73,7 +73,7 @@ def plan(
             the range that formulas gave it; 0: only formulas; ``"all"``: every
             candidate that formulas do not rule out.
         num_processes: How many are compiled at once; each needs some GiB.
-        cache: Directory where results of the compiler are kept.
+        cache: Directory for results of the compiler.
         assumptions: Attained shares of the data sheets' figures.
         on_progress: Called with a line now and then.
 
@@ -348,8 +348,8 @@ def _open_notes(
         return []
     return [
         f"compiled steps take {min(ratios):.2f} to {max(ratios):.2f} times the "
-        f"formulas' time; {len(rest):,} that were not compiled could be faster "
-        "than the first, at the fast end of their range so corrected"
+        f"formulas' time; {len(rest):,} that were not compiled could be faster than "
+        "the first, if their fastest estimates are corrected by this"
     ]
 
 

@@ -161,8 +161,8 @@ def _shares(ticks: Ticks, num_layers: int | None) -> NDArray[np.float64]:
         chunks = parts // ticks.num_stages
         raise ScheduleError(
             f"num_layers is {num_layers}, fewer than the {parts} chunks of "
-            f"{ticks.num_stages} stages ({chunks} each), of which every one has a "
-            "layer or more."
+            f"{ticks.num_stages} stages ({chunks} each), and every chunk needs at "
+            "least one layer."
         )
     return np.array(share_layers(num_layers, parts)) * (parts / num_layers)
 

@@ -201,12 +201,11 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
             size = math.prod(layout.mesh.shape[a] for a in layout.activation_axes(name))
             if size > 1 and name not in split:
                 warn_user(
-                    f"{part.owner} splits activations along {name!r}, and has split "
-                    f"none: the model names no such dim of a length that {size} "
-                    "divides. Name it where they are computed, constrain(x, 'batch', "
-                    f"{name!r}, 'embed') after the embedding and each block, or use "
-                    "Dense and Embed of nnx_parallel.layers; pad lengths that do not "
-                    "divide.",
+                    f"{part.owner} splits activations along {name!r}, but splits none: "
+                    f"the model names no such dim of a length that {size} divides. "
+                    f"Name it where they are computed, constrain(x, 'batch', {name!r}, "
+                    "'embed') after the embedding and each block, or use Dense and "
+                    "Embed of nnx_parallel.layers; pad lengths that do not divide.",
                     ParallelWarning,
                 )
                 return
@@ -219,10 +218,11 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
             )
         if part.halves and "halves" not in split:
             warn_user(
-                f"{part.owner} runs a Stack on two halves of a device's rows, and finds"
-                " none that it can split: nothing overlaps. It needs an even number of "
-                "rows on each device, and layers without dropout, state, masks or "
-                "losses of experts, in no Pipeline. Else use sequence=True.",
+                f"{part.owner} runs a Stack on two halves of a device's rows, and "
+                "finds none that it can split: nothing overlaps. It needs an even "
+                "number of rows on each device, and layers without dropout, state, "
+                "masks or losses of experts, in no Pipeline. Otherwise use "
+                "sequence=True.",
                 ParallelWarning,
             )
 
@@ -325,7 +325,7 @@ def check_names(names: tuple[str | None, ...]) -> None:
             free = [n for n in LOGICAL_AXES if n not in names]
             raise ValueError(
                 f"The dims {names} name {name!r} twice.{suggest(name, free)} Give each "
-                "dim of a parameter its own name, or None."
+                "dim of a parameter a different name, or None."
             )
 
 
@@ -361,7 +361,7 @@ def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
         _bound.reset(token)
     if idle := [name for name in placements if name not in met]:
         warn_user(
-            f"Annotations {idle} are never met. Names that the function gives with "
+            f"Annotations {idle} are not used. Names that the function gives with "
             f"annotate: {sorted(met)}.",
             ParallelWarning,
         )

@@ -75,7 +75,7 @@ class Donating:
                 if x.is_deleted():
                     raise DonatedArrayError(
                         f"`{path}`, of shape {x.shape}, is gone: it was donated to an "
-                        "earlier call, or deleted. Pass what that call returned, or "
-                        "give it a copy to take: jnp.copy(x)."
+                        "earlier call, or deleted. Pass the output of that call, or "
+                        "give it a copy: jnp.copy(x)."
                     )
                 donated[id(x)] = path

@@ -86,8 +86,8 @@ class Arguments:
             self.check_names(placements, option)
             if static := [name for name in placements if name in self.static]:
                 raise ValueError(
-                    f"{option} places {static}, but static arguments are no arrays. "
-                    f"Leave them out; dynamic are {self._dynamic}."
+                    f"{option} places {static}, but static arguments are not arrays. "
+                    f"Leave them out; the dynamic arguments are {self._dynamic}."
                 )
         elif isinstance(placements, tuple | list):
             if len(placements) > len(self._dynamic) and not self._var_positional:

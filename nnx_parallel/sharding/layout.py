@@ -195,7 +195,7 @@ class Claims:
             if axis in other.axis_sizes:
                 raise PlacementConflictError(
                     f"Both {self.owner} and {other.owner} use the mesh axis {axis!r}. "
-                    "Each part of a Composite needs axes of its own: keep one of them "
+                    "Each part of a Composite needs separate axes: keep one of them "
                     "and give it the product of the sizes."
                 )
         if self.execution and other.execution:

@@ -202,7 +202,9 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     model = build(*args, **keywords)
     if not isinstance(model, nnx.Module):
         found = type(model).__name__
-        raise TypeError(f"model={model_fn} returns a {found}, no nnx.Module. {remedy}")
+        raise TypeError(
+            f"model={model_fn} returns a {found}, not an nnx.Module. {remedy}"
+        )
     wrap_constants(model)
     _check_hidden(model)
     return model

@@ -105,7 +105,9 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
     if isinstance(optimizer, optax.GradientTransformation):
         return _knowing_layers(optimizer, model)
     remedy = (
-        " That of an nnx.Optimizer is its `tx`." if hasattr(optimizer, "tx") else ""
+        " The transformation of an nnx.Optimizer is its `tx`."
+        if hasattr(optimizer, "tx")
+        else ""
     )
     raise TypeError(
         f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "

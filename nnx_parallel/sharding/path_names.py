@@ -96,7 +96,7 @@ class PathNames:
             )
             if not self.optional:
                 raise SpecRankError(f"{text}. Add a pair with as many names as dims.")
-            remedy = "It keeps what names it has; put a pair of your own in front."
+            remedy = "It keeps its present names; put another pair in front."
             warn_user(f"{text}. {remedy}", ParallelWarning)
         regexes = [regex for regex, _ in self.pairs]
         idle = [regex for regex in regexes if regex not in found]

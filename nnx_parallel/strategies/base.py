@@ -203,7 +203,7 @@ class Composite(Strategy):
                 name = getattr(each, "__name__", type(each).__name__)
                 raise TypeError(
                     f"Composite({name}): each argument must be a strategy, as in "
-                    "Composite(TensorParallel(2), FSDP()): no list of them, no class."
+                    "Composite(TensorParallel(2), FSDP()), not a list or a class."
                 )
         # Flat and in the mesh's order, so that equal composites are equal values.
         flat: list[Strategy] = []

@@ -87,10 +87,10 @@ class ExpertParallel(Strategy):
         }
         if not found:
             raise ExpertsError(
-                f"{type(model).__name__} has no experts: ExpertParallel splits those "
-                "of nnx_parallel.layers.MoE, and without any its axis only splits the "
-                f"batch. Take DataParallel({size}) or FSDP({size}) instead; or give "
-                "the model experts, as GPTConfig(experts=Experts(...)) does."
+                f"{type(model).__name__} has no experts: ExpertParallel splits the "
+                "experts of nnx_parallel.layers.MoE, and without experts its axis only "
+                f"splits the batch. Take DataParallel({size}) or FSDP({size}) instead; "
+                "or give the model experts, as GPTConfig(experts=Experts(...)) does."
             )
         for path, count in found.items():
             if count % size:

@@ -78,8 +78,8 @@ class FSDP(Strategy):
         if self.prefetch and self.shard != "params":
             raise ValueError(
                 f"FSDP(shard={self.shard!r}, prefetch={self.prefetch!r}): parameters "
-                "stay whole, so there is nothing to gather. Leave prefetch out, or "
-                "take shard='params'."
+                "are not sharded, so there is nothing to gather. Leave prefetch out, "
+                "or take shard='params'."
             )
 
     def claims(self) -> Claims:

@@ -80,7 +80,7 @@ def check_arguments(
     if _is_transformation(loss) and callable(optimizer):
         raise TypeError(
             "loss is an Optax transformation and optimizer a function: they are "
-            "exchanged. The order is Trainer(model, optimizer, loss)."
+            "swapped. The order is Trainer(model, optimizer, loss)."
         )
     if not callable(loss):
         raise TypeError(
@@ -121,7 +121,7 @@ def _check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, nnx.Optimizer):
         raise TypeError(
             "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
-            "itself: pass the Optax transformation that it was made of."
+            "itself: pass the Optax transformation that it was made from."
         )
     if optimizer is muon:
         raise TypeError(
@@ -135,13 +135,14 @@ def _check_optimizer(optimizer: object) -> None:
         if inner:  # `update` of a transformation, or a schedule
             raise TypeError(
                 f"optimizer is a function that optax.{name} returned. It must be a "
-                "whole transformation; a schedule is the learning rate of one: "
+                "complete transformation; a schedule is the learning rate of one: "
                 "optax.adamw(schedule)."
             )
         if module.startswith("optax.schedules"):
             raise TypeError(
-                f"optimizer is optax.{name}, which makes a schedule. Give what it "
-                "returns to an optimizer, in place of the rate: optax.adamw(schedule)."
+                f"optimizer is optax.{name}, which makes a schedule. Pass the schedule "
+                "that it returns to an optimizer, as the learning rate: "
+                "optax.adamw(schedule)."
             )
         raise TypeError(
             f"optimizer is the function optax.{name}. Call it, with a learning rate: "
@@ -199,6 +200,5 @@ def check_assignment(owner: object, name: str) -> None:
         )
     if found is not None or name in vars(owner):
         raise AttributeError(
-            f"`trainer.{name}` is to be read, not assigned. What a loop of your own "
-            "assigns is `trainer.state`."
+            f"`trainer.{name}` is read-only. A custom loop assigns `trainer.state`."
         )

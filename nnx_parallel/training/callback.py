@@ -165,10 +165,10 @@ class EarlyStopping(Callback):
 
     def _judge(self, trainer: Any, step: int, metrics: Values, name: str) -> None:
         if name not in metrics:
+            source = "an evaluation" if self.needs_evaluation else "training"
             raise ValueError(
-                f"EarlyStopping({self.metric!r}): no such metric at step {step}. Of "
-                f"{'an evaluation' if self.needs_evaluation else 'training'} there "
-                f"are: {', '.join(sorted(metrics))}."
+                f"EarlyStopping({self.metric!r}): no such metric at step {step}. "
+                f"Metrics of {source}: {', '.join(sorted(metrics))}."
             )
         if self.observe(step, float(metrics[name])):
             trainer.stop(self._reason())
@@ -177,7 +177,7 @@ class EarlyStopping(Callback):
         best = "none" if self.best is None else f"{self.best:.6g}"
         return (
             f"{self.metric} has not improved for {self.num_since} values; its best, "
-            f"{best}, is of step {self.best_step}"
+            f"{best}, was at step {self.best_step}"
         )
 
 

@@ -105,8 +105,8 @@ TABLE: tuple[CompilerOption, ...] = (
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}all_reduce",
-        "SparseCores add up what is not scattered, such as activations under tensor "
-        "parallelism: 47.4 % without under FSDP(64).",
+        "SparseCores add up arrays that are not scattered, such as activations under "
+        "tensor parallelism: 47.4 % without under FSDP(64).",
     ),
     CompilerOption(
         name="xla_jf_spmd_threshold_for_windowed_einsum_mib",
@@ -121,7 +121,7 @@ TABLE: tuple[CompilerOption, ...] = (
         name="xla_gpu_enable_latency_hiding_scheduler",
         value=True,
         kinds=("gpu",),
-        reason="Orders the program so that what is sent overlaps what is computed.",
+        reason="Orders the program so that transfers overlap with computation.",
         source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
     ),
 )
@@ -215,7 +215,7 @@ def _refused(
         warn_user(
             "The compiler refuses compiler_options, which are left out: "
             f"{'; '.join(sorted(mistakes))}. Options of another platform have no "
-            "effect here; other names may be those of another version.",
+            "effect here; other names may belong to another version.",
             ParallelWarning,
         )
     return refused
@@ -304,8 +304,9 @@ def check_warm_start(found: object) -> None:
     """Raises a `ValueError` if it is not a path; the directory need not exist."""
     if found is not None and not isinstance(found, str | os.PathLike):
         raise ValueError(
-            f"warm_start={found!r} is no path. It is the directory where `plan` keeps "
-            "compiled steps, by default '~/.cache/nnx_parallel/plan', or None."
+            f"warm_start={found!r} is not a path. It must be the directory where "
+            "`plan` keeps compiled steps, by default '~/.cache/nnx_parallel/plan', or "
+            "None."
         )
 
 
@@ -436,14 +437,14 @@ def _read(
 ) -> tuple[jax.stages.Compiled, float] | str:
     """The program and its compilation time in seconds, or why it cannot be read."""
     if not directory.is_dir():
-        return "there is no such directory"
+        return "the directory does not exist"
     name = program_hash(lowered)
     file = directory / f"{name}-{_short(dict(facts))}.step"
     if not file.exists():
         if others := sorted(directory.glob(f"{name}-*.step")):
             return f"the same program was compiled for {_differences(others, facts)}"
         count = len([*directory.glob("*.step")])
-        return f"this program is none of the {count} that were compiled there"
+        return f"this program is not one of the {count} that were compiled there"
     try:
         with open(open_private(directory, file.name), "rb") as stream:
             head = parse_object(stream.readline(_MAX_HEAD_BYTES), file.name)

@@ -73,14 +73,14 @@ def check_length(num_steps: object, num_epochs: object) -> int:
         return 0 * check_count("num_epochs", num_epochs, 1, rule)
     raise ValueError(
         f"fit got {found}. It takes one of them: num_steps, the number of updates, or "
-        "num_epochs, that of passes over data with a length."
+        "num_epochs, the number of passes over data with a length."
     )
 
 
 def check_evaluation(data: object, every: object) -> int | None:
     """Checks the data of a fit's evaluations; returns the steps between two."""
     if every is not None:
-        rule = "; 0 and None evaluate at the end alone"
+        rule = "; 0 and None evaluate only at the end"
         every = check_count("eval_every", every, 0, rule)
     if data is None:
         if every:
@@ -223,7 +223,7 @@ def warn_of_attributes(
     paths = dict.fromkeys((*before, *after))
     if changed := [f"`{dotted(p)}`" for p in paths if before.get(p) != after.get(p)]:
         warn_user(
-            f"Attributes that are no arrays have changed in {where}: "
+            f"Attributes that are not arrays have changed in {where}: "
             f"{', '.join(changed)}. That has no effect: a step is compiled once, with "
             "the values from before. Keep what changes in an nnx.Variable, or build a "
             "new Trainer.",
@@ -391,8 +391,8 @@ def explain_non_finite(
     bad = [f"`{path}`" for path in shown]
     if not bad:
         return (
-            f"All arrays are finite at step {step}, the last one done. {kept} "
-            "Look at the batch of the bad step, and at what the loss does with it."
+            f"All arrays are finite at step {step}, the last one done. {kept} Check "
+            "the batch of the bad step, and how the loss uses it."
         )
     return (
         f"Not finite at step {step}, the last one done: {', '.join(bad[:5])} "

@@ -340,7 +340,7 @@ class Programs:
             sums = [np.float64(x) for x in jax.tree.leaves(found)]
             total = [*map(operator.add, total, sums)] if total else sums
         if not total:
-            raise DataError("There is no batch to evaluate on: the data is empty.")
+            raise DataError("No batch to evaluate on: the data is empty.")
         found = jax.tree.unflatten(jax.tree.structure(found), total)
         if isinstance(loss := found["loss"], Mean) and not loss.counts:
             warn_user(
@@ -365,8 +365,8 @@ class Programs:
                 f"The evaluation changes {len(found)} variables as training does: "
                 f"{shown}. Dropout or batch statistics act in it: the model is called "
                 "in training mode, such as model(x, training=True), which overrides "
-                "model.eval(). Pass what calls it for evaluation: Trainer("
-                "eval_loss=...), evaluate(loss=...), or a function to predict.",
+                "model.eval(). Pass a function that calls it in evaluation mode: "
+                "Trainer(eval_loss=...), evaluate(loss=...), or a function to predict.",
                 ParallelWarning,
             )
 
@@ -392,7 +392,7 @@ class Programs:
             parts.append(gather(run(*arrays, (seed, index), batch)))
             _check_joins(parts[0], parts[-1], index)
         if not parts:
-            raise DataError("There is no batch to predict on: the data is empty.")
+            raise DataError("No batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
@@ -436,8 +436,8 @@ def _apply(model: Any, batch: Batch) -> Any:
         if isinstance(batch, Mapping | tuple | list):
             found = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
             error.add_note(
-                f"predict called model(batch) with a whole batch: {found}. Pass what "
-                "it computes: predict(data, lambda model, batch: model(...))."
+                f"predict called model(batch) with a whole batch: {found}. Pass a "
+                "function: predict(data, lambda model, batch: model(...))."
             )
         raise
 

@@ -471,8 +471,8 @@ class Loop:
         try:
             self.run.save(step)
             error.add_note(
-                f"Step {step} is saved. To evaluate it alone, restore it and call "
-                "trainer.evaluate(...)."
+                f"Step {step} is saved. To run only the evaluation, restore it and "
+                "call trainer.evaluate(...)."
             )
         except (CheckpointError, NonFiniteLossError) as failure:
             error.add_note(f"Besides: {failure}")

@@ -123,7 +123,7 @@ class History(dict[str, np.ndarray]):
             raise KeyError(
                 f"{name!r}: the fit had no step to do, for all were done before it."
             )
-        raise KeyError(f"{name!r} is no metric of this fit. It has {list(self)}.")
+        raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
 
 class _Columns:
@@ -274,7 +274,7 @@ class Recorder:
         if is_skipped and math.isnan(row["loss"]) and row["grad_norm"] == 0:
             if not self._num_skipped:
                 self.logger.message(
-                    f"Step {step} changed nothing: the weight of its loss is 0, as of "
+                    f"Step {step} changed nothing: the weight of its loss is 0, as for "
                     "a batch in which no label counts."
                 )
             self._note_skipped(step)

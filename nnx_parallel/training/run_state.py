@@ -116,9 +116,9 @@ class HandedModel:
             return {p: x for p, x in present.items() if not isinstance(x, _Gone)}
         if changed := sorted(map(dotted, self._params ^ _params_of(model))):
             raise StateStructureError(
-                f"Of trainer.model parameters are gone or new: {changed}. A run keeps "
-                "those that it has: assign arrays to them, and build a new Trainer for "
-                "another model."
+                f"Parameters of trainer.model were removed or added: {changed}. A run "
+                "keeps its parameters: assign arrays to them, and build a new Trainer "
+                "for another model."
             )
         before, self._plain = self._plain, plain_attributes(model)
         warn_of_attributes(before, self._plain, "trainer.model")
@@ -203,8 +203,8 @@ class RunState:
         if self._state.step.is_deleted():
             raise DonatedArrayError(
                 "The Trainer's state is gone: a step has taken its memory for the new "
-                "one. Hand that back in a loop of your own: "
-                "trainer.state, metrics = trainer.train_step(trainer.state, batch)."
+                "one. Pass the new state on in a custom loop: trainer.state, metrics = "
+                "trainer.train_step(trainer.state, batch)."
             )
         if jax.tree.leaves(self._state.params)[0].is_deleted():
             raise DonatedArrayError(
@@ -503,8 +503,8 @@ class RunState:
         if before in (now, None):
             return []
         return [
-            f"The checkpoint's evaluations are of {before}, and this run's of "
-            f"{now}: their metrics do not compare."
+            f"The checkpoint evaluated {before}, and this run evaluates {now}: their "
+            "metrics are not comparable."
         ]
 
     def _check_assigned(self) -> None:

@@ -538,8 +538,9 @@ def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
     """Warns of a model in evaluation mode, and of remat that acts on nothing."""
     if plan.is_evaluating:
         warn_user(
-            "The model came in evaluation mode and is trained so: without dropout, its "
-            "batch statistics frozen. Call model.train() before, if this is not meant.",
+            "The model is in evaluation mode and is trained in this mode: without "
+            "dropout, with frozen batch statistics. Call model.train() first if this "
+            "is not intended.",
         )
     has_stack = any(isinstance(module, Stack) for module in plan.modules)
     if remat != "none" and not has_stack:

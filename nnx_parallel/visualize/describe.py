@@ -352,7 +352,7 @@ def idle_parts(
 
 _NAME_THEM = (
     "Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or "
-    "names=PathNames(...) where those are not the model's."
+    "names=PathNames(...) where these do not fit the model."
 )
 
 

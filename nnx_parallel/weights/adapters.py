@@ -156,7 +156,7 @@ def save_adapters(
     if len(scales) > 1 or len(ranks) > 1:
         raise WeightsError(
             f"Adapters have ranks {sorted(ranks)} and strengths {sorted(scales)}: a "
-            "folder has those of one."
+            "folder holds one rank and one strength."
         )
     (rank,), (scale,) = ranks, scales
     config = {

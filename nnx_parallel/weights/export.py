@@ -111,7 +111,7 @@ def save_pretrained(
     if adapters := [path for path, leaf in params if isinstance(leaf, nnx.LoRAParam)]:
         raise WeightsError(
             f"The model has adapters (`{dotted(adapters[0])}`). Pass "
-            "merge_lora(model), or write the adapters alone with save_adapters."
+            "merge_lora(model), or write only the adapters with save_adapters."
         )
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
     rules = rules_of(names, {path: x.shape for path, x in arrays.items()})
@@ -134,8 +134,8 @@ def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry
     if isinstance(own, HasNames):
         return own.names_in_files()
     raise WeightsError(
-        f"A {type(model).__name__} has no table of names of its own: pass "
-        "names=[(our path, their name, pattern), ...]."
+        f"A {type(model).__name__} has no table of names: pass names=[(our path, their "
+        "name, pattern), ...]."
     )
 
 
@@ -160,8 +160,8 @@ def save_arrays(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(
-            f"{str(target)!r} exists and is not empty: nothing is written over it. "
-            "Pass another directory."
+            f"{str(target)!r} exists and is not empty. Nothing is overwritten: pass "
+            "another directory."
         )
     if jax.process_count() > 1:
         # All processes have seen an empty directory before one of them writes.

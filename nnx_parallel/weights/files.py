@@ -116,8 +116,8 @@ def find_folder(path: str | Path) -> Path:
         from huggingface_hub import snapshot_download  # pyright: ignore
     except ImportError:
         raise WeightsError(
-            f"There is no folder {str(path)!r}. For a model on the Hugging Face hub of "
-            "this name: pip install 'nnx-parallel[hub]'."
+            f"Folder {str(path)!r} does not exist. For a model on the Hugging Face hub "
+            "of this name: pip install 'nnx-parallel[hub]'."
         ) from None
     kept = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     return Path(snapshot_download(str(path), allow_patterns=kept))
@@ -133,7 +133,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     try:
         return read_object(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise WeightsError(f"There is no {name} in {str(folder)!r}.") from None
+        raise WeightsError(f"{str(folder)!r} has no file {name}.") from None
     except ValueError as error:
         raise WeightsError(f"Cannot read JSON: {error}") from None
 
@@ -195,7 +195,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
     try:
         size = check_regular(path).st_size
     except (FileNotFoundError, NotADirectoryError):
-        raise WeightsError(f"There is no file {str(path)!r}.") from None
+        raise WeightsError(f"File {str(path)!r} does not exist.") from None
     except ValueError as error:
         raise WeightsError(f"{error}") from None
     with open(path, "rb", opener=open_regular) as file:
@@ -204,7 +204,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         if size < 8 or length > min(size - 8, MAX_HEADER):
             what = "a pickle" if _is_pickle(start) else "cut short, or another format"
             raise WeightsError(
-                f"{str(path)!r} is no file of safetensors: its first bytes say that a "
+                f"{str(path)!r} is not a safetensors file: its first bytes say that a "
                 f"header of {length:,} bytes follows, and the file has {size:,}. It is "
                 f"{what}."
             )
@@ -262,7 +262,7 @@ def _check_places(
                 f"{name!r} in {str(path)!r} overlaps with another array."
             )
         if tensor.start > start:
-            raise WeightsError(f"{str(path)!r} has bytes of nothing before {name!r}.")
+            raise WeightsError(f"{str(path)!r} has unused bytes before {name!r}.")
         start += math.prod(tensor.shape) * tensor.dtype.itemsize
     if start != size:
         raise WeightsError(

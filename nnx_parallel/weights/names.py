@@ -136,7 +136,7 @@ class Rule:
 
 
 def _after(num_stacked: int) -> str:
-    return ("", " after that of layers", " after those of layers and experts")[
+    return ("", " after the dim of layers", " after the dims of layers and experts")[
         min(num_stacked, 2)
     ] + "."
 

@@ -96,8 +96,8 @@ class Pretrained:
         if isinstance(probe, Tracer):
             raise WeightsError(
                 f"The weights of {str(self.path)!r} cannot be read while a function is "
-                "traced, such as model=lambda rngs: ... of a Trainer. Pass what "
-                "from_pretrained returns itself, or change the model that it builds "
+                "traced, such as model=lambda rngs: ... of a Trainer. Pass the model "
+                "that from_pretrained returns, or change the model that it builds "
                 "outside of the function."
             )
         # Before the model takes memory: a config may ask for any shape.

@@ -55,7 +55,7 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
             [
                 "[1] ValueError: this process has had enough",
                 "[0] " + LOST + "ValueError: this process has had enough.",
-                "Its own output says more. All processes end. Start the same command",
+                "Its output says more. All processes end. Start the same command",
                 "[launch] Process 1 failed first, with code 1.",
             ],
         ),

@@ -106,7 +106,7 @@ def _check_heads(
     tensor = math.prod(sizes[a] for a in shares if a in free_axes(layout))
     heads = call.query.shape[2] // tensor
     if heads % size:
-        own = f" (of {call.query.shape[2]}, those of a tensor shard)"
+        own = f" (a tensor shard's share of {call.query.shape[2]})"
         divisors = [d for d in range(1, heads + 1) if heads % d == 0]
         raise IndivisibleDimError(
             f"exchange='all_to_all' shares the heads of attention over {axis}={size}, "

@@ -47,7 +47,7 @@ def choose_kernel(
     if wanted not in (None, *get_args(Implementation)):
         raise ValueError(
             f"Unknown attention implementation {wanted!r}. Valid values: "
-            f"{list(get_args(Implementation))}, or None for the platform's own."
+            f"{list(get_args(Implementation))}, or None to choose by platform."
         )
     if wanted == "xla":
         return None
@@ -72,8 +72,8 @@ def choose_kernel(
     if split is not None and split.exchange != "all_to_all":
         reasons.insert(
             0,
-            f"exchange={split.exchange!r} of a split sequence; it takes whole "
-            "sequences, as of exchange='all_to_all'",
+            f"exchange={split.exchange!r} of a split sequence; it needs whole "
+            "sequences, as exchange='all_to_all' gives them",
         )
     if platform not in kernel.platforms:
         runs_on = " or ".join(kernel.platforms)
@@ -257,18 +257,18 @@ def check_call(call: AttentionCall) -> None:
     window, softcap = call.window, call.softcap
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(
-            f"window is {window!r}; it is the number of keys that a query sees on a "
-            "side, besides its own position: an int of at least 1, or None for all."
+            f"window is {window!r}; it must be an int of at least 1, the number of "
+            "keys that a query sees on each side of its position, or None for all."
         )
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
-            f"softcap is {softcap!r}; scores are bounded by it: a number above 0, or "
-            "None for no bound."
+            f"softcap is {softcap!r}; it must be a number above 0, the bound of the "
+            "scores, or None for no bound."
         )
     if call.sinks is not None and jnp.shape(call.sinks) != (heads,):
         raise ValueError(
-            f"Sinks of shape {jnp.shape(call.sinks)} for {heads} query heads; each has "
-            f"its own: ({heads},)."
+            f"Sinks of shape {jnp.shape(call.sinks)} for {heads} query heads; each "
+            f"head has one: ({heads},)."
         )
     if call.mask is not None:
         dims = zip(jnp.shape(call.mask), (batch, heads, *lengths), strict=False)

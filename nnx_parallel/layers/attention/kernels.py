@@ -251,11 +251,12 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
     if head_dim % 8 or head_dim > 128:
         yield f"head_dim {head_dim}; it takes multiples of 8 up to 128"
     if value.shape != key.shape:
-        yield f"values of width {value.shape[-1]}; it takes {head_dim}, as of the keys"
+        width = value.shape[-1]
+        yield f"values of width {width}; it takes {head_dim}, the keys' width"
     queries, keys = call.lengths
     if call.mask is not None and (queries % 2 or keys % 2):
         lengths = f"{queries} queries and {keys} keys"
-        yield f"a mask over {lengths}; with one it takes even numbers"
+        yield f"a mask over {lengths}; with a mask it takes even numbers"
     if call.segments is not None:
         # Only JAX's private modules give access to its packed layout: jax.nn has
         # lengths of rows (docs/library-notes.md, "Attention").
@@ -273,10 +274,10 @@ def splash_refusals(call: AttentionCall) -> Iterator[str]:
         if length % SPLASH_BLOCK:
             yield f"{length} {name}; it takes multiples of {SPLASH_BLOCK}"
     if call.mask is not None:
-        yield "an array as mask; it takes causal=True or none"
+        yield "an array as mask; it takes causal=True or no mask"
     # A query that sees no key would get the mean of all values.
     if call.segments is not None and call.segments[0] is not call.segments[1]:
-        yield "a pair of segments; it takes those of self-attention"
+        yield "a pair of segments; it takes one array, for self-attention"
     yield from _late_queries(call)
 
 
@@ -290,7 +291,7 @@ def _late_queries(call: AttentionCall) -> Iterator[str]:
 def _unsupported(call: AttentionCall, *names: str) -> Iterator[str]:
     for name in names:
         if getattr(call, name) is not None:
-            yield f"{name}; it takes none"
+            yield f"{name}, which it does not support"
 
 
 def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:

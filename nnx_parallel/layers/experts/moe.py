@@ -175,8 +175,8 @@ class MoE(nnx.Module):
         if shape is None or len(shape) != 3 or shape[2] != embed:
             found = kind_of(x) if shape is None else f"x of shape {shape}"
             raise ExpertsError(
-                f"MoE({embed}) got {found}; it must be (batch, seq, "
-                f"{embed}), for capacities and losses are those of sequences."
+                f"MoE({embed}) got {found}; it must be (batch, seq, {embed}), since "
+                "capacities and losses are counted per sequence."
             )
         if segments is not None:
             _check_segments(segments, shape[:2])
@@ -370,10 +370,10 @@ def warn_of_lost_losses(moe: MoE) -> None:
     # Outside of a step, the caller may want only the logits.
     if active_layout() is not None and not moe.deterministic:
         warn_user(
-            "The loss leaves out what balances the experts: logits are without the "
-            "losses of Experts(balance_loss, z_loss). Take next_token_loss, or add the "
-            "mean of the losses that GPT.hidden_and_losses returns; or set both "
-            "weights to 0."
+            "The loss leaves out the losses that balance the experts, "
+            "Experts(balance_loss, z_loss): logits do not include them. Take "
+            "next_token_loss, or add the mean of the losses that GPT.hidden_and_losses "
+            "returns; or set both weights to 0."
         )
 
 

@@ -28,7 +28,8 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
     for i, block in enumerate(blocks):
         if not isinstance(block, nnx.Module):
             raise StackError(
-                f"Element {i} of the blocks is a {type(block).__name__}, no nnx.Module."
+                f"Element {i} of the blocks is a {type(block).__name__}, not an "
+                "nnx.Module."
             )
     if not blocks or period < 1 or len(blocks) % period:
         raise StackError(
@@ -40,8 +41,8 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
         if found := _difference(blocks[i % period], block):
             raise StackError(
                 f"Blocks {i % period} and {i} of the stack differ: {found}. One "
-                "program runs every layer: blocks may differ in the values of their "
-                f"arrays alone. {_remedy(blocks)}"
+                "program runs every layer: blocks may differ only in the values of "
+                f"their arrays. {_remedy(blocks)}"
             )
 
 
@@ -86,10 +87,10 @@ def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
             if owner // period != i // period:
                 raise StackError(
                     f"Blocks {owner} and {i} of the stack hold the same Variable: "
-                    f"`{dotted(path)}`. Stacked blocks would silently train a copy "
-                    "each of their own. Give each block its own, or keep the shared "
-                    "module outside the stack and pass its output to the blocks as "
-                    "an argument."
+                    f"`{dotted(path)}`. Each stacked block would silently train its "
+                    "copy. Give each block a separate Variable, or keep the shared "
+                    "module outside the stack and pass its output to the blocks as an "
+                    "argument."
                 )
 
 

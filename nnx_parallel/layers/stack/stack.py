@@ -442,16 +442,15 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
     once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:
         raise StackError(
-            f"A block of the stack holds Variables from outside of it: {outside}. "
-            "Stacked blocks would silently train a copy each of their own. Build them "
-            "in make_block, or pass the shared module's output to the blocks as an "
-            "argument."
+            f"A block of the stack holds Variables from outside of it: {outside}. Each "
+            "stacked block would silently train its copy. Build them in make_block, or "
+            "pass the shared module's output to the blocks as an argument."
         )
     if len(found) > len(once):
         shared = sorted(found.keys() - set(map(dotted, once)))
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
             "are elsewhere in it too. Stacked blocks would silently untie them. Give "
-            "each module its own, or keep the shared one outside the stack and pass it "
-            "to the blocks as an argument."
+            "each module a separate Variable, or keep the shared one outside the stack "
+            "and pass it to the blocks as an argument."
         )
