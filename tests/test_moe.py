@@ -17,10 +17,12 @@ from flax import nnx
 from rich.console import Console
 
 from nnx_parallel import (
+    FSDP,
     Callback,
     Composite,
     ExpertParallel,
     OneFOneB,
+    Pad,
     Pipeline,
     Trainer,
     decay_mask,
@@ -394,6 +396,57 @@ def test_layer_loads_go_only_to_layer_loggers():
     shown = next(x for x in file.getvalue().splitlines() if " · loss" in x)
     assert shown.count("expert_load") == 1
     assert f"expert_load {line['expert_load']:.3f}" in shown
+
+
+def padded_trainer() -> Trainer:
+    config = replace(CONFIG, experts=replace(MIXTRAL, balance_loss=0.5))
+    return Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(1.0),
+        next_token_loss,
+        strategy=Composite(ExpertParallel(2), FSDP(2, min_size=0)),
+        devices=jax.devices()[:4],
+        loggers=(),
+    )
+
+
+def packed_batch(num_rows: int) -> dict[str, np.ndarray]:
+    """Two documents a row."""
+    tokens = np.random.default_rng(0).integers(0, 64, (num_rows, 17), np.int32)
+    segments = np.where(np.arange(17) < 9, 1, 2).astype(np.int32)
+    return {"tokens": tokens, "segments": np.tile(segments, (num_rows, 1))}
+
+
+def test_padding_by_weights_of_mixture_raises():
+    batch = packed_batch(4)
+    batch["weights"] = np.ones((4, 17), np.float32)
+    trainer, message = padded_trainer(), " The router of an MoE counts these rows too: "
+    message += (
+        "use last_batch=Pad('segments') and pass batch['segments'] to the model, "
+    )
+    message += "which ignores rows whose segment is 0."
+    with pytest.raises(errors.LossError, match=re.escape(message)) as raised:
+        trainer.fit([batch], num_steps=1, last_batch=Pad("weights"))
+    assert "`blocks.layer.mlp.counts`" in str(raised.value)
+    assert trainer.step == 0
+
+
+def test_padding_by_segments_of_mixture_matches_smaller_batch():
+    """With SGD of rate 1, the change of the parameters is the gradient."""
+    batch = packed_batch(4)
+    padded = Pad("segments").fill(batch, 8)
+    # Their copies would change every value if they counted.
+    np.testing.assert_array_equal(padded["tokens"][4:], batch["tokens"][[3] * 4])
+    losses, gradients = [], []
+    for rows, last in ((batch, "error"), (padded, Pad("segments"))):
+        trainer = padded_trainer()
+        before = to_host(trainer.state.params)
+        history = trainer.fit([rows], num_steps=1, last_batch=last)
+        after = to_host(trainer.state.params)
+        losses.append(history["loss"][0])
+        gradients.append({name: before[name] - after[name] for name in before})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert_gradients_close(gradients[1], gradients[0])
 
 
 class Listed(nnx.Module):

@@ -6,7 +6,7 @@ A step is ``jax.jit`` over plain state; the model is walked once, when it is tra
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, Literal, Protocol
@@ -25,6 +25,7 @@ from nnx_parallel.data.rows import (
     unmarked,
 )
 from nnx_parallel.errors import LossError, ParallelWarning, suggests_names, warn_user
+from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.stack.gather import gather_late
 from nnx_parallel.layers.stack.scan import (
@@ -289,7 +290,24 @@ def check_padding(
             f"a Mean whose total and weight follow from batch[{weights!r}], such as "
             f"cross_entropy(logits, labels, batch[{weights!r}]); batch statistics "
             "count every row. Return a Mean, or leave the batch out: last_batch='drop'."
+            f"{_remedy_of_mixtures(plan, wrong)}"
         )
+
+
+def _remedy_of_mixtures(plan: StatePlan, wrong: Sequence[str]) -> str:
+    """The remedy if rows of weight 0 would change the state of routers; or empty."""
+    routers = {
+        f"`{dotted(path)}`"
+        for path, leaf in nnx.to_flat_state(plan.model.state)
+        if isinstance(leaf, RouterState)
+    }
+    if routers.isdisjoint(wrong):
+        return ""
+    return (
+        " The router of an MoE counts these rows too: use last_batch=Pad('segments') "
+        "and pass batch['segments'] to the model, which ignores rows whose segment is "
+        "0."
+    )
 
 
 def changes_by_microbatches(
