@@ -57,7 +57,7 @@ Values = Mapping[jex.Var, Any]
 def compute_in_shards(
     function: Callable, args: tuple, shardings: Any, *, owns_args: bool = False
 ) -> Any:
-    """The outputs of a function, none of which is ever whole on one device.
+    """The outputs of a function, computed in shards: no device ever holds a whole one.
 
     Args:
         function: A function of pytrees of arrays; it is traced.

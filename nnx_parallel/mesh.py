@@ -174,7 +174,7 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
 
 
 def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which one comes to a device of another process.
+    """The axes along which devices belong to different processes.
 
     Example:
         >>> axes_across_processes(make_mesh({"data": None}))

@@ -143,7 +143,7 @@ class Overlap:
     def _between(
         self, computation: Computation, start: Instruction, at: int
     ) -> tuple[int, int]:
-        """The positions from which on it sends, and where it is awaited."""
+        """The positions where a collective starts to send and where it is awaited."""
         order = list(computation.instructions.values())
         done = f"{start.opcode.removesuffix('-start')}-done"
         names, first = {start.name}, at + 1 if any(start.operands) else len(order)
@@ -160,7 +160,7 @@ class Overlap:
     def _end_of_fusions(
         self, computation: Computation, start: Instruction, at: int
     ) -> int:
-        """The position of the last fusion that has a step of it."""
+        """The position of the last fusion that holds a step of a collective."""
         names, last = {start.name}, at
         for position, each in enumerate(computation.instructions.values()):
             if position <= at or names.isdisjoint(each.operands):

@@ -104,7 +104,7 @@ class Walk(abc.ABC, Generic[Total]):
 
 @dataclass(frozen=True, kw_only=True)
 class Conditional:
-    """A conditional, of whose branches the most expensive is counted.
+    """A conditional; its most expensive branch is counted.
 
     Attributes:
         source: The JAX operation that it came from.
@@ -304,7 +304,7 @@ class CostWalk(Walk[Cost]):
         return replace(cost, collectives=tuple(collectives))
 
     def loop(self, instruction: Instruction, loop: Loop[Cost]) -> Cost:
-        """The cost of all trips, and the name of a loop of which they are not known."""
+        """The cost of all trips; names a loop whose number of trips is unknown."""
         cost = loop.body.times(loop.trips) + loop.condition.times(loop.trips + 1)
         if not loop.is_known:
             cost += Cost(unknown_loops=(instruction.source or instruction.name,))

@@ -119,7 +119,7 @@ class SavedSteps:
         return sorted({x.step for x in self.orbax.checkpoints} - self._deleted)
 
     def reload(self) -> None:
-        """Has the next use list the steps again, if another program changes them."""
+        """Makes the next use list the steps again: another program may change them."""
         self._is_stale = True
 
     @property

@@ -116,9 +116,9 @@ class SmallerBatches:
     """The rule for batches of fewer rows than the others.
 
     Attributes:
-        rule: It is an error, left out (``"drop"``; by ``None`` with a warning), or
-            filled up.
-        num_rows: Rows of a batch, of which fewer are a smaller one; 0: of the first.
+        rule: A smaller batch is an error, left out (``"drop"``; by ``None`` with a
+            warning), or filled up.
+        num_rows: Rows of a full batch; 0 takes the number from the first batch.
         num_dropped: Batches that were left out.
     """
 
@@ -127,7 +127,7 @@ class SmallerBatches:
     num_dropped: int = 0
 
     def resize(self, batch: Any) -> Any:
-        """The batch with the rows of the others, or `DROPPED`; else as it is."""
+        """Pads a smaller batch or gives `DROPPED`; returns other batches unchanged."""
         found = 0 if batch is END or self.rule == "error" else rows_of(batch)
         self.num_rows = self.num_rows or found
         if isinstance(self.rule, Pad):

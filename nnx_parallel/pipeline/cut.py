@@ -288,7 +288,7 @@ class PartitionedJaxpr:
         return found  # pyright: ignore[reportReturnType]
 
     def _check_state_flows(self, own: list[jex.Var]) -> None:
-        """The layers' variables must leave as the stack left them, otherwise unused."""
+        """Checks that only the stack uses and changes the layers' variables."""
         outputs, after = self.traced.outputs
         uses = {v for e in self.traced.eqns for v in variables_in(e.invars)}
         uses |= set(variables_in(jax.tree.leaves(outputs)))

@@ -349,7 +349,7 @@ def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
 def _precisions(
     parts: Parts, topology: Topology, fix: Mapping[str, Any]
 ) -> list[Precision | None]:
-    """The Trainer's precision; and bfloat16 products, where it names none."""
+    """The Trainer's precision; bfloat16 products too if the Trainer names none."""
     if "precision" in fix:
         return [None if fix["precision"] == "own" else MIXED]
     is_open = parts.precision == Precision() and parts.compute_dtype == "float32"

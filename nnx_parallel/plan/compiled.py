@@ -204,7 +204,7 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
 
 
 def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
-    """How a candidate's step is run: the rest is as of the Trainer."""
+    """The options of a candidate's step; the Trainer's where it sets none."""
     return replace(
         parts.options,
         num_microbatches=candidate.num_microbatches,
@@ -290,7 +290,7 @@ def _schedule_of(
 def _key(
     lowered: Any, topology: Topology, mesh: Mesh, given: Mapping[str, Any] | None
 ) -> str:
-    """A name for a program, its compiler, that one's options and its devices."""
+    """A name for a program, its compiler with options, and its devices."""
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")

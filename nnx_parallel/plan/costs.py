@@ -107,7 +107,7 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that candidates of some parts share: traced, and read, once.
+    """Facts that all candidates of one Trainer and batch share; traced once.
 
     Attributes:
         parts: The parts.

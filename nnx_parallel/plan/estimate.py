@@ -181,7 +181,7 @@ class Estimate:
 
     @functools.cached_property
     def hidden_bytes(self) -> float:
-        """One microbatch's residual stream on a device, whole along the sequence."""
+        """One microbatch's residual stream on a device, not split by `tensor`."""
         context = self.size(self.layout.sequence_axes)
         elements = self.rows * self.per_row.positions * self.per_row.width / context
         return elements * self.width

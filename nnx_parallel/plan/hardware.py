@@ -79,7 +79,7 @@ class Hardware:
         return self.usable * self.memory_bytes
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products of a dtype; of one that is not listed, the slowest."""
+        """FLOP/s of products of a dtype; for dtypes not listed, the slowest."""
         dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
@@ -231,7 +231,7 @@ def hardware_of(device: Any) -> Hardware | None:
 # Flax, JAX and our placement ask a device for these, and for nothing else.
 @dataclass(frozen=True)
 class StandIn:
-    """A device of a machine that is not there, for meshes and shapes."""
+    """A device that is not present, for meshes and shapes."""
 
     id: int
     platform: str
@@ -354,7 +354,7 @@ class Topology:
         return x == 16, y == 16, False
 
     def described(self) -> Sequence[Any]:
-        """The devices as TPUs' compiler knows them: of machines that need not be there.
+        """The devices as the TPU compiler describes them; none needs to be present.
 
         Programs are compiled for them and not run. It needs `libtpu`. The links that
         wrap around are described too: by default JAX describes none, and

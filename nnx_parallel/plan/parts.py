@@ -113,7 +113,7 @@ class Parts:
         return nnx.merge(self.model.graphdef, self.model.state, copy=True)
 
     def with_rows(self, num_rows: int) -> Parts:
-        """The same with another number of rows in each batch."""
+        """The parts with another number of rows in each batch."""
         own, shared, join = partition(self.batch)
 
         def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

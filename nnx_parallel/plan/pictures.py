@@ -274,7 +274,7 @@ def _slots(entry: Entry) -> tuple[TimedSlot, ...]:
 def _stages(
     slots: Sequence[TimedSlot], width: float, height: float, y: float
 ) -> tuple[Marks, float]:
-    """A row for each stage, to scale: all of the schedule is as wide as told."""
+    """A row for each stage, to scale; the whole schedule has the given width."""
     unit = width / max(slot.end for slot in slots)
     stages, chunks = (1 + max(getattr(s, n) for s in slots) for n in ("stage", "chunk"))
     marks: Marks = []
@@ -322,7 +322,7 @@ def _time_axis(seconds: float, y: float) -> Marks:
 
 
 def _nice(least: float) -> float:
-    """The least of 1, 2 and 5 times a power of ten that is as large."""
+    """The smallest 1, 2 or 5 times a power of ten that is not smaller."""
     power = 10 ** math.floor(math.log10(least))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= 0.999 * least)
 
@@ -447,7 +447,7 @@ class _Scale(NamedTuple):
 
     @classmethod
     def of(cls, products: Lane, lanes: list[Lane], attained: Range) -> _Scale:
-        """One that shows the points, their roofs and where these meet."""
+        """Axes that show the points, their roofs and where these meet."""
         peak = products.speed[1]
         found = [products.work / x.work for x in lanes]
         ridges = [peak / x.speed[1] for x in lanes]

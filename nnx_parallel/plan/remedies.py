@@ -64,7 +64,7 @@ class Shortage:
         return cls(limit=float(limit), used=None) if limit else None
 
     def scaled(self, own: Mapping[str, float], other: Mapping[str, float]) -> float:
-        """Bytes of another way to run the step, by how wrong the formulas were here.
+        """Bytes of another way to run the step, corrected by the formulas' error here.
 
         Args:
             own: Their bytes for the step that failed, by owner.
@@ -175,7 +175,7 @@ def _fitting(
 
 
 def _near(parts: Parts) -> list[Candidate]:
-    """Changes of one, two or three arguments that leave a device less to hold."""
+    """Changes of one, two or three arguments that need less memory on a device."""
     own = own_candidate(parts)
     kinds: list[Remat] = [*get_args(Remat)]  # each keeps less
     less = kinds[kinds.index(own.remat) :]

@@ -53,11 +53,11 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The candidate as Python, without words that a reader can do without."""
+        """The candidate as Python, shortened."""
         return self.candidate.code.removeprefix("strategy=").replace("size=", "")
 
     def fits(self, topology: Topology) -> bool:
-        """True if its memory is there."""
+        """True if a device has enough memory for it."""
         usable = topology.hardware.usable_bytes
         return self.costs is not None and self.costs.total_bytes <= usable
 

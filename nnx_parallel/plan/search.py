@@ -263,14 +263,14 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
 
 
 def _with_room(topology: Topology) -> Topology:
-    """The same with so much more memory as formulas may err by."""
+    """The topology with more memory, by as much as formulas may err."""
     hardware = topology.hardware
     more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
     return replace(topology, hardware=more)
 
 
 def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
-    """The best that fit, by turns with the best that may: formulas err by a little."""
+    """The best that fit, alternating with the best that may: formulas err a little."""
     roomy = _with_room(topology)
     turns = zip(order(entries, topology), order(entries, roomy), strict=True)
     by_candidate = {e.candidate: e for pair in turns for e in pair}

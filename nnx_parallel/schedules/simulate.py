@@ -12,7 +12,7 @@ from nnx_parallel.schedules.slots import KINDS, Ints, Ticks, share_layers
 
 
 class LiveRanges(NamedTuple):
-    """From which tick to which the values of one buffer are kept, both included.
+    """First and last tick in which the values of one buffer are kept.
 
     A row is a virtual stage, or the only one of values that the whole pipeline shares.
     """

@@ -74,7 +74,7 @@ class Slots:
 
     @property
     def any(self) -> NDArray[np.bool_]:
-        """In which ticks some stage has a slot: booleans of shape (ticks,)."""
+        """Ticks in which some stage has a slot: booleans of shape (ticks,)."""
         return np.any(self.active, axis=1)
 
     # The equality that `dataclass` writes compares tuples, and arrays have no truth

@@ -41,7 +41,7 @@ _bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 @contextlib.contextmanager
 def using(layout: Layout | None) -> Iterator[None]:
-    """Makes ``layout`` the active one of this thread (``None``: none)."""
+    """Makes ``layout`` active in this thread; ``None`` makes none active."""
     token = _active.set(layout)
     try:
         yield

@@ -171,7 +171,7 @@ def abstract_model(
 
 
 def as_source(model: Any) -> Any:
-    """The model behind a ``(graphdef, state)`` pair; anything else as it is."""
+    """The model behind a ``(graphdef, state)`` pair; anything else unchanged."""
     match model:
         case (nnx.GraphDef() as graphdef, *states):
             # Copied: the model would otherwise have the state's Variables.

@@ -59,7 +59,7 @@ class Placement:
         return replace(place, is_stacked=False, is_scanned=False)
 
     def in_stage(self) -> Placement:
-        """The placement in a stage, which has its layers whole over the stages."""
+        """The placement in a stage, without the axes of stages."""
         if not self.moved:
             return self
         dropped = {*self.moved}

@@ -356,7 +356,7 @@ def answer_of(
     *,
     translate: Callable[[P], P] = lambda spec: spec,
 ) -> tuple[P, str] | None:
-    """The one answer of several rules, checked; their order means nothing.
+    """The one answer of several rules, checked; their order does not matter.
 
     ``path`` is the path in messages, if not the array's; ``translate`` writes a spec in
     the axes of the mesh.

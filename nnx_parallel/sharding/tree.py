@@ -123,7 +123,7 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
 
 
 def as_chain(rules: Any) -> Any:
-    """A tuple of nothing but rules as one `ChainRules`; anything else as it is."""
+    """A tuple of only rules as one `ChainRules`; returns anything else unchanged."""
     # A NamedTuple, like a state of Optax, is a tree of placements, and so is ().
     if type(rules) is tuple and rules and all(map(is_rule, rules)):
         return ChainRules(*rules)

@@ -66,11 +66,11 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def claims(self) -> Claims:
-        """My mesh axes, and the dims that they split."""
+        """The strategy's mesh axes, and the dims that they split."""
 
     # Not abstract: most techniques run any model.
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model, concrete or abstract, that I cannot run on a mesh.
+        """Refuses a model, concrete or abstract, that cannot be run on a mesh.
 
         By default one that my claims' `Execution` cannot run; nothing is compiled yet.
         """
@@ -79,11 +79,11 @@ class Strategy(abc.ABC):
 
     @property
     def axis_sizes(self) -> Mapping[str, int | None]:
-        """Size of each of my mesh axes; ``None`` takes the devices that remain."""
+        """Size of each mesh axis; ``None`` takes the devices that remain."""
         return self.claims().axis_sizes
 
     def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
-        """A mesh over all ``devices`` (by default all there are) with my axes.
+        """A mesh with the strategy's axes over ``devices``, by default all of them.
 
         Raises:
             MeshShapeError: If my sizes do not multiply to the number of devices.
@@ -91,7 +91,7 @@ class Strategy(abc.ABC):
         return make_mesh(self.axis_sizes, devices)
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """My claims on one mesh, by default over all devices.
+        """The strategy's claims on one mesh, by default over all devices.
 
         Raises:
             MeshShapeError: If the mesh has other sizes than I state.

@@ -145,7 +145,7 @@ class Description:
 
     @property
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
-        """Optimizer state that stays whole and need not, the largest first.
+        """Replicated optimizer state that could be sharded, the largest first.
 
         Single numbers are left out, and arrays that follow a parameter whose optimizer
         state no rule splits: see `replicated`.

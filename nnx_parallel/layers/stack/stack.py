@@ -359,7 +359,7 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """True if nothing that a layer gets, or keeps, can tie a row to another.
+    """True if no argument or variable of a layer can mix rows.
 
     The layer's computation may still tie rows; it is not checked.
     """
