@@ -5,14 +5,14 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import flax
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from nnx_parallel.errors import (
     DeviceCountError,
@@ -171,6 +171,50 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
             f"outer axis as a multiple of {num_slices}."
         )
     return parts
+
+
+def mesh_here(mesh: Mesh | AbstractMesh) -> Any:
+    """The mesh that code must name here: in a manual region, the region's mesh."""
+    context = jax.sharding.get_abstract_mesh()
+    return context if context.manual_axes else mesh
+
+
+def free_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """The axes of a mesh that are not manual in the present context."""
+    return set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def manual_region(
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    axes: Collection[str] | None = None,
+) -> Callable[..., Any]:
+    """A function that each device runs on its shards, manual over mesh axes.
+
+    Inside a region that is manual over other axes, such as a pipeline's stage, the new
+    region nests in it.
+
+    Args:
+        function: The function of shards.
+        mesh: The mesh of the whole program.
+        in_specs: `jax.sharding.PartitionSpec` of each argument.
+        out_specs: Specs of the results.
+        axes: The axes that become manual; XLA partitions the region over the others.
+            ``None`` takes all that are not manual yet, also axes that no spec names:
+            XLA's partitioner then has nothing to do.
+    """
+    return jax.shard_map(
+        function,
+        mesh=mesh_here(mesh),
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=free_axes(mesh) if axes is None else set(axes),
+        # JAX cannot know that an array gathered or joined from hops is equal on all
+        # devices.
+        check_vma=False,
+    )
 
 
 def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:

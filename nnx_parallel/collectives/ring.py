@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import IndivisibleDimError, UnknownAxisError
+from nnx_parallel.mesh import manual_region, mesh_here
 
 Mode = Literal["bulk", "ring"]
 """Transfer of the shards of a ring of n devices.
@@ -233,8 +234,7 @@ def on_shards(
             f"The code is manual over {axis!r} already. Call all_gather_matmul, "
             "matmul_reduce_scatter or jax.lax.all_gather on the shards."
         )
-    # A nested region must be opened over the mesh of the one around it.
-    found = context if context.manual_axes or mesh is None else mesh
+    found = context if mesh is None else mesh_here(mesh)
     if axis not in found.shape:
         raise UnknownAxisError(
             f"No mesh axis {axis!r} here. Axes: {list(found.axis_names)}. Pass mesh= "
@@ -245,18 +245,14 @@ def on_shards(
     def split_at(dim: int | None) -> P:
         return P() if dim is None else P(*[None] * dim, axis)
 
-    region = jax.shard_map(
-        function,
-        mesh=found,
-        in_specs=tuple(map(split_at, in_dims)),
-        out_specs=split_at(out_dim)
+    out_specs = (
+        split_at(out_dim)
         if out_dim is None or isinstance(out_dim, int)
-        else [*map(split_at, out_dim)],
-        # Manual over one axis: the partitioner goes on splitting the others.
-        axis_names={axis},
-        # JAX cannot know that an array joined from hops is equal on all devices.
-        check_vma=False,
+        else [*map(split_at, out_dim)]
     )
+    # Manual over one axis: the partitioner goes on splitting the others.
+    in_specs = tuple(map(split_at, in_dims))
+    region = manual_region(function, found, in_specs, out_specs, axes={axis})
     # Outside a trace JAX runs no region that leaves axes automatic
     # (docs/library-notes.md, "Tracing and compiling").
     return jax.jit(region, inline=True)

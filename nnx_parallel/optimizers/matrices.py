@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from nnx_parallel.errors import OptimizerError
+from nnx_parallel.mesh import manual_region
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import DimAxes, path_of
@@ -396,10 +397,7 @@ def map_matrices(
         run = partial(_map_shards, function, group, _sizes(mesh), stacked)
         if mesh is not None and mesh.size > 1:
             specs = tuple(each.spec for each in stacked)
-            # `check_vma` cannot see that gathered results are equal on all devices.
-            run = jax.shard_map(
-                run, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
-            )
+            run = manual_region(run, mesh, specs, specs)
         shards = run(*(flat[index][1] for index in indices))
         for index, x in zip(indices, shards, strict=True):
             results[index] = x

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers.stack.residuals import Layers
+from nnx_parallel.mesh import manual_region
 from nnx_parallel.pipeline.memory import (
     Chunks,
     LayerPermutation,
@@ -73,16 +74,10 @@ class Executor:
             return layers, jax.tree.map(lambda x: x[None], out)
 
         over_stages = P(self.stage.axis)
-        return jax.shard_map(
-            body,
-            mesh=self.stage.mesh,
-            # (layers, ...), (stages, ...), and arrays without a dim for the stages.
-            in_specs=(over_stages, over_stages, P()),
-            out_specs=over_stages,
-            # XLA partitions the region over all other axes, like the rest.
-            axis_names={self.stage.axis},
-            check_vma=False,
-        )
+        # (layers, ...), (stages, ...), and arrays without a dim for the stages.
+        in_specs = (over_stages, over_stages, P())
+        mesh, axes = self.stage.mesh, {self.stage.axis}
+        return manual_region(body, mesh, in_specs, over_stages, axes=axes)
 
     def permute(self, tree: Any, *, back: bool = False) -> Any:
         """Moves stacked arrays from their natural order to their stages, or back."""

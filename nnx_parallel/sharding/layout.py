@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import ExpertAxis, SequenceAxis
 from nnx_parallel.errors import PlacementConflictError, UnknownAxisError, suggest
+from nnx_parallel.mesh import mesh_here
 from nnx_parallel.sharding.names import (
     LOGICAL_AXES,
     ArrayInfo,
@@ -283,8 +283,7 @@ class Layout:
         """The spec on this mesh; in a manual region, on the mesh as it is there."""
         # JAX refuses to mix values that are placed on one and on the other: the aval of
         # a manual region has its mesh (docs/library-notes.md, "Partly manual regions").
-        context = jax.sharding.get_abstract_mesh()
-        return NamedSharding(context if context.manual_axes else self.mesh, spec)
+        return NamedSharding(mesh_here(self.mesh), spec)
 
     def place(self, info: ArrayInfo) -> Placement:
         """The four specs of an array, which rules and names must fit (`check_spec`)."""

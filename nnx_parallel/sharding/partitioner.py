@@ -16,6 +16,7 @@ import jax.extend.core as jex
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.mesh import free_axes, manual_region, mesh_here
 from nnx_parallel.sharding.layout import Layout
 
 
@@ -117,10 +118,8 @@ class _Convolution:
         # Each spec: batch or output features, features, then window dims.
         dims = eqn.params["dimension_numbers"]
         self._specs = dims.lhs_spec, dims.rhs_spec, dims.out_spec
-        context = jax.sharding.get_abstract_mesh()
-        # In a pipeline's stage, which is manual over `pipe`, regions nest.
-        self._mesh = context if context.manual_axes else layout.mesh
-        self._axes = [a for a in self._mesh.axis_names if a not in context.manual_axes]
+        self._mesh, free = mesh_here(layout.mesh), free_axes(layout.mesh)
+        self._axes = [axis for axis in self._mesh.axis_names if axis in free]
         self._sums_rows = eqn.params["batch_group_count"] > 1
         # XLA divides a depthwise convolution well, by rows or by channels that are
         # split already. For other groups it gathers the batch, and a window of one
@@ -182,18 +181,10 @@ class _Convolution:
         def spec(ndim: int, dims: dict[int, Sequence[str]]) -> P:
             return P(*(tuple(dims.get(d, ())) or None for d in range(ndim)))
 
-        region = jax.shard_map(
-            run,
-            mesh=self._mesh,
-            in_specs=(
-                spec(lhs.ndim, {lhs_spec[other]: split, lhs_spec[at]: rows}),
-                spec(rhs.ndim, {rhs_spec[0]: split, rhs_spec[1]: summed}),
-            ),
-            out_specs=spec(lhs.ndim, {out_spec[1]: split, out_spec[0]: kept}),
-            # All axes, those that split nothing here too: XLA partitions nothing.
-            axis_names=set(self._axes),
-            check_vma=False,
-        )
+        of_lhs = spec(lhs.ndim, {lhs_spec[other]: split, lhs_spec[at]: rows})
+        of_rhs = spec(rhs.ndim, {rhs_spec[0]: split, rhs_spec[1]: summed})
+        of_out = spec(lhs.ndim, {out_spec[1]: split, out_spec[0]: kept})
+        region = manual_region(run, self._layout.mesh, (of_lhs, of_rhs), of_out)
         return region(lhs, rhs)
 
     def _divide(self, num_rows: int, num_groups: int) -> tuple[tuple, tuple]:

@@ -41,9 +41,9 @@ from nnx_parallel.layers.attention.kernels import (
     HEADS,
     AttentionCall,
     for_each_device,
-    free_axes,
     repeat_heads,
 )
+from nnx_parallel.mesh import free_axes
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes
@@ -103,7 +103,7 @@ def _check_heads(
     call: AttentionCall, layout: Layout, shares: tuple[str, ...], axis: str
 ) -> None:
     sizes, size = layout.mesh.shape, layout.mesh.shape[axis]
-    tensor = math.prod(sizes[a] for a in shares if a in free_axes(layout))
+    tensor = math.prod(sizes[a] for a in shares if a in free_axes(layout.mesh))
     heads = call.query.shape[2] // tensor
     if heads % size:
         own = f" (a tensor shard's share of {call.query.shape[2]})"

@@ -25,9 +25,9 @@ from nnx_parallel.layers.attention.kernels import (
     Implementation,
     attention_in_blocks,
     for_each_device,
-    free_axes,
     plain_attention,
 )
+from nnx_parallel.mesh import free_axes
 from nnx_parallel.sharding.constrain import active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes
@@ -120,7 +120,7 @@ def per_shard(
     names = NAMES if splits_seq else HEADS
     if layout is None or layout.is_silent(names) or layout.mesh.size == 1:
         return kernel(call)
-    free = free_axes(layout)
+    free = free_axes(layout.mesh)
     if not free:
         return kernel(call)
     spec_of = layout.activation_spec if splits_seq else layout.used_spec

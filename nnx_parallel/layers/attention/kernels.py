@@ -15,6 +15,7 @@ from jax import Array
 
 from nnx_parallel.errors import AttentionKernelError
 from nnx_parallel.layers.attention.blocks import Pattern, Tokens, blockwise_attention
+from nnx_parallel.mesh import free_axes, manual_region
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
 
@@ -130,29 +131,13 @@ def for_each_device(
         axes: Axes of each dim of the query; axes that are already manual do not count.
         keys: Axes of the keys' sequence.
     """
-    context = jax.sharding.get_abstract_mesh()
-    free = free_axes(layout)
+    free = free_axes(layout.mesh)
     rows, seq, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
     call = call.with_key_heads_for(math.prod(layout.mesh.shape[a] for a in heads))
     specs = specs_of(call, rows, seq, heads, keys)
-    region = jax.shard_map(
-        run,
-        # In a pipeline's stage, which is manual over `pipe`, the region nests.
-        mesh=context if context.manual_axes else layout.mesh,
-        in_specs=(specs,),
-        out_specs=specs.query,
-        # All axes become manual, also the ones that split nothing here: XLA's
-        # partitioner fails on cuDNN's custom call if some are left automatic.
-        axis_names=free,
-        check_vma=False,
-    )
-    return region(call)
-
-
-def free_axes(layout: Layout) -> set[str]:
-    """Axes of the mesh that are not manual in the present context."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return set(layout.mesh.axis_names) - set(manual)
+    # All axes become manual, also the ones that split nothing here: XLA's partitioner
+    # fails on cuDNN's custom call if some are left automatic.
+    return manual_region(run, layout.mesh, (specs,), specs.query)(call)
 
 
 def repeat_heads(x: Array, size: int) -> Array:

@@ -41,6 +41,7 @@ from nnx_parallel.layers.experts.routing import (
     normalised,
     require,
 )
+from nnx_parallel.mesh import free_axes, manual_region
 from nnx_parallel.metrics import Mean
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
@@ -301,9 +302,7 @@ class MoE(nnx.Module):
             x.shape[1],
         )
         layout = active_layout()
-        context = jax.sharding.get_abstract_mesh()
-        names = layout.mesh.axis_names if layout else ()
-        free = {a for a in names if a not in context.manual_axes}
+        free = free_axes(layout.mesh) if layout else set()
         if layout is None or all(layout.mesh.shape[a] == 1 for a in free):
             return run(TokenAxes(), None, x, scores, bias, kernels, None, segments)
         tokens, of_kernels, axes = _specs_of(layout, x, kernels, free)
@@ -312,21 +311,12 @@ class MoE(nnx.Module):
             alongside = None
         of_rows: Any = P(*tokens[:1])
         of_tokens: Any = tokens
-        region = jax.shard_map(
+        of_alongside = _spec_of(layout, alongside, free)
+        region = manual_region(
             partial(run, axes, exchange),
-            # In a pipeline's stage, which is manual over `pipe`, the region nests.
-            mesh=context if context.manual_axes else layout.mesh,
-            in_specs=(
-                tokens,
-                tokens,
-                P(),
-                of_kernels,
-                _spec_of(layout, alongside, free),
-                tokens,
-            ),
-            out_specs=(tokens, Load(of_rows, of_tokens, of_rows)),
-            axis_names=free,
-            check_vma=False,
+            layout.mesh,
+            (tokens, tokens, P(), of_kernels, of_alongside, tokens),
+            (tokens, Load(of_rows, of_tokens, of_rows)),
         )
         return region(x, scores, bias, kernels, alongside, segments)
 
