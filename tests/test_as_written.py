@@ -60,7 +60,7 @@ def test_any_callable_that_takes_rngs_builds_model(model: Any) -> None:
         (lambda: None, "cannot be called with rngs alone: too many positional"),
         (
             lambda rngs: (rngs,),
-            "returns a tuple, no nnx.Module. Pass lambda rngs: Mode",
+            "returns a tuple, not an nnx.Module. Pass lambda rngs: Mode",
         ),
     ],
 )

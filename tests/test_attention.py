@@ -55,7 +55,7 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "`mask`": {"splash": "an array as mask; it takes causal=True or no mask"},
     "values of another width": {
-        "cudnn": "values of width 8; it takes 16, as of the keys"
+        "cudnn": "values of width 8; it takes 16, the keys' width"
     },
     "float32": {"cudnn": "dtype float32; it takes float16 or bfloat16"},
 }
@@ -286,7 +286,7 @@ WRONG = [
         {"window": 0},
         "window is 0; it must be an int of at least 1, the number of keys that a",
     ),
-    ({"window": 2.5}, "window is 2.5; it is the number of keys"),
+    ({"window": 2.5}, "window is 2.5; it must be an int of at least 1"),
     (
         {"softcap": 0.0},
         "softcap is 0.0; it must be a number above 0, the bound of the scores",

@@ -221,7 +221,7 @@ def test_train_step_without_state_raises() -> None:
 def test_predict_error_explains_whole_batches() -> None:
     with pytest.raises((TypeError, ValueError)) as found:
         make_trainer().predict([BATCH])
-    message = "predict called model(batch) with a whole batch: ['x']. Pass what"
+    message = "predict called model(batch) with a whole batch: ['x']. Pass a"
     assert any(note.startswith(message) for note in found.value.__notes__)
 
 

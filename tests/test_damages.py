@@ -144,7 +144,7 @@ def test_damaged_newest_step_names_arrays(tmp_path: Path) -> None:
         train(tmp_path, 6)
     text = str(caught.value)
     assert f"Checkpoint 4 in '{tmp_path}' is damaged: " in text
-    assert re.search(r"model: `kernel` has checksum \w{8}, saved was \w{8}", text)
+    assert re.search(r"model: `kernel` has checksum \w{8} instead of \w{8}", text)
     assert re.search(r"optimizer: `0.mu.kernel` has checksum", text)
     assert "progress" not in text
     assert "Other steps: [2]. Checkpoint(..., on_damage='previous') quarantines" in text

@@ -279,7 +279,7 @@ def test_other_data_starts_at_its_beginning() -> None:
     read(position, split(ROWS), (0, 3))
     assert read(position, other, (3, 5)) == read(DataState(), other, (0, 2))
     assert position.first_step == 3
-    assert position.note.startswith("Other data from step 4 on: its first batch is not")
+    assert position.note.startswith("Other data from step 4 on: its first batch diff")
     # Data of another length is other data too.
     assert read(position, other[:2], (5, 7)) == read(DataState(), other, (0, 2))
     # Numbered passes begin with the first one.
@@ -444,7 +444,7 @@ def test_data_that_resembles_the_data_before_is_said() -> None:
     first, last = mark_of(data[0]), mark_of(data[1])
     position = DataState(step=2, pass_rows=16, num_rows=8, marks=(first, last, None))
     position.pass_over(data, 2, 2)
-    with pytest.warns(ParallelWarning, match="some arrays of the first batch of the"):
+    with pytest.warns(ParallelWarning, match="some arrays of its first batch"):
         cursor = position.open(augmented(1, 8), 2)
     assert cursor.take().batch["y"][0, 0] == 0
 

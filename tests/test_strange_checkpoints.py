@@ -219,7 +219,7 @@ def test_remains_of_step_raise(
 def test_possibly_foreign_step_raises_and_is_kept(run: Path) -> None:
     (run / "4" / "_CHECKPOINT_METADATA").unlink()
     shutil.rmtree(run / "4" / "fingerprints")
-    message = "has no metadata left. Another program may have written it: it is"
+    message = "has no metadata left. Another program may have written it: it was"
     with pytest.raises(CheckpointFormatError, match=re.escape(message)):
         resume(run, on_damage="previous")
     assert sorted(os.listdir(run)) == ["2", "4"]
