@@ -246,8 +246,8 @@ class StatePlan:
             raise StateStructureError(
                 f"The loss changed the model's structure: {'; '.join(problems)}. A "
                 "model keeps the names and shapes of its Variables from step to step: "
-                "create them all in __init__, and return what a step produces as "
-                "metrics."
+                "create them all in __init__, and return the values that a step "
+                "produces as metrics."
             )
         # An array that the loss has not assigned is the stored array itself: the model
         # was given it cast, and a frozen parameter must not lose bits by that.

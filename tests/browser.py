@@ -94,9 +94,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 def serve() -> Iterator[str]:
     """The address of the built site, served from here."""
     if not Path(CHROMIUM).exists():
-        pytest.skip("There is no Chromium at /usr/bin/chromium or on the path.")
+        pytest.skip("No Chromium at /usr/bin/chromium or on the path.")
     if not (HTML / "index.html").exists():
-        pytest.skip("There is no site in docs/_build/html: `make docs` builds it.")
+        pytest.skip("No site in docs/_build/html: `make docs` builds it.")
     handler = functools.partial(Quiet, directory=str(HTML))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -367,7 +367,7 @@ def test_background_failure_names_its_step(tmp_path):
         message = f"Saving step 20 in '{options.directory}' failed: "
         with pytest.raises(CheckpointSaveError, match=re.escape(message)):
             manager.save_groups(30, groups, {})
-        assert not list(tmp_path.glob("run/20.*")), "what was written keeps its bytes"
+        assert not list(tmp_path.glob("run/20.*")), "written files keep their bytes"
         assert manager.saved.steps == [10]
         assert_same(manager.saved.restore(abstract(weights()))[0], weights(1))
         late, other = (tmp_path / f"run/{n}.orbax-checkpoint-tmp" for n in (20, 90))
@@ -378,7 +378,7 @@ def test_background_failure_names_its_step(tmp_path):
         other.mkdir()
         manager.save_groups(40, weights(4), {})
         assert manager.saved.steps == [40]
-        assert other.exists(), "after a good save nobody looks for remains"
+        assert other.exists(), "no search for remains after a successful save"
 
 
 def test_close_raises_failure_of_last_save(options):

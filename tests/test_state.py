@@ -331,7 +331,7 @@ class Changing(nnx.Module):
 
 REMEDY = (
     " A model keeps the names and shapes of its Variables from step to step: create "
-    "them all in __init__, and return what a step produces as metrics."
+    "them all in __init__, and return the values that a step produces as metrics."
 )
 
 

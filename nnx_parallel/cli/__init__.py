@@ -80,10 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     planning = commands.add_parser(
         "plan",
         help="find the strategy for a script and its devices",
-        description="Runs a script up to Trainer.fit, and finds out which strategy "
-        "fits the devices and is the fastest. Nothing is trained or allocated, and the "
-        "devices need not be there. The exit code is 1 if nothing fits, 2 if there is "
-        "no plan.",
+        description="Runs a script up to Trainer.fit, and finds the fastest strategy "
+        "that fits the devices. Nothing is trained or allocated, and the "
+        "devices need not be present. The exit code is 1 if nothing fits, "
+        "2 if there is no plan.",
     )
     listing = commands.add_parser(
         "inspect",

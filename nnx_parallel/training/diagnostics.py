@@ -225,8 +225,8 @@ def warn_of_attributes(
         warn_user(
             f"Attributes that are not arrays have changed in {where}: "
             f"{', '.join(changed)}. That has no effect: a step is compiled once, with "
-            "the values from before. Keep what changes in an nnx.Variable, or build a "
-            "new Trainer.",
+            "the values from before. Keep changing values in an nnx.Variable, or build "
+            "a new Trainer.",
             ParallelWarning,
         )
 
