@@ -163,7 +163,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("vit", {"qkv_bias": False}, "it must be True, or absent"),
     ("resnet", {"depths": [10**9]}, "has depths=[1000000000]. It must be a list of"),
     ("vit", {"num_hidden_layers": 10**9}, "a whole number from 1 to 10,000"),
-    ("vit", {"image_size": [16, 8]}, "has image_size=[16, 8]; it must be a square"),
+    ("vit", {"image_size": [16, 8]}, "has image_size=[16, 8]; it must be the side"),
     ("resnet", {"hidden_sizes": [32, 48]}, "for embedding_size=8 and layer_type"),
     ("resnet", {"downsample_in_bottleneck": True}, "it must be False, or absent"),
 ]
