@@ -80,11 +80,12 @@ def imported_modules(node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[
     yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def imports(file: Path) -> list[str]:
     """Every import of a file: inside functions and under `TYPE_CHECKING` too."""
     return [
         name
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(tree_of(file))
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in imported_modules(node, file)
     ]
@@ -150,7 +151,7 @@ def required_at_import(file: Path) -> set[str]:
 
     return {
         name.partition(".")[0]
-        for node in statements(ast.parse(file.read_text()).body)
+        for node in statements(tree_of(file).body)
         for name in imported_modules(node, file)
     }
 
@@ -292,6 +293,7 @@ def test_documented_walks_are_short(walk: tuple[str, ...]) -> None:
         assert f"nnx_parallel.{there}" in GRAPH[f"nnx_parallel.{here}"], (here, there)
 
 
+@functools.cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
@@ -317,6 +319,7 @@ def names_imported(file: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
+@functools.cache
 def names_defined(module: str) -> set[str]:
     """The names that the statements of a module bind, without imports."""
     names = set()
