@@ -276,17 +276,17 @@ def _cut(
             if i is not None and i not in chosen:
                 chosen.add(i)
                 left += variables_in(eqns[i].invars)
-        own = [eqns[i] for i in sorted(chosen)]
-        used = inputs_of(own, wanted)
+        part_eqns = [eqns[i] for i in sorted(chosen)]
+        used = inputs_of(part_eqns, wanted)
         # A constant that is an output is not part of the program.
-        fixed = {v: consts[v] for v in used if own and _is_constant(v, consts)}
+        fixed = {v: consts[v] for v in used if part_eqns and _is_constant(v, consts)}
         inputs = [v for v in used if v not in fixed]
         parts.append(
             _Part(
-                signature=sign(inputs, own, wanted, fixed),
+                signature=sign(inputs, part_eqns, wanted, fixed),
                 shardings=tuple(places[i] for i in indices),
                 indices=tuple(indices),
-                eqns=own,
+                eqns=part_eqns,
                 consts=fixed,
                 inputs=inputs,
                 outputs=wanted,

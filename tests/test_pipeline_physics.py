@@ -304,7 +304,7 @@ class TestUneven:
         """Bytes of the arrays that are stored along another dim than layers."""
         plan = plan_step(build(self.UNEVEN), self.STRATEGY)
         arrays = flatten(plan.abstract.params)
-        moved = [arrays[p] for p, place in plan.placements.items() if place.moved]
+        moved = [arrays[p] for p, place in plan.placements.items() if place.stage_axes]
         return [x.size * x.dtype.itemsize for x in moved]
 
     def test_uneven_weights_are_sent_once_per_step(self):

@@ -113,11 +113,11 @@ def read_collective(
     group_size, groups = _read_groups(instruction, num_devices)
     if group_size == 1:  # sends nothing
         return None
-    moved = computation.operand_shapes(instruction)
+    sent = computation.operand_shapes(instruction)
     if opcode.startswith("ragged"):
         # Input and output; then come the offsets and the sizes.
-        moved = (min(moved[:2], key=lambda shape: shape.num_bytes),)
-    num_bytes = sum(shape.num_bytes for shape in moved)
+        sent = (min(sent[:2], key=lambda shape: shape.num_bytes),)
+    num_bytes = sum(shape.num_bytes for shape in sent)
     root = computation.instructions[computation.root]
     # The TPU compiler's reduce-scatter is an all-reduce fused with a slice.
     is_sliced = root.opcode == "dynamic-slice" and root.operands[0] == instruction.name
@@ -126,7 +126,7 @@ def read_collective(
         kind="reduce-scatter" if is_scattered else opcode,
         bytes_each=num_bytes * (group_size if opcode == "all-gather" else 1),
         count=1,
-        dtypes=tuple(dict.fromkeys(shape.dtype for shape in moved)),
+        dtypes=tuple(dict.fromkeys(shape.dtype for shape in sent)),
         group_size=group_size,
         groups=groups,
         source=instruction.source,

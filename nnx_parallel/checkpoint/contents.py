@@ -312,7 +312,7 @@ def _check_chunks(path: str, array: Any) -> None:
     inner, outer = storage.chunk_shape, getattr(storage, "zarr_metadata", None)
     for chunk in (inner, outer and outer.chunk_shape):
         pairs = zip(chunk or array.shape, array.shape, strict=True)
-        if any(size > max(whole, 1) for size, whole in pairs):
+        if any(size > max(dim, 1) for size, dim in pairs):
             raise ValueError(
                 f"`{path}` of shape {array.shape} is stored in chunks of {chunk}."
             )

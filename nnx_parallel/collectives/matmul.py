@@ -290,11 +290,11 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
             pairs = zip(dys, ws, strict=True)
             return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
 
-        dx, whole = ring.scatter_sum_and_gather(partial_sum, dys, x)
+        dx, gathered = ring.scatter_sum_and_gather(partial_sum, dys, x)
         # One product of the whole x, not one a hop: other axes that split the batch
         # then sum the gradient of w once.
         pairs = zip(ws, dys, strict=True)
-        dws = [_w_gradient(whole, dy, num).astype(w.dtype) for w, dy in pairs]
+        dws = [_w_gradient(gathered, dy, num).astype(w.dtype) for w, dy in pairs]
         return dx.astype(x.dtype), dws
 
     return _with_gradient(products, gradient)

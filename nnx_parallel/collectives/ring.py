@@ -106,29 +106,29 @@ class Ring:
 
     def join(self, passed: Sequence[jax.Array]) -> jax.Array:
         """The whole array from the shards of `hops`."""
-        whole = self._buffer(passed[0])
+        gathered = self._buffer(passed[0])
         for hop, x in enumerate(passed):
             # Written where its owner is along the ring.
-            whole = self._write(whole, x, self._start(-hop, x))
-        return whole
+            gathered = self._write(gathered, x, self._start(-hop, x))
+        return gathered
 
     def gather_through(
         self, function: Pointwise, shard: jax.Array
     ) -> tuple[Any, jax.Array]:
         """``function`` of the whole array, and the array, from this device's part."""
         if self._is_bulk:
-            whole = self._all_gather(shard)
-            return function(whole), whole
+            gathered = self._all_gather(shard)
+            return function(gathered), gathered
         outputs: Any = None
-        whole = self._buffer(shard)
+        gathered = self._buffer(shard)
         for hop, x in enumerate(self.hops(shard)):
             start = self._start(-hop, x)
             y = function(x)
             if outputs is None:
                 outputs = jax.tree.map(self._buffer, y)
             outputs = jax.tree.map(partial(self._write, start=start), outputs, y)
-            whole = self._write(whole, x, start)
-        return outputs, whole
+            gathered = self._write(gathered, x, start)
+        return outputs, gathered
 
     def scatter_sum_and_gather(
         self, function: Pointwise, x: Any, shard: jax.Array

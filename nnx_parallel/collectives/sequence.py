@@ -54,12 +54,12 @@ class SequenceOrder:
         if not self.is_balanced or self.size == 1:
             return x
         halves = zip(jnp.split(x, 2, axis=1), balanced_moves(self.size), strict=True)
-        moved = []
+        exchanged = []
         with jax.named_scope("reorder"):  # a name in profiles and programs
             for half, moves in halves:
                 pairs = [(b, a) if is_back else (a, b) for a, b in moves]
-                moved.append(jax.lax.ppermute(half, self.axis, pairs))
-            return jnp.concatenate(moved, axis=1)
+                exchanged.append(jax.lax.ppermute(half, self.axis, pairs))
+            return jnp.concatenate(exchanged, axis=1)
 
 
 def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

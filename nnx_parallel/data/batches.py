@@ -46,8 +46,8 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
     leaves = _named_leaves(batch)
     for name, leaf in leaves.items():
         _check_leaf(f"{name} of batch {index}", leaf)
-    own, shared, join = partition(batch)
-    without_shared = join(own, [None] * len(shared))
+    with_rows, shared, join = partition(batch)
+    without_shared = join(with_rows, [None] * len(shared))
     rows = {name: x.shape[0] for name, x in _named_leaves(without_shared).items()}
     if not rows:
         raise DataError(
@@ -268,8 +268,8 @@ class BatchAgreement:
 
 def shared_checksums(batch: Any) -> dict[str, int]:
     """A checksum of each array that all rows share, by its path."""
-    own, shared, join = partition(batch)
-    leaves = _named_leaves(join([None] * len(own), shared))
+    with_rows, shared, join = partition(batch)
+    leaves = _named_leaves(join([None] * len(with_rows), shared))
     return {name: zlib.crc32(np.asarray(x).tobytes()) for name, x in leaves.items()}
 
 
@@ -447,9 +447,11 @@ def place_batch(
         # This runs a collective, and so never on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
         shares = multihost_utils.process_allgather(rows)  # (process, share, ...)
-        whole = jax.tree.map(lambda x: np.concatenate([x[p] for p in givers]), shares)
+        gathered = jax.tree.map(
+            lambda x: np.concatenate([x[p] for p in givers]), shares
+        )
         place = partial(jax.make_array_from_process_local_data, sharding)
-        return join(jax.tree.map(lambda x: place(x, x.shape), whole), shared)
+        return join(jax.tree.map(lambda x: place(x, x.shape), gathered), shared)
     return join(_place(sharding, rows), shared)
 
 

@@ -119,14 +119,14 @@ class _Split:
     contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    whole: NamedSharding  # the side that is split along `seq`, once it is gathered
+    gathered: NamedSharding  # the side that is split along `seq`, once it is gathered
 
     def gather(self, x: Array) -> Array:
         """Gathers the side that is split along ``seq``."""
         # It is split first: with only a constraint to the whole layout, the partitioner
         # makes the value whole at its source, and keeps it.
         x = _place(x, self.input if self.gathers else self.output)
-        return _place(x, self.whole)
+        return _place(x, self.gathered)
 
 
 def _gathered_products(
@@ -178,7 +178,7 @@ def _find_split(
                 contracting=contracting,
                 input=layout.sharding(to_spec(in_axes)),
                 output=layout.sharding(to_spec(out_axes)),
-                whole=layout.sharding(to_spec((near[0], kept, *near[2:]))),
+                gathered=layout.sharding(to_spec((near[0], kept, *near[2:]))),
             )
     return None
 

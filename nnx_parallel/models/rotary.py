@@ -98,5 +98,5 @@ def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Ar
     sin = jnp.expand_dims(jnp.sin(angles), dims)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     first, second = jnp.split(wide, 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -359,15 +359,15 @@ def _stacked_differences(
         for group, sizes in ((params, scales), (directions, scales[::-1])):
             group[path] = np.asarray(rng.normal(size=shape) * sizes, np.float32)
     trees = nest(params), nest(directions)
-    whole, listed = (
+    as_stack, as_list = (
         _Trial(tx, *trees),
         _Trial(tx, *(_listed(x, stacked) for x in trees)),
     )
     found: dict[Path, float] = {}
-    if whole.draws or listed.draws:
+    if as_stack.draws or as_list.draws:
         return found
     for scale in (1e-3, 1.0, 1e3):  # on both sides of a limit
-        for ours, theirs in zip(whole.run(scale), listed.run(scale), strict=True):
+        for ours, theirs in zip(as_stack.run(scale), as_list.run(scale), strict=True):
             for path in stacked & shapes.keys():
                 x = flatten(ours)[path]
                 own = np.stack([flatten(theirs)[*path, i] for i in range(len(x))])

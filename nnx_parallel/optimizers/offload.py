@@ -153,8 +153,8 @@ def offloaded_update(
 
     # All other values are computed at once; for them the other arrays of the state come
     # in whole.
-    whole = on_host.difference(v for array in arrays for v in array.inputs)
-    given |= {v: jax.device_put(given[v], _DEVICE) for v in whole}
+    unsliced = on_host.difference(v for array in arrays for v in array.inputs)
+    given |= {v: jax.device_put(given[v], _DEVICE) for v in unsliced}
     outside = _outside(traced, arrays)
     given |= dict(zip(outside, traced.evaluate(outside, given), strict=True))
 
@@ -220,14 +220,14 @@ def _sliced_arrays(
     while found:
         outside = _outside(traced, found.values())
         used = set(inputs_of(needed(traced.eqns, outside), outside))
-        whole = [
+        unsliced = [
             path
             for path, array in found.items()
             if not used.isdisjoint(on_host.intersection(array.places))
         ]
-        if not whole:
+        if not unsliced:
             break
-        found = {path: array for path, array in found.items() if path not in whole}
+        found = {path: array for path, array in found.items() if path not in unsliced}
     return [*found.values()]
 
 

@@ -227,8 +227,8 @@ def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
     if not coarse:
         return None
     lost = sum(jnp.sum((u != 0) & (a == b), dtype=jnp.float32) for b, u, a in coarse)
-    moved = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
-    return jnp.asarray(lost / jnp.maximum(moved, 1.0))
+    nonzero = sum(jnp.sum(u != 0, dtype=jnp.float32) for _, u, _ in coarse)
+    return jnp.asarray(lost / jnp.maximum(nonzero, 1.0))
 
 
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
@@ -307,14 +307,14 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
             fields.setdefault(field, (kind, owner))
     few = nest({owner: params[owner] for _, owner in fields.values()})
     try:
-        traced, own = _trace_states(plan.tx, few)
+        traced, states = _trace_states(plan.tx, few)
     except Exception:
         # A mask that is a tree fits only the tree of all parameters, not a few of them.
-        traced, own = _trace_states(plan.tx, plan.abstract.params)
+        traced, states = _trace_states(plan.tx, plan.abstract.params)
     before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
     indices: dict[str, int] = {}
-    for index, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(own)):
-        indices.setdefault(_field_of(own, keys)[0], index)
+    for index, (keys, _) in enumerate(jax.tree_util.tree_leaves_with_path(states)):
+        indices.setdefault(_field_of(states, keys)[0], index)
     kinds = {}
     for field, (kind, _) in fields.items():
         index = indices[field]

@@ -134,13 +134,13 @@ class PipelineSchedule(Execution):
         needs_stack: bool,
     ) -> Any:
         """Outputs by the forward half of the schedule, microbatch by microbatch."""
-        whole = partial(plan.evaluate, function)
+        evaluate = partial(plan.evaluate, function)
         if not needs_stack:
             with using_runner(record):
-                traced = trace(whole, *arrays, batch, key)
+                traced = trace(evaluate, *arrays, batch, key)
             # A prediction may, for example, use only the model's embedding.
             if not calls_stack(traced):
-                return whole(*arrays, batch, key)
+                return evaluate(*arrays, batch, key)
         # A batch for evaluation may have any number of rows.
         num_rows = count_rows(batch)
         shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)

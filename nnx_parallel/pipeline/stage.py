@@ -198,13 +198,13 @@ class Stage:
             layer = self._cast_layers(layer)
             grads_x, grads_args, totals = carry
             kept = (layer.fixed, saved, args, grads_x)
-            (new, more), own = run(layer.trained, kept)
+            (new, more), for_weights = run(layer.trained, kept)
             grads_x = _choose(mark, new, grads_x)
             added = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads_args = _choose(mark, added, grads_args)
             if add is None:
-                return (grads_x, grads_args, totals), own
-            return (grads_x, grads_args, add(totals, own, index)), None
+                return (grads_x, grads_args, totals), for_weights
+            return (grads_x, grads_args, add(totals, for_weights, index)), None
 
         carry = (*self._split_args(cotangents), totals)
         xs = (_numbered(layers, saved), _marks(layers, count))
@@ -381,8 +381,8 @@ def _computed_indices(
             # an index.
             is_call = len(inner.invars) == len(flags)
             marks = flags if is_call else [any(flags)] * len(inner.invars)
-            own = set(compress(inner.invars, marks))
-            found += _computed_indices(inner.eqns, own, others)
+            inner_computed = set(compress(inner.invars, marks))
+            found += _computed_indices(inner.eqns, inner_computed, others)
         if any(flags):
             computed.update(variables_in(eqn.outvars))
     return found

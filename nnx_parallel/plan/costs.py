@@ -311,8 +311,8 @@ def _ragged_dot(eqn: jex.JaxprEqn) -> float:
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     left, right, _ = _avals(eqn)
     shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    own = [size for dim, size in enumerate(right.shape) if dim not in shared]
-    return 2.0 * left.size * math.prod(own)
+    free = [size for dim, size in enumerate(right.shape) if dim not in shared]
+    return 2.0 * left.size * math.prod(free)
 
 
 def _avals(eqn: jex.JaxprEqn) -> tuple[Any, Any, Any]:

@@ -306,10 +306,10 @@ class Estimate:
         for x, place in self._staged:
             here = place.in_stage()
             is_once = self._pipeline.gather == "step"
-            if (is_once and place.is_gathered) or place.moved:
+            if (is_once and place.is_gathered) or place.stage_axes:
                 spec = here.used if is_once else here.stored
                 size = self.shard_bytes(x.shape, spec, self.dtype)
-                split = self.stages if place.moved else 1
+                split = self.stages if place.stage_axes else 1
                 total += size / split * self.fullest
         return total
 
@@ -373,11 +373,11 @@ def _of_state(local: Estimate) -> Iterator[Traffic]:
     sums = 2 if local.is_cpu else 1
     for _, x, stored_at in local.params:
         place, of_stage = stored_at, 1
-        if place.moved:
+        if place.stage_axes:
             # Layers that stages share unevenly are sent to them once a step.
             for source, dtype in (("weights", local.dtype), ("gradients", x.dtype)):
                 part = local.shard_bytes(x.shape, place.stored, dtype)
-                yield _sent(local, place.moved, part, source, exposed=True)
+                yield _sent(local, place.stage_axes, part, source, exposed=True)
             place, of_stage = place.in_stage(), local.stages
         stored, used = axes_of(place.stored), axes_of(place.used)
         size = local.shard_bytes(x.shape, place.used, local.dtype) / of_stage

@@ -94,8 +94,8 @@ class Parts:
     @property
     def num_rows(self) -> int:
         """Rows of a global batch."""
-        own, _, _ = partition(self.batch)
-        return jax.tree.leaves(own)[0].shape[0]
+        arrays, _, _ = partition(self.batch)
+        return jax.tree.leaves(arrays)[0].shape[0]
 
     @property
     def compute_dtype(self) -> str:
@@ -114,12 +114,12 @@ class Parts:
 
     def with_rows(self, num_rows: int) -> Parts:
         """The parts with another number of rows in each batch."""
-        own, shared, join = partition(self.batch)
+        arrays, shared, join = partition(self.batch)
 
         def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((num_rows, *x.shape[1:]), x.dtype)
 
-        return replace(self, batch=join(jax.tree.map(resize, own), shared))
+        return replace(self, batch=join(jax.tree.map(resize, arrays), shared))
 
     def with_precision(self, precision: Precision | None) -> Parts:
         """The parts with other dtypes; unchanged for ``None``."""
@@ -150,13 +150,13 @@ class Parts:
         rows = self.num_rows
         sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
         check_divisible(rows, num_microbatches, sizes)
-        own, shared, join = partition(self.batch)
+        arrays, shared, join = partition(self.batch)
 
         def placed(spec: P) -> Callable[[Any], jax.ShapeDtypeStruct]:
             sharding = layout.sharding(spec)
             return lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        rows_on_mesh = jax.tree.map(placed(layout.batch_spec(rows)), own)
+        rows_on_mesh = jax.tree.map(placed(layout.batch_spec(rows)), arrays)
         return join(rows_on_mesh, jax.tree.map(placed(P()), shared))
 
 

@@ -251,7 +251,7 @@ def time_step(
         hidden=(0.0, 0.0),
         exposed=(worse, better),
     )
-    moved = Lane(
+    memory_lane = Lane(
         name="memory",
         work=costs.moved_bytes,
         speed=(memory, memory),
@@ -267,14 +267,14 @@ def time_step(
         **{lane.name: lane.exposed[0] for lane in sent},
     }
     if costs.schedule is not None:
-        time = costs.schedule.time(given, (products, moved, *sent))
+        time = costs.schedule.time(given, (products, memory_lane, *sent))
         return _with_host(time, costs.host_bytes)
     hidden, exposed = (sum(x.hidden[1] for x in sent), sum(x.exposed[1] for x in sent))
     time = StepTime(
         fast=max(better, fast_memory, hidden) + exposed,
         slow=sum(parts.values()),
         parts=parts,
-        lanes=(products, moved, *sent),
+        lanes=(products, memory_lane, *sent),
     )
     return _with_host(time, costs.host_bytes)
 

@@ -188,8 +188,8 @@ def _time(
         for (virtual, microbatch), tick in np.ndenumerate(at):
             chunk, stage = divmod(virtual, num_stages)
             start = float(starts[row, tick])
-            own = float(durations[row, tick] * shares[virtual] / shares.max())
-            times = start, start + own, int(tick)
+            duration = float(durations[row, tick] * shares[virtual] / shares.max())
+            times = start, start + duration, int(tick)
             slots.append(TimedSlot(kind, stage, microbatch, chunk, *times))
     slots.sort(key=lambda slot: (slot.start, slot.tick, slot.stage))
     return Timeline(tick_start, tuple(slots))

@@ -299,9 +299,9 @@ def plan_buffers(table: Table) -> Buffers:
 
     def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
         """The slot of each value at the ``start`` or ``end`` of its live range."""
-        own = live[name]
+        ranges = live[name]
         cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
-        cells[getattr(own, when)[rows], own.stage[rows, None]] = slots[name][rows]
+        cells[getattr(ranges, when)[rows], ranges.stage[rows, None]] = slots[name][rows]
         return frozen_ints(cells)
 
     # Rows are virtual stages: the first is fed new microbatches, the last cotangents of
@@ -426,8 +426,8 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
         yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
     # One microbatch hands its random state to the next, and gradients are summed in
     # this order: with another one the numbers would differ from one device's.
-    for kind, own in ticks.by_kind.items():
-        after_last = np.pad(own[:, :-1] + 1, ((0, 0), (1, 0)))
+    for kind, ticks_of_kind in ticks.by_kind.items():
+        after_last = np.pad(ticks_of_kind[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
 
 

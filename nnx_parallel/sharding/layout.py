@@ -293,7 +293,7 @@ class Layout:
             given[:] = spec  # it replaces the names
             return self.translate(spec)
 
-        moved: tuple[str, ...] = ()
+        stage_axes: tuple[str, ...] = ()
         rules = placing_rules(self.claims.rules, self.mesh)
         explicit = answer_of(rules, info, self.mesh, translate=translate)
         if explicit:
@@ -303,16 +303,18 @@ class Layout:
         else:
             axes, reason = self._by_names(info)
             axes, reason = self._with_zero_axes(info, axes, reason)
-            axes, reason, moved = self._with_moved_axes(info, axes, reason)
+            axes, reason, stage_axes = self._with_moved_axes(info, axes, reason)
 
         found = self.claims.experts  # which are not gathered over their axis
-        own = {found.axis} if found and "expert" in (info.names or ()) else set()
+        expert_axes = (
+            {found.axis} if found and "expert" in (info.names or ()) else set()
+        )
 
         # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
         def with_zero(*kept: ZeroKind) -> P:
             idle = (z for z in self.claims.zero if z.shard not in kept)
-            dropped = {axis for z in idle for axis in z.axes} - own
-            dropped |= set() if kept else {*moved}
+            dropped = {axis for z in idle for axis in z.axes} - expert_axes
+            dropped |= set() if kept else {*stage_axes}
             return to_spec([tuple(a for a in dim if a not in dropped) for dim in axes])
 
         return Placement(
@@ -323,7 +325,7 @@ class Layout:
             reason=reason,
             is_stacked=info.is_stacked,
             absent=absent_from(self.mesh, given, self.claims.logical),
-            moved=moved,
+            stage_axes=stage_axes,
         )
 
     def translate(self, spec: P, *, is_activation: bool = False) -> P:

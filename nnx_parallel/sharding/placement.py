@@ -50,7 +50,7 @@ class Placement:
     absent: tuple[str, ...] = ()
     is_looked_up: bool = False
     is_staged: bool = False
-    moved: tuple[str, ...] = ()
+    stage_axes: tuple[str, ...] = ()
 
     def of_layer(self) -> Placement:
         """The placement of one layer of a stacked array."""
@@ -60,15 +60,15 @@ class Placement:
 
     def in_stage(self) -> Placement:
         """The placement in a stage, without the axes of stages."""
-        if not self.moved:
+        if not self.stage_axes:
             return self
-        dropped = {*self.moved}
+        dropped = {*self.stage_axes}
         place = self._map(
             lambda spec: to_spec(
                 [tuple(a for a in as_tuple(dim) if a not in dropped) for dim in spec]
             )
         )
-        return replace(place, moved=())
+        return replace(place, stage_axes=())
 
     def _map(self, function: Callable[[P], P]) -> Placement:
         """The placement with other specs, in all four roles."""

@@ -36,8 +36,8 @@ def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
         ('tensor', 'mine')
     """
     shape = mesh.shape
-    own = (a if a in shape else _AXES.get(a, a) for a in as_tuple(axes))
-    return tuple(axis for axis in own if axis in shape or axis not in AXIS_NAMES)
+    names = (a if a in shape else _AXES.get(a, a) for a in as_tuple(axes))
+    return tuple(axis for axis in names if axis in shape or axis not in AXIS_NAMES)
 
 
 def merge_axes(
@@ -74,8 +74,8 @@ def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
     of size one, they would gather the rows on all devices of the axes that split the
     batch here.
     """
-    own = {_AXES.get(axis, axis) for axis in as_tuple(axes)}
-    return bool(own) and own <= {"data", "fsdp"} and not axes_on(mesh, axes)
+    our_axes = {_AXES.get(axis, axis) for axis in as_tuple(axes)}
+    return bool(our_axes) and our_axes <= {"data", "fsdp"} and not axes_on(mesh, axes)
 
 
 def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:

@@ -250,8 +250,8 @@ def _by_rules(
         reasons = {answer[1] for answer in answers if answer}
         warn_idle([rules], reasons, f"Paths: {shown}{more}.")
     pairs = zip(infos, answers, strict=True)
-    whole = [pair for pair, answer in pairs if answer is None and pair[0].shape]
-    _warn_replicated(members(rules), whole, mesh)
+    replicated = [pair for pair, answer in pairs if answer is None and pair[0].shape]
+    _warn_replicated(members(rules), replicated, mesh)
     return [NamedSharding(mesh, answer[0] if answer else P()) for answer in answers]
 
 

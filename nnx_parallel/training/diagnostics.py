@@ -163,18 +163,18 @@ def watching_wrapped(model: nnx.Module) -> Iterator[None]:
 
         return call
 
-    own = {n: f for n, f in vars(wrapper).items() if inspect.isfunction(f)}
-    noted = {name: noting(method) for name, method in own.items()}
+    methods = {n: f for n, f in vars(wrapper).items() if inspect.isfunction(f)}
+    noted = {name: noting(method) for name, method in methods.items()}
     watched = type(wrapper.__name__, (wrapper,), noted)
     object.__setattr__(model, "__class__", watched)
     yield
     object.__setattr__(model, "__class__", wrapper)
-    if own and not called:
+    if methods and not called:
         raise LossError(
-            f"A wrapper has replaced {sorted(own)} of {wrapper.__name__}, as Qwix's "
-            "quantize_model does, and the loss calls none of them: it would silently "
-            "train without the wrapper. Wrap the method that the loss calls, as in "
-            "qwix.quantize_model(model, provider, ..., methods=('hidden',))."
+            f"A wrapper has replaced {sorted(methods)} of {wrapper.__name__}, as "
+            "Qwix's quantize_model does, and the loss calls none of them: it would "
+            "silently train without the wrapper. Wrap the method that the loss calls, "
+            "as in qwix.quantize_model(model, provider, ..., methods=('hidden',))."
         )
 
 
@@ -447,7 +447,7 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
         sum(array_bytes(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays)
         for arrays in trees
     )
-    whole = sum(array_bytes(x.shape, x.dtype) for x in chain(*trees))
+    total_bytes = sum(array_bytes(x.shape, x.dtype) for x in chain(*trees))
     text = (
         f"On each device: parameters {params:,} bytes, as many or more for gradients, "
         f"optimizer state {optimizer:,} bytes.\n"
@@ -460,8 +460,8 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
         f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
         "remat='full'."
     )
-    # FSDP leaves each device its share of the whole; it saves the replicas.
-    if (saved := params + optimizer - whole // num_devices) > 0:
+    # FSDP leaves each device its share of all bytes; it saves the replicas.
+    if (saved := params + optimizer - total_bytes // num_devices) > 0:
         text += (
             f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "
             f"{saved:,} bytes on each."

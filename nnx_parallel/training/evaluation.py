@@ -132,8 +132,8 @@ class Judged:
                 is_on_host = there.memory_kind == HOST
                 return jax.device_put(x, jax.memory.Space.Device) if is_on_host else x
 
-            own = jax.tree.map(bring, state.opt_state, plan.shardings.opt_state)
-            return choice(replace(state, opt_state=own))
+            opt_state = jax.tree.map(bring, state.opt_state, plan.shardings.opt_state)
+            return choice(replace(state, opt_state=opt_state))
 
         return jit_step(plan.layout, derive, out_shardings=plan.shardings.params)
 
@@ -153,8 +153,8 @@ def derived_params(state: TrainState) -> dict[str, Any]:
         kept = _by_path(found.z if is_free else found.cache)
         new = {p: x for p, x in _by_path(params).items() if p in kept}
         if is_free:
-            own = found._replace(z=kept)
-            new = optax.contrib.schedule_free_eval_params(own, new)
+            unmasked = found._replace(z=kept)
+            new = optax.contrib.schedule_free_eval_params(unmasked, new)
         else:
             is_true = found.steps_since_sync == 0
             new = {p: jnp.where(is_true, x, kept[p]) for p, x in new.items()}

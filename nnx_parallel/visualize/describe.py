@@ -140,8 +140,8 @@ class Description:
     def replicated(self) -> tuple[ArrayRow, ...]:
         """Parameters of which every device holds a whole copy, the largest first."""
         params = (row for row in self.rows if row.info.is_param)
-        whole = (row for row in params if not any(row.placement.stored))
-        return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
+        rows = (row for row in params if not any(row.placement.stored))
+        return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
 
     @property
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
@@ -150,8 +150,8 @@ class Description:
         Single numbers are left out, and arrays that follow a parameter whose optimizer
         state no rule splits: see `replicated`.
         """
-        whole = (row for row in self.optimizer_rows if row.why_whole)
-        return tuple(sorted(whole, key=lambda row: -row.bytes_per_device))
+        rows = (row for row in self.optimizer_rows if row.why_whole)
+        return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
 
     @property
     def title(self) -> str:

@@ -100,12 +100,12 @@ def save_pretrained(
     Raises:
         WeightsError: If the folder has files, or the table does not fit the model.
     """
-    own = cast(Any, model)
+    untyped = cast(Any, model)
     constants: Mapping[str, np.ndarray] = {}
-    if names is None and isinstance(own, HasConstants):
-        constants = own.constants_in_files()
-    if names is None and isinstance(own, HasNames) and config is None:
-        config = own.config_in_files()
+    if names is None and isinstance(untyped, HasConstants):
+        constants = untyped.constants_in_files()
+    if names is None and isinstance(untyped, HasNames) and config is None:
+        config = untyped.config_in_files()
     names = table_of(model, names)
     params = nnx.to_flat_state(nnx.state(model, WEIGHTS))
     if adapters := [path for path, leaf in params if isinstance(leaf, nnx.LoRAParam)]:
@@ -128,11 +128,11 @@ def save_pretrained(
 
 def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
     """The given table of names, or the model's."""
-    own = cast(Any, model)
+    untyped = cast(Any, model)
     if names is not None:
         return names
-    if isinstance(own, HasNames):
-        return own.names_in_files()
+    if isinstance(untyped, HasNames):
+        return untyped.names_in_files()
     raise WeightsError(
         f"A {type(model).__name__} has no table of names: pass names=[(our path, their "
         "name, pattern), ...]."

@@ -85,8 +85,11 @@ class Pattern:
         seen = [] if least is None else [distance >= least]
         seen += [] if greatest is None else [distance <= greatest]
         if queries.segments is not None and keys.segments is not None:
-            own, other = queries.segments[:, :, None], keys.segments[:, None, :]
-            seen.append((own == other) & (own != 0))
+            q_segments, k_segments = (
+                queries.segments[:, :, None],
+                keys.segments[:, None, :],
+            )
+            seen.append((q_segments == k_segments) & (q_segments != 0))
         return jnp.stack(jnp.broadcast_arrays(*seen)).all(0) if seen else None
 
 
@@ -204,9 +207,11 @@ class Grid:
             conditions.append(high[:, None] - k_low[None] >= least)
         if greatest is not None:
             conditions.append(low[:, None] - k_high[None] <= greatest)
-        own, other = self.q_tokens.segments, self.k_tokens.segments
-        if own is not None and other is not None:
-            (low, high), (k_low, k_high) = (_ranges(x, x != 0) for x in (own, other))
+        q_segments, k_segments = self.q_tokens.segments, self.k_tokens.segments
+        if q_segments is not None and k_segments is not None:
+            (low, high), (k_low, k_high) = (
+                _ranges(x, x != 0) for x in (q_segments, k_segments)
+            )
             conditions.append(
                 (low[:, None] <= k_high[None]) & (k_low[None] <= high[:, None])
             )
@@ -390,7 +395,9 @@ def merge(first: Partial, second: Partial) -> Partial:
     """Attention to the keys of two pieces that have no key in common."""
     lse = jnp.logaddexp(first[1], second[1])
     # Where both see nothing, the weights are exp(-inf - 0).
-    weights = (jnp.exp(own - _finite(lse))[..., None] for _, own in (first, second))
+    weights = (
+        jnp.exp(part_lse - _finite(lse))[..., None] for _, part_lse in (first, second)
+    )
     out = sum(w * x for w, (x, _) in zip(weights, (first, second), strict=True))
     return jnp.asarray(out), lse
 

@@ -125,10 +125,10 @@ def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
     if sinks is not None:
         share = len(sinks) // size
         sinks = jax.lax.dynamic_slice_in_dim(sinks, index * share, share)
-    whole = replace(
+    gathered_call = replace(
         call, query=query, key=key, value=value, segments=segments, sinks=sinks
     )
-    return sequence_for_heads(kernel(whole), axis)
+    return sequence_for_heads(kernel(gathered_call), axis)
 
 
 class _Keys(NamedTuple):
@@ -190,12 +190,12 @@ class _Exchange(abc.ABC):
 
     def attend(self, call: AttentionCall) -> Array:
         """The attention of this device's queries, in a region manual over the axis."""
-        own, other = call.segments or (None, None)
-        keys = _Keys(call.key, call.value, other)
-        query, own = jax.tree.map(self.order.enter, (call.query, own))
+        q_segments, k_segments = call.segments or (None, None)
+        keys = _Keys(call.key, call.value, k_segments)
+        query, q_segments = jax.tree.map(self.order.enter, (call.query, q_segments))
         if self.moves_keys:
             keys = jax.tree.map(self.order.enter, keys)
-        return self.order.leave(_attend(self, query, keys, own, call.sinks))
+        return self.order.leave(_attend(self, query, keys, q_segments, call.sinks))
 
     def outputs(
         self, query: Array, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
@@ -332,9 +332,9 @@ class _Ring(_Exchange):
             for at in (slice(half), slice(half, None))
         )
         passing = send_on(keys, axis)
-        dearly, *own = self._backward(early, early_tokens, keys, 0)
+        dearly, *local_grads = self._backward(early, early_tokens, keys, 0)
         dquery = jnp.zeros(sides[0].shape, dearly.dtype)
-        own, passing = jax.lax.optimization_barrier((own, passing))
+        local_grads, passing = jax.lax.optimization_barrier((local_grads, passing))
 
         def turn(state: tuple, hop: int | Array, *, ends: bool = False) -> tuple:
             # `sums`: gradients of the keys that pass by, empty at the first hop.
@@ -356,7 +356,9 @@ class _Ring(_Exchange):
         home = send_on(sums, axis)
         dlate, *more = self._backward(late, late_tokens, keys, 0)
         dquery += jnp.concatenate([dearly, dlate], axis=1)
-        return dquery, *(a + b + c for a, b, c in zip(own, more, home, strict=True))
+        return dquery, *(
+            a + b + c for a, b, c in zip(local_grads, more, home, strict=True)
+        )
 
     def _backward(
         self, sides: _Sides, q_tokens: Tokens, keys: _Keys, hop: int | Array

@@ -332,11 +332,11 @@ def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
     tokens, chosen, weights = routed.flat()
     size = jax.lax.axis_size(axes) if axes else 1
     first = jax.lax.axis_index(axes) * experts.count if axes else 0
-    own = chosen - first
-    own = jnp.where((own >= 0) & (own < experts.count), own, experts.count)
+    local = chosen - first
+    local = jnp.where((local >= 0) & (local < experts.count), local, experts.count)
     # A token goes to an expert at most once.
     most = len(tokens) * min(chosen.shape[1], experts.count)
-    order = sort_by_expert(own, experts.count, most)
+    order = sort_by_expert(local, experts.count, most)
     num_rows = round_rows(chosen.size / size, most)
     run = partial(_local_round, experts.activate, num_rows)
     num_rounds = -(-jnp.sum(order.sizes) // num_rows)

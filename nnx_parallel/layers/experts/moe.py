@@ -459,7 +459,7 @@ class _Documents(NamedTuple):
         cls, chosen: Array, segments: Array, num_experts: int, axes: tuple[str, ...]
     ) -> "_Documents":
         """Counts a device's choices by document; mesh axes may split the rows."""
-        own = chosen.shape[1]
+        num_tokens = chosen.shape[1]
         if axes:  # a document may begin and end on other devices
             gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
             chosen, segments = gather(chosen), gather(segments)
@@ -474,8 +474,8 @@ class _Documents(NamedTuple):
         found = cls(counts, before, position + further + 1)
         if not axes:
             return found
-        start = jax.lax.axis_index(axes) * own
-        part = partial(jax.lax.dynamic_slice_in_dim, slice_size=own, axis=1)
+        start = jax.lax.axis_index(axes) * num_tokens
+        part = partial(jax.lax.dynamic_slice_in_dim, slice_size=num_tokens, axis=1)
         return jax.tree.map(lambda x: part(x, start), found)
 
 

@@ -100,13 +100,13 @@ class RowExchange(NamedTuple):
         # loop of gathers.
         is_after = jnp.arange(num_rows)[:, None] >= ends[None]
         segment = jnp.sum(is_after, axis=1, dtype=jnp.int32)
-        own = jnp.where(segment < len(ends), segment % num_local, num_local)
+        local_expert = jnp.where(segment < len(ends), segment % num_local, num_local)
         return cls(
             there=Moves(starts[index], sizes[index], places[index], sizes[:, index]),
             back=Moves(
                 places[:, index], sizes[:, index], starts[:, index], sizes[index]
             ),
-            expert=own,
+            expert=local_expert,
         )
 
     def send(self, rows: Array, axis: str) -> Array:
@@ -127,15 +127,15 @@ class RowExchange(NamedTuple):
         return _pick(of_rows, self.there, num_rows, axis)
 
 
-def _pick(numbers: Array, own: Moves, length: int, axis: str) -> Array:
+def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
     """Picks, from one number per row of all devices, the numbers of the rows here.
 
     An exchange of rows of one number would send 128, because TPUs pad them.
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
-    first = jnp.arange(len(table)) * len(numbers) + own.places
-    offset = jnp.arange(length)[:, None] - own.starts[None]  # (rows here, devices)
-    is_in = (offset >= 0) & (offset < own.sizes[None])
+    first = jnp.arange(len(table)) * len(numbers) + moves.places
+    offset = jnp.arange(length)[:, None] - moves.starts[None]  # (rows here, devices)
+    is_in = (offset >= 0) & (offset < moves.sizes[None])
     place = jnp.sum(jnp.where(is_in, first[None] + offset, 0), axis=1)
     return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
 
@@ -280,12 +280,12 @@ class _Exchange:
         """The round of a chunk's rows that each receiver has from ``first`` on."""
         tokens, weights, kernels = operands
         experts = ExpertMLPs(kernels=kernels, activate=self.activate)
-        order, counts, own, weight = jax.tree.map(
+        order, counts, chunk_tokens, weight = jax.tree.map(
             lambda x: x[chunk], (routes.order, routes.counts, tokens, weights)
         )
         here = jax.lax.axis_index(self.axis)
         plan = RowExchange.plan(counts, here, experts.count, first, self.num_rows)
-        return _Round(experts, self.axis, plan, order, own, weight)
+        return _Round(experts, self.axis, plan, order, chunk_tokens, weight)
 
 
 class _Round(NamedTuple):
