@@ -16,6 +16,7 @@ from demo import report
 from demo.corpus import RandomWindows, spread_windows, standard_library
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     Composite,
     ContextParallel,
@@ -124,7 +125,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
         optimizer=lambda model: with_muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=DataParallel(),
-        devices=jax.devices()[:4],
+        backend=Backend(devices=jax.devices()[:4]),
         checkpoint=settings.directory,
     )
     restored.restore()

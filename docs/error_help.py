@@ -51,7 +51,7 @@ HELP = {
     "MeshShapeError": Help(
         "The sizes of a strategy do not multiply to the number of devices.",
         "Leave one size out: it takes the devices that remain. Or pass "
-        "`devices=jax.devices()[:6]`.",
+        "`Backend(devices=jax.devices()[:6])`.",
         "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
     ),
     "MeshAxisTypeError": Help(
@@ -289,7 +289,7 @@ HELP = {
     ),
     "ReplicaError": Help(
         "Copies of one array on several devices differ: faulty memory, or processes "
-        "that trained apart. Saves compare them, and `check_replicas_every`.",
+        "that trained apart. Saves compare them, and `Faults(check_replicas_every=...)`.",
         "Go back to the last checkpoint, without the devices in the message.",
         "Copies of 1 arrays differ at step 1000: ...",
     ),

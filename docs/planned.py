@@ -11,6 +11,7 @@ import optax
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     ExpertParallel,
@@ -115,7 +116,7 @@ def _plan(
         optax.adamw(3e-4),
         next_token_loss,
         precision=Precision.mixed_bfloat16(),
-        devices=jax.devices()[:1],
+        backend=Backend(devices=jax.devices()[:1]),
         loggers=(),
     )
     return make_plan(

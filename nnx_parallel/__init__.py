@@ -66,15 +66,22 @@ from nnx_parallel.strategies.expert_parallel import ExpertParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.strategies.pipeline import Pipeline
 from nnx_parallel.strategies.tensor_parallel import TensorParallel
+from nnx_parallel.training.arguments import (
+    Backend,
+    Debugging,
+    Evaluation,
+    Faults,
+    SkipSteps,
+)
 from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.compilation import compiler_options
-from nnx_parallel.training.step import SkipSteps
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Backend",
     "Callback",
     "ChainRules",
     "Checkpoint",
@@ -83,10 +90,13 @@ __all__ = [
     "ConsoleLogger",
     "ContextParallel",
     "DataParallel",
+    "Debugging",
     "EarlyStopping",
+    "Evaluation",
     "ExpertParallel",
     "FSDP",
     "FSDPRules",
+    "Faults",
     "GPipe",
     "Interleaved",
     "JSONLinesLogger",

@@ -68,6 +68,9 @@ _HINTS = {
     "shared_dim": " It is the total width of all shared experts.",
 }
 
+_GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
+"""Arguments of the Trainer that group others, by class: a prefix of their old names."""
+
 _KNOWN: dict[str, list[str]] = {}
 """Arguments by the name of the class or method, once `suggests_names` has seen it."""
 
@@ -114,6 +117,9 @@ def suggests_names(taker: T) -> T:
 
 
 def _remedy(title: str, name: str) -> str:
+    if title == "Trainer" and (place := grouped(name)):
+        group, option = place
+        return f"It is {option}: pass {group}={option}."
     known = _KNOWN[title]
     ours = [own for own, theirs in _OTHER_NAMES.items() if name in theirs.split()]
     near = [own for own in ours if own in known]
@@ -125,6 +131,15 @@ def _remedy(title: str, name: str) -> str:
     if near := near or difflib.get_close_matches(name, known, n=1):
         return f"Did you mean {near[0]}=?{_HINTS.get(near[0], '')}"
     return f"See help({title})."
+
+
+def grouped(name: str) -> tuple[str, str] | None:
+    """Where a former argument of the Trainer is: ``"faults", "Faults(...=...)"``."""
+    for group, prefix in _GROUPS.items():
+        option = name.removeprefix(prefix)
+        if name == prefix + option and option in _KNOWN.get(group, ()):
+            return group.lower(), f"{group}({option}=...)"
+    return None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -331,7 +346,7 @@ class OffloadError(ParallelError, ValueError):
 class NonFiniteLossError(ParallelError, ArithmeticError):
     """Loss, gradients and updates of every step must be finite.
 
-    ``Trainer(on_non_finite="skip")`` leaves out steps that are not, and float16's
+    ``Faults(on_non_finite="skip")`` leaves out steps that are not, and float16's
     scaling does so too; a state that is not finite is never saved.
     """
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -35,7 +36,7 @@ def make_trainer(model: Any, strategy: str = "fsdp", **options: Any) -> Trainer:
         optax.sgd(0.1),
         next_token_loss,
         strategy=STRATEGIES[strategy](),
-        devices=jax.devices()[:1] if one else jax.devices(),
+        backend=Backend(devices=jax.devices()[:1] if one else jax.devices()),
         num_microbatches=2 if strategy == "pipeline" else 1,
         loggers=(),
         **options,

@@ -1,5 +1,6 @@
 """Natural mistakes in arguments: each error has the finding and a valid spelling."""
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,17 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Callback,
     Checkpoint,
     Composite,
     ConsoleLogger,
     ContextParallel,
     DataParallel,
+    Debugging,
+    Evaluation,
     ExpertParallel,
+    Faults,
     Offload,
     PathNames,
     PathRules,
@@ -84,10 +89,23 @@ LINEN = (
             "...).",
         ),
         (
-            {"compiler_options": "xla_a=true"},
-            f"compiler_options is 'xla_a=true'. {IS}a dict of XLA's options, such as "
-            "{'xla_tpu_scoped_vmem_limit_kib': 65536}, whose values may be None to "
-            "leave one of the library's out.",
+            {"backend": Backend},
+            f"backend is the class Backend. {IS}a Backend, such as "
+            "Backend(devices=jax.devices()[:1]). Call the class: Backend(...).",
+        ),
+        (
+            {"faults": "skip"},
+            f"faults is 'skip'. {IS}a Faults, such as Faults(step_timeout=600).",
+        ),
+        (
+            {"debugging": True},
+            f"debugging is True. {IS}a Debugging, such as "
+            "Debugging(fast_dev_run=True).",
+        ),
+        (
+            {"evaluation": loss},
+            f"evaluation is a function. {IS}an Evaluation, such as "
+            "Evaluation(params='ema').",
         ),
         (
             {"precision": "bfloat16"},
@@ -98,16 +116,6 @@ LINEN = (
             {"precision": jnp.bfloat16},
             f"precision is the class bfloat16. {IS}a Precision, such as "
             "Precision.mixed_bfloat16().",
-        ),
-        (
-            {"devices": 8},
-            f"devices is 8. {IS}a list, also of a single device, such as "
-            "jax.devices()[:8].",
-        ),
-        ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
-        (
-            {"mesh": "data"},
-            f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as FSDP().make_mesh().",
         ),
         ({"checkpoint": 5}, f"checkpoint is 5. {IS}a directory, or a Checkpoint."),
         (
@@ -157,6 +165,45 @@ def test_wrong_argument_types_raise(arguments: dict[str, Any], message: str) -> 
     ("options", "message"),
     [
         (
+            {"compiler_options": "xla_a=true"},
+            f"compiler_options is 'xla_a=true'. {IS}a dict of XLA's options, such as "
+            "{'xla_tpu_scoped_vmem_limit_kib': 65536}, whose values may be None to "
+            "leave one of the library's out.",
+        ),
+        (
+            {"devices": 8},
+            f"devices is 8. {IS}a list, also of a single device, such as "
+            "jax.devices()[:8].",
+        ),
+        ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
+        (
+            {"mesh": "data"},
+            f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as FSDP().make_mesh().",
+        ),
+        (
+            {"offload": Offload},
+            f"offload is the class Offload. {IS}an Offload, such as Offload() for the "
+            "optimizer's state. Call the class: Offload(...).",
+        ),
+    ],
+)
+def test_wrong_backend_types_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=whole(message)):
+        Backend(**options)
+
+
+def test_evaluation_loss_that_is_no_function_raises() -> None:
+    message = (
+        f"Evaluation.loss is 'mse'. {IS}a function loss(model, batch), as the loss is."
+    )
+    with pytest.raises(TypeError, match=whole(message)):
+        Evaluation(loss="mse")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
             {"--xla_a": True},
             "compiler_options has the name '--xla_a'. It must be the name of an option "
             "of XLA, without dashes and without its value: 'xla_a'.",
@@ -180,7 +227,7 @@ def test_wrong_argument_types_raise(arguments: dict[str, Any], message: str) -> 
 )
 def test_invalid_compiler_options_raise(options: dict[Any, Any], message: str) -> None:
     with pytest.raises(ValueError, match=whole(message)):
-        Trainer(MODEL, SGD, loss, compiler_options=options)
+        Trainer(MODEL, SGD, loss, backend=Backend(compiler_options=options))
 
 
 @pytest.mark.parametrize(
@@ -287,6 +334,27 @@ def test_unknown_trainer_argument_suggests_name() -> None:
         make(MODEL, SGD, loss, strategi=FSDP())
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "option"),
+    [
+        ("eval_loss", "evaluation", "Evaluation(loss=...)"),
+        ("eval_params", "evaluation", "Evaluation(params=...)"),
+        *(
+            (name, group.__name__.lower(), f"{group.__name__}({name}=...)")
+            for group in (Faults, Debugging, Backend)
+            for name in inspect.signature(group).parameters
+        ),
+    ],
+)
+def test_grouped_argument_names_its_class(name: str, group: str, option: str) -> None:
+    make: Any = Trainer
+    message = (
+        f"Trainer has no argument {name!r}. It is {option}: pass {group}={option}."
+    )
+    with pytest.raises(TypeError, match=whole(message)):
+        make(MODEL, None, None, **{name: None})  # before anything else is looked at
+
+
 ZERO = "ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."
 MEANT = "Did you mean {}=?"
 OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -303,8 +371,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "stages": (Pipeline, {"num_stages": 2}, MEANT.format("size")),
     "another's option": (ContextParallel, {"sequence": True}, "TensorParallel has: {}"),
     "the Trainer's": (Pipeline, {"num_microbatches": 4}, "Trainer has: {}"),
-    "devices": (DataParallel, {"devices": 4}, "Trainer has: {}"),
-    "a mesh for several": (Composite, {"mesh": None}, "Trainer has: {}"),
+    "devices": (DataParallel, {"devices": 4}, "Backend has: {}"),
+    "a mesh for several": (Composite, {"mesh": None}, "Backend has: {}"),
     "a dtype": (Precision, {"dtype": "bf16"}, MEANT.format("compute")),
     "Mixtral's choices": (Experts, {"num_experts_per_tok": 2}, MEANT.format("top_k")),
     "DeepSeek's experts": (

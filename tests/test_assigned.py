@@ -13,7 +13,15 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Callback, DataParallel, Pipeline, Precision, Trainer
+from nnx_parallel import (
+    FSDP,
+    Backend,
+    Callback,
+    DataParallel,
+    Pipeline,
+    Precision,
+    Trainer,
+)
 from nnx_parallel.errors import (
     DonatedArrayError,
     ParallelWarning,
@@ -129,7 +137,7 @@ def make_trainer(model: Any, strategy: Any = None, **options: Any) -> Trainer:
     return Trainer(model, strategy=strategy or FSDP(min_size=0), **settings)
 
 
-ALONE = {"strategy": DataParallel(), "devices": jax.devices()[:1]}
+ALONE = {"strategy": DataParallel(), "backend": Backend(devices=jax.devices()[:1])}
 
 
 # In the forward pass
@@ -234,7 +242,7 @@ class Around(nnx.Module):
     ids=["blocks", "epilogue"],
 )
 def test_pipeline_refuses_assignments_before_compiling(model: Any, path: str) -> None:
-    options = {"num_microbatches": 2, "devices": jax.devices()[:2]}
+    options = {"num_microbatches": 2, "backend": Backend(devices=jax.devices()[:2])}
     trainer = make_trainer(model, Pipeline(2), **options)
     batch = make_batches(1)[0]
     message = f"assigns trained parameters while it runs: `{path}"
@@ -292,7 +300,10 @@ def loss_at(kernel: np.ndarray, batch: dict, bias: float = 0.0) -> float:
 
 def test_assigned_weights_are_trained_on(tmp_path: Path) -> None:
     batch = make_batches(1)[0]
-    options = {"checkpoint": str(tmp_path), "devices": jax.devices()[:4]}
+    options = {
+        "checkpoint": str(tmp_path),
+        "backend": Backend(devices=jax.devices()[:4]),
+    }
     trainer = make_trainer(linear, ema_decay=0.9, **options)
     kernel = jnp.full((4, 1), 2.0)
     model: Any = trainer.model

@@ -14,6 +14,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     Composite,
     DataParallel,
@@ -301,7 +302,7 @@ def test_training_matches_list_on_one_device(
 
     tx = MIXING[optimizer]
     with compiling(optimized=False), warnings.catch_warnings():
-        one = {"devices": jax.devices()[:1]}
+        one = {"backend": Backend(devices=jax.devices()[:1])}
         _, expected = train(False, DataParallel(1), tx, 4, **one)
         saved = {"checkpoint": Checkpoint(tmp_path, every=2)}
         first, losses = train(True, STRATEGIES[name], by_layer(tx), 2, **saved)
@@ -315,7 +316,12 @@ def test_training_matches_list_on_one_device(
         ):
             assert x.sharding.is_equivalent_to(sharding, x.ndim)
         _, losses = train(
-            True, FSDP(2), by_layer(tx), 4, devices=jax.devices()[:2], **saved
+            True,
+            FSDP(2),
+            by_layer(tx),
+            4,
+            backend=Backend(devices=jax.devices()[:2]),
+            **saved,
         )
         np.testing.assert_allclose(losses, expected[2:], rtol=1e-5)
 

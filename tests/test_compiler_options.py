@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Logger, Trainer, compiler_options
+from nnx_parallel import FSDP, Backend, Logger, Trainer, compiler_options
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.training.compilation import TABLE, accepted_options
 from tests.tpus import numbers_from
@@ -97,7 +97,8 @@ def make_trainer(loss: Any = squares, **options: Any) -> Trainer:
 def test_fit_reports_set_and_refused_options():
     greeter = Greeter()
     trainer = make_trainer(
-        compiler_options={FAST: False, "xla_tpu_of_tomorrow": True}, loggers=[greeter]
+        backend=Backend(compiler_options={FAST: False, "xla_tpu_of_tomorrow": True}),
+        loggers=[greeter],
     )
     with pytest.warns(
         ParallelWarning,
@@ -119,7 +120,8 @@ def test_fit_reports_set_and_refused_options():
 def test_step_with_options_traces_once_and_nests(tmp_path):
     dumped = tmp_path / "dump"
     trainer = make_trainer(
-        loggers=(), compiler_options={"xla_dump_to": str(dumped), FAST: True}
+        loggers=(),
+        backend=Backend(compiler_options={"xla_dump_to": str(dumped), FAST: True}),
     )
     state, batch = trainer.state, trainer.shard_batch(X)
     compiled = trainer.train_step.lower(state, batch).compile()  # pyright: ignore[reportFunctionMemberAccess]
@@ -140,7 +142,9 @@ def test_step_error_is_raised_unchanged():
     def bad(model: Any, batch: Any) -> Any:
         raise ValueError("of the loss")
 
-    trainer = make_trainer(bad, loggers=(), compiler_options={FAST: True})
+    trainer = make_trainer(
+        bad, loggers=(), backend=Backend(compiler_options={FAST: True})
+    )
     with pytest.raises(ValueError, match="of the loss"):
         trainer.train_step(trainer.state, trainer.shard_batch(X))
 

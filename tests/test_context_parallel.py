@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     ContextParallel,
     DataParallel,
@@ -274,7 +275,7 @@ def test_generation_and_evaluation_match_one_device():
                 optax.adamw(1e-3),
                 next_token_loss,
                 strategy=strategy,
-                devices=devices_of(strategy),
+                backend=Backend(devices=devices_of(strategy)),
                 loggers=(),
             )
             tokens = trainer.predict(

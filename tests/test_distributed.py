@@ -22,7 +22,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, DataParallel, PolicyRules, Trainer, initialize
+from nnx_parallel import FSDP, DataParallel, Faults, PolicyRules, Trainer, initialize
 from nnx_parallel.distributed import (
     HUNG,
     Termination,
@@ -244,7 +244,7 @@ def test_invalid_step_timeout_raises() -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Watchdog(0)
     with pytest.raises(ValueError, match=re.escape(message)):
-        Trainer(lambda rngs: None, None, print, step_timeout=0)  # pyright: ignore[reportArgumentType]
+        Faults(step_timeout=0)
 
 
 def can_listen(host: str) -> bool:
@@ -431,7 +431,7 @@ HANGING_EVALUATION = """
 import threading, time
 import jax.numpy as jnp, numpy as np, optax
 from flax import nnx
-from nnx_parallel import Callback, Precision, Trainer
+from nnx_parallel import Callback, Faults, Precision, Trainer
 
 class Rows:
     hang = False
@@ -459,7 +459,7 @@ trainer = Trainer(
     ema_decay=0.5,  # of another dtype, and so another program
     callbacks=[Slow()],
     loggers=(),
-    step_timeout=1,
+    faults=Faults(step_timeout=1),
 )
 trainer.evaluate(Rows(), ema=True)
 trainer.fit([np.ones((8, 4), np.float32)] * 3, 3, eval_data=Rows(), eval_every=1)

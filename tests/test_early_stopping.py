@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Callback, Checkpoint, EarlyStopping, Trainer
+from nnx_parallel import Callback, Checkpoint, EarlyStopping, Evaluation, Trainer
 
 BATCH = {"x": np.ones((8, 4), np.float32), "score": np.zeros(8, np.float32)}
 
@@ -39,7 +39,7 @@ def make_trainer(*callbacks: Callback, directory: Path | None = None) -> Trainer
         lambda rngs: nnx.Linear(4, 1, rngs=rngs),
         optax.sgd(0.0),
         loss,
-        eval_loss=score,
+        evaluation=Evaluation(loss=score),
         callbacks=callbacks,
         checkpoint=directory and Checkpoint(directory, every=1),
         loggers=(),

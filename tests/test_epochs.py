@@ -20,6 +20,7 @@ from rich.console import Console
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Callback,
     Checkpoint,
     ConsoleLogger,
@@ -125,7 +126,7 @@ def loss(model: Any, batch: dict) -> Mean:
 def make_trainer(checkpoint: Any = None, loss: Any = loss, **options: Any) -> Trainer:
     model = options.pop("model", lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     settings: dict[str, Any] = {"strategy": FSDP(min_size=0), "loggers": ()}
-    settings["devices"] = jax.devices()[:2]
+    settings["backend"] = Backend(devices=jax.devices()[:2])
     settings |= options
     return Trainer(model, optax.adam(0.05), loss, checkpoint=checkpoint, **settings)
 
@@ -138,7 +139,7 @@ def fit(trainer: Trainer, data: Any, epochs: int, last: Any = "drop") -> list[fl
 @pytest.fixture(scope="module")
 def by_hand() -> list[float]:
     """Losses of three passes over all batches, the small ones too, on one device."""
-    one = make_trainer(devices=jax.devices()[:1])
+    one = make_trainer(backend=Backend(devices=jax.devices()[:1]))
     return [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES * 3]
 
 
@@ -168,9 +169,11 @@ def test_pipeline_pads_last_batch() -> None:
             return self.stack(x)
 
     options: dict[str, Any] = {"model": Net, "num_microbatches": 2}
-    two = make_trainer(strategy=Pipeline(2), devices=jax.devices()[:2], **options)
+    two = make_trainer(
+        strategy=Pipeline(2), backend=Backend(devices=jax.devices()[:2]), **options
+    )
     losses = fit(two, BATCHES, 1, Pad("weights"))
-    one = make_trainer(model=Net, devices=jax.devices()[:1])
+    one = make_trainer(model=Net, backend=Backend(devices=jax.devices()[:1]))
     expected = [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     mean = two.evaluate(BATCHES)["loss"]

@@ -16,10 +16,12 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Callback,
     Checkpoint,
     Composite,
     DataParallel,
+    Evaluation,
     Mean,
     PathNames,
     Pipeline,
@@ -112,7 +114,7 @@ def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
         "model": Classifier,
         "optimizer": optax.sgd(0.1),
         "strategy": FSDP(min_size=0),
-        "devices": jax.devices()[:4],
+        "backend": Backend(devices=jax.devices()[:4]),
         "loggers": (),
     }
     return Trainer(loss=loss, **(settings | options))
@@ -140,7 +142,7 @@ def test_eval_loss_runs_under_every_strategy(name: str) -> None:
     trainer = make_trainer(
         strategy=STRATEGIES[name],
         names=PathNames((r"^first\.kernel$", (None, "mlp"))),
-        eval_loss=confusion,
+        evaluation=Evaluation(loss=confusion),
         num_microbatches=2,
     )
     history = trainer.fit(TRAINING, 2, eval_data=HELD_OUT)
@@ -172,7 +174,7 @@ class Scaled:
 
 
 def test_evaluate_takes_another_loss() -> None:
-    trainer = make_trainer(eval_loss=eval_loss)
+    trainer = make_trainer(evaluation=Evaluation(loss=eval_loss))
     usual = trainer.evaluate(HELD_OUT)["loss"]
 
     def doubled(model: Any, batch: Any) -> Mean:
@@ -231,7 +233,7 @@ def test_eval_loss_that_closes_over_model_raises() -> None:
         return eval_loss(model, batch)
 
     for make in (
-        lambda: make_trainer(model=model, eval_loss=stale),
+        lambda: make_trainer(model=model, evaluation=Evaluation(loss=stale)),
         lambda: make_trainer(model=model).evaluate(HELD_OUT, loss=stale),
     ):
         with pytest.raises(LossError, match="The loss uses the model as 'model' from"):
@@ -247,7 +249,7 @@ class Keeping(Callback):
 
 def test_array_metric_reaches_only_callbacks() -> None:
     keeping = Keeping()
-    trainer = make_trainer(eval_loss=confusion, callbacks=[keeping])
+    trainer = make_trainer(evaluation=Evaluation(loss=confusion), callbacks=[keeping])
     history = trainer.fit(TRAINING, 1, eval_data=HELD_OUT)
     assert keeping.metrics["matrix"].sum() == len(ROWS["label"])
     assert {name for name in history if name.startswith("eval_")} == {
@@ -273,7 +275,7 @@ def test_array_metric_in_training_raises() -> None:
 
 def test_predict_gives_row_losses_and_area() -> None:
     """Computes losses of single rows and an area under the curve from outputs."""
-    trainer = make_trainer(eval_loss=eval_loss)
+    trainer = make_trainer(evaluation=Evaluation(loss=eval_loss))
 
     def outputs(model: Any, batch: Any) -> dict:
         scores = model(batch["x"], training=False)[:, 0]
@@ -505,7 +507,7 @@ def test_eval_params_selects_evaluated_parameters(
         loggers=(),
         callbacks=[seen],
         ema_decay=0.5,
-        eval_params=eval_params,
+        evaluation=Evaluation(params=eval_params),
         checkpoint=Checkpoint(tmp_path, every=1, keep_best="eval_loss"),
     )
     trainer.fit(NUMBERS, 3, eval_data=NUMBERS[:2])
@@ -524,15 +526,23 @@ def test_eval_params_selects_evaluated_parameters(
 @pytest.mark.parametrize(
     ("eval_params", "message"),
     [
-        ("average", "eval_params='average'. It must be 'params', 'ema', or a function"),
+        (
+            "average",
+            "Evaluation.params='average'. It must be 'params', 'ema', or a function",
+        ),
         ("ema", "This Trainer keeps no average. Pass ema_decay=0.999."),
         (
             lambda state: {"kernel": state.params["kernel"][0]},
-            "eval_params: `bias` has shape None instead of (8,); `kernel` has shape "
-            "(8,) instead of (8, 8). The function must return a tree like",
+            "Evaluation.params: `bias` has shape None instead of (8,); `kernel` has "
+            "shape (8,) instead of (8, 8). The function must return a tree like",
         ),
     ],
 )
 def test_invalid_eval_params_raise(eval_params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Trainer(linear, optax.sgd(0.1), reversed_rows, eval_params=eval_params)
+        Trainer(
+            linear,
+            optax.sgd(0.1),
+            reversed_rows,
+            evaluation=Evaluation(params=eval_params),
+        )

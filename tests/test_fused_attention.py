@@ -18,6 +18,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     LogicalRules,
@@ -171,7 +172,7 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
             loss,
             strategy=strategy,
             num_microbatches=4,
-            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+            backend=Backend(devices=jax.devices()[: math.prod(n or 1 for n in sizes)]),
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))

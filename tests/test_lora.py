@@ -14,6 +14,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     PathNames,
@@ -153,7 +154,7 @@ def make_trainer(model: str, strategy: str) -> Trainer:
         names=names,
         wrt=nnx.LoRAParam,
         num_microbatches=2 if strategy == "pipeline" else 1,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
     )
 

@@ -15,8 +15,11 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     Composite,
+    Debugging,
+    Faults,
     OneFOneB,
     Pipeline,
     TensorParallel,
@@ -208,18 +211,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "it out to take the devices that remain.",
     ),
     "a mesh of other axes": (
-        lambda: make(strategy=FSDP(), mesh=make_mesh({"data": 8})),
+        lambda: make(strategy=FSDP(), backend=Backend(mesh=make_mesh({"data": 8}))),
         "The mesh has axes ['data'] but the strategy uses ['fsdp']. They must be the "
         "same names: build the mesh with strategy.make_mesh(), or compose strategies "
         "for every axis of the mesh.",
     ),
     "a mesh of another size": (
-        lambda: make(strategy=FSDP(8), mesh=FSDP().make_mesh(jax.devices()[:4])),
+        lambda: make(
+            strategy=FSDP(8), backend=Backend(mesh=FSDP().make_mesh(jax.devices()[:4]))
+        ),
         "The strategy asks for fsdp=8 but the mesh has fsdp=4. Make the two equal, or "
         "leave the strategy's size out to take the mesh's.",
     ),
     "a mesh as JAX makes it": (
-        lambda: make(strategy=FSDP(), mesh=jax.make_mesh((8,), ("fsdp",))),
+        lambda: make(
+            strategy=FSDP(), backend=Backend(mesh=jax.make_mesh((8,), ("fsdp",)))
+        ),
         "Mesh axes {'fsdp': Explicit} are not Auto. Build the mesh with "
         "nnx_parallel.make_mesh, or with jax.make_mesh(..., "
         "axis_types=(AxisType.Auto,) * 1).",
@@ -284,12 +291,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "0.999.",
     ),
     "a timeout in words": (
-        lambda: make(step_timeout="5m"),
+        lambda: make(faults=Faults(step_timeout="5m")),  # pyright: ignore[reportArgumentType]
         "step_timeout='5m'. It must be a positive number of seconds, or None to watch "
         "nothing.",
     ),
     "one step to profile": (
-        lambda: make(profile=5),
+        lambda: make(debugging=Debugging(profile=5)),  # pyright: ignore[reportArgumentType]
         "profile=5 covers no step. Give two numbers of steps, 0 <= start < stop, such "
         "as (10, 15).",
     ),

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Callback,
     Composite,
     ExpertParallel,
@@ -369,7 +370,7 @@ def test_layer_loads_go_only_to_layer_loggers():
         optax.sgd(0.1),
         next_token_loss,
         strategy=Composite(ExpertParallel(2), Pipeline(2, OneFOneB())),
-        devices=jax.devices()[:4],
+        backend=Backend(devices=jax.devices()[:4]),
         num_microbatches=2,
         callbacks=(Stops(),),
         loggers=(ConsoleLogger(every=1, console=Console(file=file)), layers),
@@ -469,7 +470,7 @@ def test_listed_blocks_aggregate_layer_metrics():
         Listed,
         optax.sgd(0.1),
         lambda model, x: jnp.mean(model(x) ** 2),
-        devices=jax.devices()[:1],
+        backend=Backend(devices=jax.devices()[:1]),
         loggers=(layers,),
     )
     with compiling(optimized=False):

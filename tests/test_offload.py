@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     Composite,
+    Faults,
     Offload,
     Pipeline,
     Precision,
@@ -78,7 +80,7 @@ def make_trainer(
         tx,
         loss,
         strategy=strategy,
-        offload=offload,
+        backend=Backend(offload=offload),
         loggers=(),
         **options,
     )
@@ -262,7 +264,7 @@ def test_array_parts_are_whole_tpu_tiles(rows, width, parts) -> None:
 
 
 def test_offloaded_replicas_are_checked() -> None:
-    trainer = make_trainer(FSDP(8), Offload(), check_replicas_every=1)
+    trainer = make_trainer(FSDP(8), Offload(), faults=Faults(check_replicas_every=1))
     trainer.fit(batches(2), num_steps=2)
 
 
@@ -329,7 +331,13 @@ def test_offloading_unkept_block_inputs_raises(
     build: Any, strategy: Strategy, remat: Any, message: str
 ) -> None:
     trainer = Trainer(
-        build, ADAMW, loss, strategy=strategy, remat=remat, offload=BLOCKS, loggers=()
+        build,
+        ADAMW,
+        loss,
+        strategy=strategy,
+        remat=remat,
+        backend=Backend(offload=BLOCKS),
+        loggers=(),
     )
     with pytest.raises(OffloadError, match=re.escape(message)):
         _ = trainer.train_step

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     TensorParallel,
     Trainer,
@@ -148,7 +149,7 @@ def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Tra
         optimizer,
         loss,
         strategy=options.pop("strategy", FSDP(min_size=0)),
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
         **options,
     )

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     FSDP,
     TRANSFORMER_NAMES,
+    Backend,
     Claims,
     Composite,
     DataParallel,
@@ -50,7 +51,7 @@ def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Traine
         LLAMA.loss,
         strategy=strategy,
         num_microbatches=2,
-        devices=jax.devices()[: int(np.prod(sizes))],
+        backend=Backend(devices=jax.devices()[: int(np.prod(sizes))]),
         loggers=(),
         **options,
     )
@@ -423,6 +424,6 @@ def test_strategies_with_effect_do_not_warn() -> None:
             strategy=FSDP(min_size=0),
             loggers=(),
         )
-        trainer(TensorParallel(), devices=one)  # nothing to repeat
+        trainer(TensorParallel(), backend=Backend(devices=one))  # nothing to repeat
         trainer(TensorParallel(rules=(PathRules((r"kernel", P("tensor"))),)))
         trainer(Composite(TensorParallel(4), FSDP()), names=TRANSFORMER_NAMES)

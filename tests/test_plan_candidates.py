@@ -173,7 +173,7 @@ def test_state_is_offloaded_if_it_does_not_fit() -> None:
     assert tight.best.costs.host_bytes == 2 * 4 * (256 * 256 / 8 + 256)
     assert tight.best.time is not None
     assert tight.best.time.parts["host"] > 0
-    assert "offload=Offload(optimizer=True" in tight.code
+    assert "backend=Backend(offload=Offload(optimizer=True" in tight.code
     assert any("between a device and its host" in note for note in tight.notes)
     never = planned((small - 1e4) / usable, offload=False)
     assert never.best is None

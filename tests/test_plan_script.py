@@ -99,9 +99,9 @@ def test_unplannable_script_fails_with_message(
 @pytest.mark.slow
 def test_script_with_offload_is_planned(tmp_path: Path) -> None:
     body = """
-from nnx_parallel import Offload
+from nnx_parallel import Backend, Offload
 build = lambda rngs: nnx.Linear(64, 64, rngs=rngs)
-trainer = Trainer(build, optax.adam(1e-3), loss, offload=Offload())
+trainer = Trainer(build, optax.adam(1e-3), loss, backend=Backend(offload=Offload()))
 trainer.fit([batch], num_steps=1)
 """
     done = run(tmp_path, body)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     Strategy,
@@ -98,7 +99,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
             strategy=strategy,
             num_microbatches=microbatches,
             wrt=is_trained,
-            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+            backend=Backend(devices=jax.devices()[: math.prod(n or 1 for n in sizes)]),
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))

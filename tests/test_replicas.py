@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import Callback, Checkpoint, Trainer, make_mesh
+from nnx_parallel import Callback, Checkpoint, Faults, Trainer, make_mesh
 from nnx_parallel.checkpoint import CheckpointManager
 from nnx_parallel.checkpoint.checksum import checksums
 from nnx_parallel.errors import CheckpointSaveError, ReplicaError
@@ -120,7 +120,7 @@ def test_fit_checks_replicas_periodically() -> None:
         optimizer=optax.sgd(0.0),
         loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
         callbacks=(Corrupt(),),
-        check_replicas_every=4,
+        faults=Faults(check_replicas_every=4),
         loggers=(),
     )
     batch = {"x": np.ones((8, 4), np.float32)}

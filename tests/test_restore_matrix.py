@@ -12,7 +12,14 @@ import optax
 import pytest
 from jax.sharding import Sharding
 
-from nnx_parallel import Checkpoint, Composite, ContextParallel, Trainer, TrainState
+from nnx_parallel import (
+    Backend,
+    Checkpoint,
+    Composite,
+    ContextParallel,
+    Trainer,
+    TrainState,
+)
 from nnx_parallel.checkpoint.contents import to_groups
 from tests.parity.models import CASES, Arrays
 from tests.parity.runs import as_numpy, compiling
@@ -37,7 +44,7 @@ def make_trainer(
         seed=seed,
         ema_decay=0.9,
         checkpoint=directory and Checkpoint(directory),
-        devices=plan.devices(),
+        backend=Backend(devices=plan.devices()),
         loggers=(),
     )
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     LogicalRules,
@@ -334,7 +335,7 @@ def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None)
         optax.sgd(0.1),
         loss,
         strategy=strategy,
-        devices=jax.devices()[:4],
+        backend=Backend(devices=jax.devices()[:4]),
         loggers=(),
     )
     batch = np.ones((2, length, 8), np.float32)

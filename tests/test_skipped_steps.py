@@ -16,10 +16,12 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     Composite,
     DataParallel,
     EarlyStopping,
+    Faults,
     JSONLinesLogger,
     Mean,
     Offload,
@@ -108,15 +110,21 @@ def arrays(trainer: Trainer) -> dict[str, np.ndarray]:
 
 
 BAD = {
-    "NaN": ({"y": math.nan}, {"on_non_finite": "skip"}),
-    "infinite": ({"y": math.inf}, {"on_non_finite": SkipSteps(limit=1)}),
-    "spike": ({"y": 1e3}, {"on_non_finite": SkipSteps(max_grad_norm=100.0)}),
+    "NaN": ({"y": math.nan}, {"faults": Faults(on_non_finite="skip")}),
+    "infinite": ({"y": math.inf}, {"faults": Faults(on_non_finite=SkipSteps(limit=1))}),
+    "spike": (
+        {"y": 1e3},
+        {"faults": Faults(on_non_finite=SkipSteps(max_grad_norm=100.0))},
+    ),
     "no label": ({"weight": 0.0}, {"loss": weighted}),
 }
 
 WAYS = {
     "FSDP": {},
-    "one device": {"strategy": DataParallel(1), "devices": jax.devices()[:1]},
+    "one device": {
+        "strategy": DataParallel(1),
+        "backend": Backend(devices=jax.devices()[:1]),
+    },
     "microbatches": {"num_microbatches": 2},
     "bfloat16": {"precision": Precision.mixed_bfloat16()},
     "float16": {"precision": Precision.mixed_float16()},
@@ -128,7 +136,7 @@ WAYS = {
         "strategy": Composite(Pipeline(2), FSDP()),
         "num_microbatches": 2,
     },
-    "offload": {"offload": Offload()},
+    "offload": {"backend": Backend(offload=Offload())},
     "muon": {"optimizer": muon_of},
     "average": {"ema_decay": 0.9},
 }
@@ -248,7 +256,7 @@ def test_result_of_ignores_empty_terms(terms: tuple, expected: float) -> None:
 
 
 def test_too_many_consecutive_bad_steps_raise() -> None:
-    trainer = make_trainer(on_non_finite=SkipSteps(limit=2))
+    trainer = make_trainer(faults=Faults(on_non_finite=SkipSteps(limit=2)))
     bad, good = make_batch(0, y=math.nan), make_batch(1)
     history = trainer.fit([good, bad, bad, good, bad, bad], 6)
     assert list(history["skipped"]) == [0, 1, 1, 0, 1, 1]
@@ -257,7 +265,7 @@ def test_too_many_consecutive_bad_steps_raise() -> None:
         "finite. It is bad step 3 in a row, and SkipSteps(limit=2) leaves out no more. "
         "All arrays are finite"
     )
-    trainer = make_trainer(on_non_finite=SkipSteps(limit=2))
+    trainer = make_trainer(faults=Faults(on_non_finite=SkipSteps(limit=2)))
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
         trainer.fit([bad] * 6, 6)
 
@@ -339,7 +347,10 @@ def test_intended_infinities_are_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: make_trainer(on_non_finite="ignore"), "on_non_finite='ignore'. It"),
+        (
+            lambda: make_trainer(faults=Faults(on_non_finite="ignore")),  # pyright: ignore[reportArgumentType]
+            "on_non_finite='ignore'. It",
+        ),
         (lambda: SkipSteps(limit=0), "SkipSteps.limit=0. It must be an integer of at"),
         (lambda: SkipSteps(max_grad_norm=-1.0), "SkipSteps.max_grad_norm=-1.0. It"),
     ],

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Callback, Mean, Trainer
+from nnx_parallel import FSDP, Callback, Debugging, Mean, Trainer
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
@@ -197,7 +197,7 @@ def test_log_every_does_not_thin_history() -> None:
 def test_overfit_batches_repeats_first_batches() -> None:
     batches = make_batches(2)
     expected = make_trainer().fit(batches * 3, 6)
-    found = make_trainer(overfit_batches=2).fit(make_batches(3), 6)
+    found = make_trainer(debugging=Debugging(overfit_batches=2)).fit(make_batches(3), 6)
     np.testing.assert_array_equal(found["loss"], expected["loss"])
 
 
@@ -207,9 +207,8 @@ def test_fast_dev_run_takes_two_steps_without_writing(
     monkeypatch.chdir(tmp_path)
     calls = []
     trainer = make_trainer(
-        fast_dev_run=True,
+        debugging=Debugging(fast_dev_run=True, profile=(0, 1)),
         checkpoint=tmp_path / "run",
-        profile=(0, 1),
         callbacks=[Watch("a", calls)],
     )
     history = trainer.fit(make_batches(9), 9, eval_data=make_batches(3))

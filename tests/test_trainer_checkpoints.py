@@ -15,7 +15,15 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Checkpoint,
+    DataParallel,
+    Debugging,
+    Evaluation,
+    Trainer,
+)
 from nnx_parallel.checkpoint import CheckpointManager
 from nnx_parallel.checkpoint import saved_steps as listing
 from nnx_parallel.checkpoint.orbax_compat import PreemptionPolicy
@@ -702,7 +710,7 @@ def test_first_use_writes_nothing(tmp_path: Path) -> None:
     before = sorted(run.rglob("*"))
     assert make_trainer(run).step == 2
     assert sorted(run.rglob("*")) == before
-    fast = make_trainer(run, fast_dev_run=True)
+    fast = make_trainer(run, debugging=Debugging(fast_dev_run=True))
     assert fast.step == 0
 
 
@@ -809,7 +817,7 @@ def fit_with_evaluations(directory: Path, num_steps: int, **options: Any) -> Tra
         Net,
         optax.sgd(0.01),
         drift,
-        eval_loss=distance,
+        evaluation=Evaluation(loss=distance),
         checkpoint=Checkpoint(directory, **options),
         loggers=[JSONLinesLogger(directory / "metrics.jsonl")],
     )

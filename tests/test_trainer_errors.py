@@ -14,9 +14,12 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import (
+    Backend,
     Callback,
     Checkpoint,
     DataParallel,
+    Debugging,
+    Faults,
     Precision,
     Trainer,
     make_mesh,
@@ -58,6 +61,13 @@ def test_assigning_constructor_argument_raises(name: str):
         setattr(make_trainer(), name, ())
 
 
+def test_assigning_grouped_argument_raises() -> None:
+    trainer: Any = make_trainer()
+    text = "when it is built. Pass faults=Faults(step_timeout=...) to Trainer(...)."
+    with pytest.raises(AttributeError, match=re.escape(text)):
+        trainer.step_timeout = 5
+
+
 @pytest.mark.parametrize("name", ["layout", "step", "train_step", "fit"])
 def test_assigning_read_only_attribute_raises(name: str):
     with pytest.raises(AttributeError, match="is read-only"):
@@ -75,11 +85,6 @@ def test_user_attributes_may_be_assigned():
     ("options", "message"),
     [
         (
-            {"devices": jax.devices, "mesh": make_mesh},
-            "Trainer got devices= and mesh=. A mesh names its devices already: pass "
-            "one of the two.",
-        ),
-        (
             {"num_microbatches": 2.0},
             "num_microbatches=2.0. It must be an integer of at least 1, which does not "
             "split the batch.",
@@ -88,11 +93,6 @@ def test_user_attributes_may_be_assigned():
             {"log_every": 0},
             "log_every=0. It must be an integer of at least 1, which logs every step; "
             "loggers=() logs nothing.",
-        ),
-        (
-            {"check_replicas_every": -1},
-            "check_replicas_every=-1. It must be an integer of at least 0, which "
-            "compares nothing.",
         ),
         (
             {"num_microbatches": 0},
@@ -108,12 +108,6 @@ def test_user_attributes_may_be_assigned():
             {"remat": "some"},
             "Unknown remat policy 'some'. Policies: ['none', 'dots', 'full']",
         ),
-        (
-            {"profile": (5, 5)},
-            "profile=(5, 5) covers no step. Give two numbers of steps, 0 <= start < "
-            "stop, such as (10, 15).",
-        ),
-        ({"profile": (-1, 5)}, "profile=(-1, 5) covers no step."),
     ],
 )
 def test_invalid_arguments_raise_before_building(options: dict, message: str) -> None:
@@ -121,10 +115,45 @@ def test_invalid_arguments_raise_before_building(options: dict, message: str) ->
         make_trainer(**options)
 
 
+@pytest.mark.parametrize(
+    ("group", "options", "message"),
+    [
+        (
+            Backend,
+            {"devices": jax.devices, "mesh": make_mesh},
+            "Backend got devices= and mesh=. A mesh names its devices already: pass "
+            "one of the two.",
+        ),
+        (
+            Faults,
+            {"check_replicas_every": -1},
+            "check_replicas_every=-1. It must be an integer of at least 0, which "
+            "compares nothing.",
+        ),
+        (
+            Debugging,
+            {"overfit_batches": 1.5},
+            "overfit_batches=1.5. It must be an integer of at least 0, which takes all "
+            "batches.",
+        ),
+        (
+            Debugging,
+            {"profile": (5, 5)},
+            "profile=(5, 5) covers no step. Give two numbers of steps, 0 <= start < "
+            "stop, such as (10, 15).",
+        ),
+        (Debugging, {"profile": (-1, 5)}, "profile=(-1, 5) covers no step."),
+    ],
+)
+def test_invalid_options_raise(group: Any, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        group(**options)
+
+
 def test_devices_and_mesh_agree() -> None:
     devices = jax.devices()[4:6]
-    by_devices = make_trainer(devices=devices)
-    by_mesh = make_trainer(mesh=DataParallel().make_mesh(devices))
+    by_devices = make_trainer(backend=Backend(devices=devices))
+    by_mesh = make_trainer(backend=Backend(mesh=DataParallel().make_mesh(devices)))
     assert by_devices.mesh == by_mesh.mesh
     assert set(by_mesh.mesh.devices.flat) == set(devices)
     kernel = by_mesh.state.params["kernel"]
@@ -230,7 +259,7 @@ def test_float16_raises_at_minimum_scale() -> None:
 
 
 def test_profile_writes_trace_of_steps(tmp_path: Path) -> None:
-    trainer = make_trainer(checkpoint=tmp_path, profile=(1, 3))
+    trainer = make_trainer(checkpoint=tmp_path, debugging=Debugging(profile=(1, 3)))
     trainer.fit([make_batch()] * 4, 4)
     (trace,) = (tmp_path / "profile").rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
@@ -258,7 +287,9 @@ def test_watchdog_runs_until_trace_is_written(
     monkeypatch.setattr(Watchdog, "disarm", lambda self: events.append("off"))
     failing = Callback()
     monkeypatch.setattr(failing, "on_step_end", fail)
-    trainer = make_trainer(callbacks=[failing], checkpoint=tmp_path, profile=(0, 9))
+    trainer = make_trainer(
+        callbacks=[failing], checkpoint=tmp_path, debugging=Debugging(profile=(0, 9))
+    )
     with pytest.raises(RuntimeError, match="a hook that fails"):
         trainer.fit([make_batch()] * 9, 9)
     assert events[:2] == ["trace", "off"]

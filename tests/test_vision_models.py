@@ -13,6 +13,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     Pipeline,
     Strategy,
@@ -107,7 +108,7 @@ def test_batch_statistics_cover_all_rows() -> None:
             optax.sgd(0.1),
             classification_loss,
             strategy=FSDP(min_size=0),
-            devices=jax.devices()[:num_devices],
+            backend=Backend(devices=jax.devices()[:num_devices]),
             loggers=(),
         )
         losses = trainer.fit([batch] * 3, num_steps=3)["loss"]

@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -53,7 +54,7 @@ def make_trainer(model: Any, strategy: str) -> Trainer:
         classification_loss,
         strategy=placed,
         num_microbatches=2 if strategy == "pipeline" else 1,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
     )
 

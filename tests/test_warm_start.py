@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax import monitoring
 
-from nnx_parallel import FSDP, Logger, Trainer, plan
+from nnx_parallel import FSDP, Backend, Logger, Trainer, plan
 from nnx_parallel.plan import Candidate
 from nnx_parallel.plan.compiled import options_of
 from nnx_parallel.plan.parts import Parts
@@ -89,7 +89,7 @@ def test_cached_step_is_loaded_without_compiling(
     assert len(compiled) >= 1
     keep(tmp_path)
     said = Said()
-    warm = fit(trainer_of(said, warm_start=tmp_path), compiled)
+    warm = fit(trainer_of(said, backend=Backend(warm_start=tmp_path)), compiled)
     assert compiled == []
     np.testing.assert_array_equal(cold, warm)
     found = [line for line in said.lines if "was read from" in line]
@@ -115,7 +115,7 @@ def test_cache_miss_reports_reason(
     if changed:
         keep(directory, **changed)
     said = Said()
-    fit(trainer_of(said, warm_start=directory), compiled)
+    fit(trainer_of(said, backend=Backend(warm_start=directory)), compiled)
     assert compiled
     assert any(reason in line for line in said.lines)
 
@@ -125,7 +125,7 @@ def test_damaged_cache_recompiles(tmp_path: Path, compiled: list[str]) -> None:
     (file,) = tmp_path.glob("*.step")
     file.write_bytes(file.read_bytes()[:-100])
     said = Said()
-    fit(trainer_of(said, warm_start=tmp_path), compiled)
+    fit(trainer_of(said, backend=Backend(warm_start=tmp_path)), compiled)
     assert compiled
     assert any("cannot be read" in line for line in said.lines)
 
@@ -140,7 +140,7 @@ def test_cache_writable_by_others_recompiles(
     file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\ncos\nabort\n(tR.")
     (file if mode == "file" else tmp_path).chmod(0o777)
     said = Said()
-    fit(trainer_of(said, warm_start=tmp_path), compiled)
+    fit(trainer_of(said, backend=Backend(warm_start=tmp_path)), compiled)
     assert compiled
     assert any("777, so that other users can write to it" in x for x in said.lines)
 
@@ -148,12 +148,14 @@ def test_cache_writable_by_others_recompiles(
 def test_invalid_directory_raises() -> None:
     message = "warm_start=3 is not a path. It must be the directory where `plan` keeps"
     with pytest.raises(ValueError, match=re.escape(message)):
-        trainer_of(Said(), warm_start=3)
+        trainer_of(Said(), backend=Backend(warm_start=3))  # pyright: ignore[reportArgumentType]
 
 
 def test_plan_uses_options_of_trainer() -> None:
     given = {"xla_cpu_enable_fast_math": True}
-    parts = Parts.of(trainer_of(Said(), compiler_options=given), BATCHES[0])
+    parts = Parts.of(
+        trainer_of(Said(), backend=Backend(compiler_options=given)), BATCHES[0]
+    )
     candidate = Candidate(strategy=FSDP(4), num_microbatches=2, remat="dots")
     options = options_of(parts, candidate)
     assert options.compiler_options == given
@@ -166,18 +168,25 @@ def test_plan_uses_options_of_trainer() -> None:
 def test_fit_runs_program_compiled_by_plan(
     tmp_path: Path, compiled: list[str], given: dict[str, Any] | None
 ) -> None:
-    cold = fit(trainer_of(Said(), compiler_options=given), compiled)
+    cold = fit(trainer_of(Said(), backend=Backend(compiler_options=given)), compiled)
     plan(
-        trainer_of(Said(), compiler_options=given),
+        trainer_of(Said(), backend=Backend(compiler_options=given)),
         topology="cpu:8",
         batch=BATCHES[0],
         candidates=[FSDP(8)],
         cache=tmp_path,
     )
-    trainer = trainer_of(Said(), warm_start=tmp_path, compiler_options=given)
+    trainer = trainer_of(
+        Said(), backend=Backend(warm_start=tmp_path, compiler_options=given)
+    )
     warm = fit(trainer, compiled)
     assert compiled == []
     np.testing.assert_array_equal(cold, warm)
     other = {"xla_cpu_enable_fast_math": False}  # compiled otherwise
-    fit(trainer_of(Said(), warm_start=tmp_path, compiler_options=other), compiled)
+    fit(
+        trainer_of(
+            Said(), backend=Backend(warm_start=tmp_path, compiler_options=other)
+        ),
+        compiled,
+    )
     assert compiled

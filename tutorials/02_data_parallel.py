@@ -12,7 +12,14 @@ import optax
 from flax import nnx
 from sklearn.datasets import load_digits
 
-from nnx_parallel import DataParallel, Trainer, audit, simulate_devices, visualize
+from nnx_parallel import (
+    Backend,
+    DataParallel,
+    Trainer,
+    audit,
+    simulate_devices,
+    visualize,
+)
 
 simulate_devices(8)
 
@@ -94,7 +101,7 @@ assert accuracy > 0.95
 # floating-point numbers are added in another order.
 
 # %%
-one = make_trainer(DataParallel(), devices=jax.devices()[:1])
+one = make_trainer(DataParallel(), backend=Backend(devices=jax.devices()[:1]))
 alone = one.fit(batches(num_epochs=20), num_steps=120)
 difference = np.abs(history["loss"] / alone["loss"] - 1)
 print(f"largest relative difference over 20 steps: {difference[:20].max():.1e}")

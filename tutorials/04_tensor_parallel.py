@@ -13,6 +13,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
+    Backend,
     Composite,
     DataParallel,
     LogicalRules,
@@ -104,7 +105,7 @@ def make_trainer(strategy, devices=None):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        devices=devices,
+        backend=Backend(devices=devices),
         loggers=(),
     )
 

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 
 from nnx_parallel import (
+    Backend,
     DataParallel,
     GPipe,
     Interleaved,
@@ -155,7 +156,7 @@ def make_trainer(strategy, num_devices):
         next_token_loss,
         strategy=strategy,
         num_microbatches=M,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
     )
 

@@ -16,6 +16,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     OneFOneB,
@@ -72,7 +73,7 @@ def make_trainer(strategy, devices=None):
         next_token_loss,
         strategy=strategy,
         num_microbatches=4,
-        devices=devices,
+        backend=Backend(devices=devices),
         loggers=(),
     )
 

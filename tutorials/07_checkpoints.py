@@ -15,6 +15,7 @@ import optax
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Checkpoint,
     DataParallel,
     TensorParallel,
@@ -38,7 +39,7 @@ def make_trainer(strategy, checkpoint, num_devices=8):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         checkpoint=checkpoint,
         loggers=(),
     )

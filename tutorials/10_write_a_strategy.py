@@ -19,6 +19,7 @@ import optax
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Claims,
     Composite,
     DataParallel,
@@ -80,7 +81,7 @@ def make_trainer(strategy, devices=None, num_microbatches=4):
         next_token_loss,
         strategy=strategy,
         num_microbatches=num_microbatches,
-        devices=devices,
+        backend=Backend(devices=devices),
         loggers=(),
     )
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from nnx_parallel import FSDP, Trainer, audit, simulate_devices
+from nnx_parallel import FSDP, Debugging, Trainer, audit, simulate_devices
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 simulate_devices(8)
@@ -58,7 +58,7 @@ print(f"{theory / 1e9:.2f} GFLOP a step")
 # a bad sharding. A collective that the strategy does not need means that a `constrain` is missing.
 
 # %%
-trainer = make_trainer(checkpoint=directory, profile=(6, 10))
+trainer = make_trainer(checkpoint=directory, debugging=Debugging(profile=(6, 10)))
 batch = trainer.shard_batch(batches[0])
 report = audit(trainer.train_step.lower(trainer.state, batch).compile())
 print(report.table())
@@ -75,7 +75,7 @@ assert {c.kind for c in report.collectives} == {"all-gather", "all-reduce"}
 # %% [markdown]
 # ## 3. The run on the devices
 #
-# `Trainer(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle of a run: the first
+# `Debugging(profile=(6, 10))` traces steps 6 to 9. Choose steps from the middle of a run: the first
 # step compiles, and the next few warm up caches. The trace is in the checkpoint directory.
 
 # %%

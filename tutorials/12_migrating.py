@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
+    Debugging,
     FSDPRules,
     Trainer,
     annotate,
@@ -229,13 +230,18 @@ assert moment.sharding.spec == P(None, "fsdp")
 # ## Exercise
 #
 # Take one of your training scripts, and write its loss as `loss(model, batch)`. First run it on 8
-# simulated devices with `fast_dev_run=True`, which takes two steps as a test. Then compare five
-# losses with the original's.
+# simulated devices with `Debugging(fast_dev_run=True)`, which takes two steps as a test. Then compare
+# five losses with the original's.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # For the script above; yours has other lines in place of model, optimizer, loss and batches.
 smoke = Trainer(
-    MLP, optax.adamw(1e-2), loss, strategy=FSDP(), loggers=(), fast_dev_run=True
+    MLP,
+    optax.adamw(1e-2),
+    loss,
+    strategy=FSDP(),
+    loggers=(),
+    debugging=Debugging(fast_dev_run=True),
 )
 smoke.fit(batches, num_steps=5)
 assert smoke.step == 2

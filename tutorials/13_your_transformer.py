@@ -23,6 +23,7 @@ from flax import nnx
 from nnx_parallel import (
     FSDP,
     TRANSFORMER_NAMES,
+    Backend,
     Composite,
     DataParallel,
     PathNames,
@@ -136,7 +137,12 @@ def print_measurements(name):
 # One device gives the numbers to compare with:
 
 # %%
-measure("one device", Transformer, DataParallel(), devices=jax.devices()[:1])
+measure(
+    "one device",
+    Transformer,
+    DataParallel(),
+    backend=Backend(devices=jax.devices()[:1]),
+)
 
 # %% [markdown]
 # **Data parallelism** on eight devices. A device computes an eighth of the FLOPs, and holds as much

@@ -12,6 +12,7 @@ import optax
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     ContextParallel,
     DataParallel,
@@ -42,7 +43,7 @@ def make_trainer(strategy, devices, seq_len):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        devices=devices,
+        backend=Backend(devices=devices),
         loggers=(),
     )
 

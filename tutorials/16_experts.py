@@ -16,6 +16,7 @@ import optax
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     ExpertParallel,
@@ -90,7 +91,7 @@ def make_trainer(experts, strategy, num_devices=8):
         optax.adam(3e-3),
         next_token_loss,
         strategy=strategy,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
     )
 

@@ -19,6 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,11 +35,12 @@ from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
 from nnx_parallel.plan.pictures import save
 from nnx_parallel.plan.search import plan
 from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.arguments import Backend
 from nnx_parallel.training.trainer import Trainer
 
 _CHILD = """
 import json, sys
-
+from nnx_parallel.cli.plan import plan_script
 sys.exit(plan_script(json.loads(sys.argv[1])))
 """
 _NETWORK = {
@@ -273,18 +275,21 @@ def _replacements(
     @functools.wraps(construct)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
         # Writing files and counting real devices have no part in a plan.
-        for name in ("checkpoint", "callbacks", "mesh", "profile"):
+        for name in ("checkpoint", "callbacks", "debugging"):
             kwargs.pop(name, None)
+        given = kwargs.pop("backend", None) or Backend()
         # Described devices cannot tell which memory they reach.
-        vars(self)[PLANNED_OFFLOAD] = kwargs.pop("offload", None)
-        devices = topology.devices
+        vars(self)[PLANNED_OFFLOAD] = given.offload
+        backend = replace(given, mesh=None, offload=None, devices=topology.devices)
+        kwargs |= {"loggers": (), "backend": backend}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                construct(self, *args, **kwargs | {"loggers": (), "devices": devices})
+                construct(self, *args, **kwargs)
         except ParallelError:
             # A strategy for another number of devices: the plan finds one for these.
-            one = {"strategy": DataParallel(1), "devices": devices[:1], "loggers": ()}
+            first = replace(backend, devices=topology.devices[:1])
+            one = {"strategy": DataParallel(1), "backend": first}
             construct(self, *args, **kwargs | one)
         built.append(self)
 

@@ -59,7 +59,7 @@ class Candidate:
         strategy: The strategy.
         num_microbatches: The Trainer's ``num_microbatches``.
         remat: The Trainer's ``remat``.
-        offload: The Trainer's ``offload``.
+        offload: ``Backend.offload`` of the Trainer.
         precision: The Trainer's ``precision``; ``None`` keeps it.
 
     Example:
@@ -76,12 +76,17 @@ class Candidate:
     @property
     def code(self) -> str:
         """The arguments of a Trainer, as Python."""
-        values = [(f.name, getattr(self, f.name), f.default) for f in fields(self)]
-        return ", ".join(
-            f"{name}={'Precision.mixed_bfloat16()' if value == MIXED else repr(value)}"
-            for name, value, default in values
-            if value != default
-        )
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        texts = {name: f"{name}={value!r}" for name, value in changed.items()}
+        if self.offload is not None:
+            texts["offload"] = f"backend=Backend(offload={self.offload!r})"
+        if self.precision == MIXED:
+            texts["precision"] = "precision=Precision.mixed_bfloat16()"
+        return ", ".join(texts.values())
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:

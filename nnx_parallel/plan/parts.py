@@ -28,7 +28,8 @@ from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
-from nnx_parallel.training.step import LossFn, StepOptions
+from nnx_parallel.training.arguments import LossFn
+from nnx_parallel.training.step import StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
 """Attribute of a Trainer for described devices: the arrays that it would offload."""
@@ -48,7 +49,7 @@ class Parts:
         strategy: The Trainer's strategy.
         options: The Trainer's microbatches, remat, and compiler options.
         batch: Shapes of a global batch.
-        offload: The Trainer's ``offload``, or ``None``.
+        offload: ``Backend.offload`` of the Trainer, or ``None``.
     """
 
     model: ModelDef

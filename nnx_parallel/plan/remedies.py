@@ -170,7 +170,7 @@ def _fitting(
             memory["optimizer state"] = 0.0  # but for a layer's, which is little
         size = short.scaled(mine.costs.memory, memory)
         if size <= short.limit:
-            more = ", offload=Offload()" if offloads else ""
+            more = ", backend=Backend(offload=Offload())" if offloads else ""
             yield entry.candidate.code + more, size
 
 

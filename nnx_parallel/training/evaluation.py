@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,11 +36,11 @@ from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
+from nnx_parallel.training.arguments import EvalParams, Evaluation, LossFn
 from nnx_parallel.training.compilation import accepted_options, jit_step
 from nnx_parallel.training.diagnostics import check_loss
 from nnx_parallel.training.step import (
     Batch,
-    LossFn,
     Means,
     Metrics,
     StepOptions,
@@ -49,9 +49,6 @@ from nnx_parallel.training.step import (
     execution_of,
     make_train_step,
 )
-
-EvalParams = Literal["params", "ema"] | Callable[[TrainState], Any]
-"""The trained parameters, their moving average, or a function of the state."""
 
 _AVERAGING = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState)
 
@@ -62,7 +59,7 @@ class Judged:
 
     Attributes:
         plan: The place of every array.
-        given: The Trainer's argument ``eval_params``.
+        given: The field ``params`` of `Evaluation`.
     """
 
     plan: StatePlan
@@ -70,11 +67,6 @@ class Judged:
 
     def __post_init__(self) -> None:
         plan, choice = self.plan, self.choice
-        if not callable(choice) and choice not in ("params", "ema"):
-            raise ValueError(
-                f"eval_params={choice!r}. It must be 'params', 'ema', or a function of "
-                "the TrainState that returns a tree like state.params."
-            )
         if isinstance(choice, str):
             if choice == "ema":
                 params_of(plan.abstract, ema=True)  # an error if there is no average
@@ -87,13 +79,13 @@ class Judged:
             if found.get(path) != wanted.get(path)
         ]:
             raise ValueError(
-                f"eval_params: {'; '.join(problems)}. The function must return a tree "
-                "like state.params, with the same paths and shapes."
+                f"Evaluation.params: {'; '.join(problems)}. The function must return a "
+                "tree like state.params, with the same paths and shapes."
             )
 
     @cached_property
     def choice(self) -> EvalParams:
-        """The argument; for ``None`` the average if the run keeps one."""
+        """The field; for ``None`` the average if the run keeps one."""
         if self.given is not None:
             return self.given
         if self.plan.ema_decay is not None:
@@ -114,7 +106,8 @@ class Judged:
                 kinds = dict.fromkeys(type(state).__name__ for state in states)
                 return f"parameters from the optimizer's {', '.join(kinds)}"
             case choice:
-                return f"eval_params={getattr(choice, '__qualname__', 'a function')}"
+                name = getattr(choice, "__qualname__", "a function")
+                return f"Evaluation(params={name})"
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
         """These parameters, placed like the trained ones."""
@@ -205,8 +198,7 @@ class Programs:
     loss: LossFn
     options: StepOptions
     global_batch_size: int | None = None  # rows that each training batch must have
-    eval_loss: LossFn | None = None  # for evaluations; by default the loss
-    eval_params: EvalParams | None = None
+    evaluation: Evaluation = field(default_factory=Evaluation)
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
 
@@ -218,7 +210,7 @@ class Programs:
     @cached_property
     def judged(self) -> Judged:
         """The parameters that evaluations and predictions use."""
-        return Judged(self.plan, self.eval_params)
+        return Judged(self.plan, self.evaluation.params)
 
     def _params(self, state: TrainState, ema: bool | None) -> dict[str, Any]:
         return self.judged(state) if ema is None else params_of(state, ema=ema)
@@ -314,7 +306,7 @@ class Programs:
         ``None``; if one process wants to stop, all processes stop there.
         """
         watchdog = watchdog or Watchdog(None)
-        known = _Known(loss or self.eval_loss or self.loss)
+        known = _Known(loss or self.evaluation.loss or self.loss)
         run = self._eval_step(known)
         rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
         arrays = (self._params(state, ema), state.variables, state.key)
@@ -366,7 +358,8 @@ class Programs:
                 f"{shown}. Dropout or batch statistics act in it: the model is called "
                 "in training mode, such as model(x, training=True), which overrides "
                 "model.eval(). Pass a function that calls it in evaluation mode: "
-                "Trainer(eval_loss=...), evaluate(loss=...), or a function to predict.",
+                "Trainer(evaluation=Evaluation(loss=...)), evaluate(loss=...), or a "
+                "function to predict.",
                 ParallelWarning,
             )
 

@@ -26,13 +26,13 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
+from nnx_parallel.training.arguments import Debugging, Faults
 from nnx_parallel.training.callback import Callback
-from nnx_parallel.training.compilation import check_warm_start, start_program
+from nnx_parallel.training.compilation import start_program
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
     agree_on_program,
     agree_on_run,
-    check_count,
     check_evaluation,
     check_replicas,
     explain_non_finite,
@@ -50,51 +50,19 @@ _STEPS_TO_FIRST_METRICS = 4
 """After this number of steps the first step's metrics, 2 steps behind, are known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a fit runs: checked arguments of `Trainer`, which documents them."""
-
-    loggers: Sequence[Logger] | None
-    callbacks: Sequence[Callback]
-    log_every: int
-    profile: tuple[int, int] | None
-    fast_dev_run: bool
-    overfit_batches: int
-    step_timeout: float | None
-    check_replicas_every: int
-    warm_start: str | os.PathLike | None = None
-
-    def __post_init__(self) -> None:
-        for name, least, meaning in (
-            ("log_every", 1, "logs every step; loggers=() logs nothing"),
-            ("overfit_batches", 0, "takes all batches"),
-            ("check_replicas_every", 0, "compares nothing"),
-        ):
-            check_count(name, getattr(self, name), least, f", which {meaning}")
-        match self.profile:
-            case None:
-                pass
-            case (int(start), int(stop)) if 0 <= start < stop:
-                pass
-            case found:
-                raise ValueError(
-                    f"profile={found!r} covers no step. Give two numbers of steps, "
-                    "0 <= start < stop, such as (10, 15)."
-                )
-        # An iterator would be empty at the second hook.
-        object.__setattr__(self, "callbacks", tuple(self.callbacks))
-        Watchdog(self.step_timeout)  # refuses an invalid time
-        check_warm_start(self.warm_start)
-
-
 @dataclass(kw_only=True)
 class Loop:
     """One fit, with the arguments and errors of `Trainer.fit`."""
 
     trainer: Any  # callbacks get it as an argument
-    settings: Settings
     run: RunState
     programs: Programs
+    loggers: Sequence[Logger] | None
+    callbacks: Sequence[Callback]
+    log_every: int
+    faults: Faults
+    debugging: Debugging
+    warm_start: str | os.PathLike | None
     data: Iterable[Batch]
     num_steps: int
     num_epochs: int | None
@@ -107,30 +75,32 @@ class Loop:
         check_data(self.data)
         check_last_batch(self.last_batch)
         self.eval_every = check_evaluation(self.eval_data, self.eval_every)
-        for callback in self.settings.callbacks:
+        for callback in self.callbacks:
             if callback.needs_evaluation and self.eval_data is None:
                 raise ValueError(
                     f"{callback!r} decides by evaluations: pass eval_data to fit, and "
                     "eval_every."
                 )
-        if count := self.settings.overfit_batches:
+        if count := self.debugging.overfit_batches:
             self.data = Repeated(self.data, count)
         self._epochs = Epochs(self.data, self.num_epochs) if self.num_epochs else None
-        settings, directory = self.settings, self.run.checkpoints.local_directory
-        loggers = settings.loggers
-        if loggers is None or settings.fast_dev_run:
+        directory = self.run.checkpoints.local_directory
+        is_trial, profile = self.debugging.fast_dev_run, self.debugging.profile
+        loggers = self.loggers
+        if loggers is None or is_trial:
             loggers = default_loggers(directory)
         self._logger = LoggerGroup(loggers, warns=self.run.checkpoints.warns)
-        skip = self.programs.options.skip
+        skip = self.faults.skip
         self._recorder = Recorder(
             self._logger,
             self._on_step_end,
-            settings.log_every,
+            self.log_every,
             skip_limit=skip.limit if skip else 0,
             is_state_finite=lambda: not self.run.broken_arrays(),
         )
-        self._tracer = Tracer(settings.profile, directory)
-        self._watchdog = Watchdog(settings.step_timeout)
+        # A trace is a file, and a fast run writes none.
+        self._tracer = Tracer(None if is_trial else profile, directory)
+        self._watchdog = Watchdog(self.faults.step_timeout)
         self._termination = Termination(saves=self.run.checkpoints.options is not None)
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
@@ -150,7 +120,7 @@ class Loop:
             with self._termination:
                 self._fit()
             history = self._recorder.history()
-            for callback in self.settings.callbacks:
+            for callback in self.callbacks:
                 callback.on_fit_end(self.trainer, history)
         except NonFiniteLossError as error:
             labels = []
@@ -177,7 +147,7 @@ class Loop:
 
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
-        abstract = self.programs.plan.abstract
+        programs = self.programs
         # Before any collective of a checkpoint, which all processes must make alike.
         checkpoints.check_options()
         resumed = run.resume()
@@ -190,8 +160,8 @@ class Loop:
         checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
             # An impossible save fails here, not after hours of training.
-            checkpoints.check_state(abstract)
-        if self.settings.fast_dev_run:
+            checkpoints.check_state(programs.plan.abstract)
+        if self.debugging.fast_dev_run:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
@@ -203,21 +173,21 @@ class Loop:
         # From here on the processes' programs depend on these settings.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
-            "compiler_options": self.programs.compiler_options,
+            "compiler_options": programs.compiler_options,
             "evaluates": [self.eval_data is not None, self.eval_every],
         }
-        losses = {"loss": self.programs.loss, "eval_loss": self.programs.eval_loss}
-        agree_on_run(self.programs.plan, losses, settings, run.step)
+        losses = {"loss": programs.loss, "eval_loss": programs.evaluation.loss}
+        agree_on_run(programs.plan, losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
         checkpoints.report = self._report_save
-        if header := run.header(self.num_steps, *self.programs.compiler_options):
+        if header := run.header(self.num_steps, *programs.compiler_options):
             logger.message(header)
         if resumed:
             logger.message(resumed)
-        for callback in self.settings.callbacks:
+        for callback in self.callbacks:
             callback.on_fit_start(self.trainer)
         # The step is read again: a hook may have restored another one.
-        ended = [c.end_reason for c in self.settings.callbacks if c.end_reason]
+        ended = [c.end_reason for c in self.callbacks if c.end_reason]
         if ended:  # the same on all processes, since it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
@@ -250,7 +220,7 @@ class Loop:
     def _run_steps(self) -> None:
         run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
         step = first_step = run.step
-        check_every = self.settings.check_replicas_every
+        check_every = self.faults.check_replicas_every
         with (
             # The watchdog is disarmed last: it also ends a close that hangs.
             contextlib.ExitStack() as stack,
@@ -370,7 +340,7 @@ class Loop:
         mesh = self.programs.plan.layout.mesh
         with self._explaining_memory():
             options, _ = self.programs.compiler_options
-            program = start_program(lowered, mesh, self.settings.warm_start, options)
+            program = start_program(lowered, mesh, self.warm_start, options)
         if program.is_read:
             self._step = self._step.running(program.compiled)
         if program.note:
@@ -456,7 +426,7 @@ class Loop:
                 self.run.metrics |= {f"eval_{name}": x for name, x in numbers.items()}
                 self._recorder.record_eval(step, numbers)
                 self.run.checkpoints.check_best(self.run.metrics, f"step {step}")
-                for callback in self.settings.callbacks:
+                for callback in self.callbacks:
                     callback.on_eval_end(self.trainer, step, found)
         except Exception as error:
             self._watchdog.disarm()
@@ -482,5 +452,5 @@ class Loop:
             # This is checked as soon as names are known, not after hours at the first
             # save.
             self.run.checkpoints.check_best(metrics, f"step {step}")
-        for callback in self.settings.callbacks:
+        for callback in self.callbacks:
             callback.on_step_end(self.trainer, step, metrics)

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError, ParallelWarning, suggests_names, warn_user
+from nnx_parallel.errors import LossError, ParallelWarning, warn_user
 from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.stack.gather import gather_late
@@ -53,7 +53,8 @@ from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.state import StatePlan, TrainState
-from nnx_parallel.training.compilation import check_compiler_options, jit_step
+from nnx_parallel.training.arguments import LossFn, LossOutput, SkipSteps
+from nnx_parallel.training.compilation import jit_step
 from nnx_parallel.training.diagnostics import (
     check_count,
     warn_of_attributes,
@@ -65,67 +66,12 @@ Batch = Any
 Metrics = dict[str, jax.Array]
 Means = dict[str, Any]
 """A `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
-LossOutput = jax.Array | Mean | tuple[jax.Array | Mean, Any]
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
 """``(params, variables, batch, key)`` to means by name, and the variables after it.
 
 The variables include the trained parameters that the loss has assigned, but no other
 parameters.
 """
-
-
-class LossFn(Protocol):
-    """A loss as users write it, for one device.
-
-    ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
-    It returns a scalar or a `Mean`, or one of them with metrics: a dict, or any pytree,
-    whose paths name them, of scalars, means, or a `Sum`.
-    """
-
-    def __call__(self, model: Any, batch: Any, /) -> LossOutput:
-        """Computes the loss of a batch."""
-        ...
-
-
-@suggests_names
-@dataclass(frozen=True, kw_only=True)
-class SkipSteps:
-    """Bad steps change nothing, and the run goes on with the next batch.
-
-    A step is bad if its loss or the norm of its gradients is not finite, or if that
-    norm is too large. Parameters, other variables, averages and the optimizer's state,
-    its counts included, stay as they were; only the number of steps grows. The metric
-    ``skipped`` is 1 for such a step, and the fit ends with a line that counts them.
-
-    Attributes:
-        limit: Number of bad steps in a row that are skipped; one more is a
-            `NonFiniteLossError`.
-        max_grad_norm: Largest norm of all gradients, before clipping, of a step that is
-            not bad; ``None`` accepts every finite norm.
-
-    Raises:
-        ValueError: If the limit is not an integer of at least 1, or the norm is not
-            positive.
-
-    Example:
-        >>> SkipSteps(max_grad_norm=100.0)
-        SkipSteps(limit=10, max_grad_norm=100.0)
-    """
-
-    limit: int = 10
-    max_grad_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        check_count("SkipSteps.limit", self.limit, 1, " step in a row")
-        norm = self.max_grad_norm
-        if norm is not None and not (isinstance(norm, int | float) and norm > 0):
-            raise ValueError(
-                f"SkipSteps.max_grad_norm={norm!r}. It must be a positive number, or "
-                "None to take every norm that is finite."
-            )
-
-
-OnNonFinite = Literal["raise", "skip"] | SkipSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,34 +82,19 @@ class StepOptions:
         num_microbatches: Parts of the batch whose gradients are accumulated.
         remat: The values that the forward pass keeps, if the model does not say.
         compiler_options: Options that override the library's `compiler_options`.
-        on_non_finite: The effect of a bad step.
+        skip: How bad steps are skipped; ``None`` if they end the run.
     """
 
     num_microbatches: int = 1
     remat: Remat = "none"
     compiler_options: Mapping[str, Any] | None = None
-    on_non_finite: OnNonFinite = "raise"
+    skip: SkipSteps | None = None
 
     def __post_init__(self) -> None:
         check_remat(self.remat)
-        found = self.on_non_finite
-        if not (found in ("raise", "skip") or isinstance(found, SkipSteps)):
-            raise ValueError(
-                f"on_non_finite={found!r}. It must be 'raise', 'skip', or a SkipSteps, "
-                "such as SkipSteps(limit=10, max_grad_norm=100.0)."
-            )
-        check_compiler_options(self.compiler_options)
         least = ", which does not split the batch"
         count = check_count("num_microbatches", self.num_microbatches, 1, least)
         object.__setattr__(self, "num_microbatches", count)
-
-    @property
-    def skip(self) -> SkipSteps | None:
-        """How bad steps are skipped; ``None`` if they end the run."""
-        found = self.on_non_finite
-        if isinstance(found, SkipSteps):
-            return found
-        return SkipSteps() if found == "skip" else None
 
 
 def takes_rngs(loss: Callable) -> bool:

@@ -1,7 +1,8 @@
 """The Trainer: a model, an optimizer, a loss, and a strategy for all the rest."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from flax import nnx
@@ -18,28 +19,28 @@ from nnx_parallel.errors import kind_of, suggests_names
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
-from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
-from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
-from nnx_parallel.training.arguments import check_arguments, check_assignment
+from nnx_parallel.training.arguments import (
+    Backend,
+    Debugging,
+    Evaluation,
+    Faults,
+    LossFn,
+    check_arguments,
+    check_assignment,
+)
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
-from nnx_parallel.training.evaluation import EvalParams, Programs, params_of
-from nnx_parallel.training.loop import Loop, Settings
+from nnx_parallel.training.evaluation import Programs, params_of
+from nnx_parallel.training.loop import Loop
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
-from nnx_parallel.training.step import (
-    Batch,
-    LossFn,
-    Metrics,
-    OnNonFinite,
-    StepOptions,
-)
+from nnx_parallel.training.step import Batch, Metrics, StepOptions
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
 
@@ -63,45 +64,25 @@ class Trainer:
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
             that compares rows (contrastive) sees the negatives of one microbatch.
-        eval_loss: The loss of evaluations, if it is another function. Both get the
-            model in evaluation mode. A model that takes its mode as an argument,
-            ``model(x, training=True)``, needs an ``eval_loss`` that passes False.
+        global_batch_size: Rows that each training batch must have, of all processes.
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
+        names: Names of the model's dims by path, for a model that has no names.
         precision: The dtypes.
         remat: The values that a `Stack` keeps for the backward pass, if the model does
             not say.
-        offload: An `Offload`, which selects the arrays that wait in the host's memory.
-        compiler_options: Options of XLA by name, over those that the library sets for
-            TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
         ema_decay: Keep an exponential moving average of the parameters, which is then
             evaluated, predicted with and called best.
-        eval_params: The parameters that are evaluated, predicted with, called best, and
-            in `eval_model`: ``"params"``, the trained ones; ``"ema"``, their average;
-            or a function of the `TrainState`. ``None`` takes the average if there is
-            one; under ``optax.contrib.schedule_free`` and ``sam`` the parameters at
-            which these should be evaluated; otherwise the trained ones.
         checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
             itself; ``None`` saves nothing.
-        devices: The devices to use; by default all.
-        mesh: A mesh to use instead of them, with the strategy's axes, all Auto.
-        names: Names of the model's dims by path, for a model that has no names.
         loggers: Loggers of the metrics; by default the console, and ``metrics.jsonl``
             in the checkpoint's directory.
-        callbacks: Hooks of the fit.
         log_every: Steps between logged metrics.
-        profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
-        fast_dev_run: Run two steps and one batch of evaluation, and write nothing.
-        overfit_batches: Train on this many batches over and over.
-        global_batch_size: Rows that each training batch must have, of all processes.
-        step_timeout: Seconds for a step, its data and ``on_step_end``, or for a batch
-            of the fit's evaluation. Then the process prints all stacks and ends.
-            Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
-        check_replicas_every: Steps between comparisons of devices' copies; 0: never.
-        on_non_finite: The effect of a step whose loss or gradients are not finite: it
-            ends the fit (``"raise"``) or changes nothing (``"skip"``, or a `SkipSteps`
-            with a limit). A batch whose loss has weight 0 changes nothing in any case.
-        warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
+        callbacks: Hooks of the fit.
+        evaluation: The loss and the parameters of evaluations.
+        faults: Detection of bad losses, hanging steps and unequal copies.
+        debugging: Short runs and traces.
+        backend: Devices, host memory, and options of the compiler.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -129,81 +110,71 @@ class Trainer:
         *,
         strategy: Strategy | None = None,
         num_microbatches: int = 1,
-        eval_loss: LossFn | None = None,
+        global_batch_size: int | None = None,
         seed: int = 0,
         wrt: Any = nnx.Param,
+        names: PathNames | None = None,
         precision: Precision | None = None,
         remat: Remat = "none",
-        offload: Offload | None = None,
-        compiler_options: Mapping[str, bool | int | float | str | None] | None = None,
         ema_decay: float | None = None,
-        eval_params: EvalParams | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
-        devices: Sequence[Device] | None = None,
-        mesh: Mesh | None = None,
-        names: PathNames | None = None,
         loggers: Sequence[Logger] | None = None,
-        callbacks: Sequence[Callback] = (),
         log_every: int = 1,
-        profile: tuple[int, int] | None = None,
-        fast_dev_run: bool = False,
-        overfit_batches: int = 0,
-        global_batch_size: int | None = None,
-        step_timeout: float | None = None,
-        check_replicas_every: int = 0,
-        on_non_finite: OnNonFinite = "raise",
-        warm_start: str | os.PathLike | None = None,
+        callbacks: Sequence[Callback] = (),
+        evaluation: Evaluation | None = None,
+        faults: Faults | None = None,
+        debugging: Debugging | None = None,
+        backend: Backend | None = None,
     ) -> None:
         # It is copied at once, since a debugger adds to it, and checked before any
         # compilation.
         arguments = dict(locals())
         source = as_source(model)
         check_arguments(source, optimizer, loss, arguments)
-        check_model(source, loss, eval_loss)
+        evaluation, faults = evaluation or Evaluation(), faults or Faults()
+        debugging, backend = debugging or Debugging(), backend or Backend()
+        check_model(source, loss, evaluation.loss)
         self._source, seed = source, check_seed(seed)
-        self._settings = Settings(
-            loggers=loggers,
-            callbacks=callbacks,
-            log_every=log_every,
-            # A trace is a file, and a fast run writes none.
-            profile=None if fast_dev_run else profile,
-            fast_dev_run=fast_dev_run,
-            overfit_batches=overfit_batches,
-            step_timeout=step_timeout,
-            check_replicas_every=check_replicas_every,
-            warm_start=warm_start,
-        )
+        callbacks = tuple(callbacks)  # an iterator would be empty at the second hook
         options = StepOptions(
             num_microbatches=num_microbatches,
             remat=remat,
-            compiler_options=compiler_options,
-            on_non_finite=on_non_finite,
+            compiler_options=backend.compiler_options,
+            skip=faults.skip,
         )
         # From here on there are only shapes: no array is made before `state` is asked
         # for.
         self.strategy = strategy = strategy or DataParallel()
-        self.layout = layout = strategy.layout(mesh or strategy.make_mesh(devices))
+        mesh = backend.mesh or strategy.make_mesh(backend.devices)
+        self.layout = layout = strategy.layout(mesh)
         with raising_interrupts():
             shapes = abstract_model(source, nnx.Rngs(seed), names)
             strategy.check(shapes, layout.mesh)
-            kinds = {"wrt": wrt, "precision": precision, "offload": offload}
+            kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
-        self._programs = Programs(
-            plan, loss, options, global_batch_size, eval_loss, eval_params
-        )
+        self._programs = Programs(plan, loss, options, global_batch_size, evaluation)
         judged = self._programs.judged
         # A test run must neither resume a real one nor leave steps behind.
-        where = None if fast_dev_run else checkpoint
+        where = None if debugging.fast_dev_run else checkpoint
         count, is_saved = options.num_microbatches, where is not None
         run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
         run["eval_params"] = judged.description
         checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
-        self._run = RunState(
-            plan, source, seed, checkpoints, judged, tuple(callbacks), wrt
-        )
+        self._run = RunState(plan, source, seed, checkpoints, judged, callbacks, wrt)
         shows = loggers is None or any(isinstance(x, ConsoleLogger) for x in loggers)
         self._run.report = print_once if shows else str
+        self._new_loop = partial(
+            Loop,
+            run=self._run,
+            programs=self._programs,
+            loggers=loggers,
+            callbacks=callbacks,
+            log_every=log_every,
+            faults=faults,
+            debugging=debugging,
+            warm_start=backend.warm_start,
+        )
         self._loop: Loop | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -278,7 +249,8 @@ class Trainer:
         """`model` with the parameters that are evaluated, to export or to sample from.
 
         By default `ema_model` if the Trainer keeps an average, and `model` if not.
-        Values assigned to parameters that ``eval_params`` computes are refused.
+        Values assigned to parameters that a function of `Evaluation` computes are
+        refused.
         """
         return self._run.model("eval")
 
@@ -396,7 +368,7 @@ class Trainer:
                 code 130 and no traceback; in a notebook the Trainer can still be used.
             DisagreementError: If processes are about to run different programs.
             NonFiniteLossError: If a loss, or a state to be saved, is not finite; names
-                the arrays that are not. ``on_non_finite`` can leave out such steps.
+                the arrays that are not. `Faults` can leave out such steps.
             ValueError: If ``num_steps`` or ``eval_every`` is not a number of steps.
             DataError: If data is not iterable, has no length, or lasts for only one
                 pass.
@@ -405,11 +377,8 @@ class Trainer:
         """
         self._run.begin("fit")
         # The loop is kept for `stop`, which a callback calls during the fit.
-        self._loop = Loop(
+        self._loop = self._new_loop(
             trainer=self,
-            settings=self._settings,
-            run=self._run,
-            programs=self._programs,
             data=data,
             num_steps=check_length(num_steps, num_epochs),
             num_epochs=num_epochs,
@@ -441,11 +410,11 @@ class Trainer:
 
         Args:
             data: Batches, of any number of rows each.
-            loss: The loss to compute; by default the Trainer's ``eval_loss``, and
+            loss: The loss to compute; by default the Trainer's ``Evaluation.loss``, and
                 without one its loss. It is compiled once for each function object and
                 shape.
             ema: True takes the moving average, False the trained parameters; ``None``
-                follows ``eval_params``.
+                follows the Trainer's `Evaluation`.
 
         Returns:
             Floats by name, ``"loss"`` among them; an array for a `Sum` of arrays.
@@ -478,7 +447,7 @@ class Trainer:
                 object and shape; the last 8 functions are remembered.
             seed: Seed of these streams; another seed draws other numbers.
             ema: True takes the moving average, False the trained parameters; ``None``
-                follows ``eval_params``.
+                follows the Trainer's `Evaluation`.
 
         Returns:
             The outputs of all batches, concatenated, as NumPy arrays.

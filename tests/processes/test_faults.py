@@ -116,7 +116,7 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
             ["Data of processes [1] ended after 2 batches; others have more."],
         ),
         (
-            break_process("hang", trainer={"step_timeout": 2}),
+            break_process("hang", faults={"step_timeout": 2}),
             HUNG,
             [
                 "No step has ended for 2 s (step_timeout) after step",

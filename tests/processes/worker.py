@@ -29,6 +29,7 @@ from nnx_parallel import (
     Checkpoint,
     Composite,
     DataParallel,
+    Faults,
     Pipeline,
     Strategy,
     TensorParallel,
@@ -74,6 +75,7 @@ class Settings:
         out: Where process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
         trainer: More options of the `Trainer`.
+        faults: Options of its `Faults`.
         fault: A fault with its process and step; it occurs at the first start only.
         evaluates: True if the run ends with an evaluation.
         give_up_seconds: When a save that has failed on one process is given up.
@@ -87,6 +89,7 @@ class Settings:
     out: str | None = None
     checkpoint: dict[str, Any] | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
+    faults: dict[str, Any] = field(default_factory=dict)
     fault: dict[str, Any] = field(default_factory=dict)
     evaluates: bool = False
     give_up_seconds: int = orbax_compat.GIVE_UP_SECONDS
@@ -231,6 +234,7 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
         loggers=None if checkpoint else (),
         callbacks=(Fault(settings),),
         seed=1 if active_fault(settings).get("kind") == "seed" else 0,
+        faults=Faults(**settings.faults),
         **settings.trainer,
         **options,
     )

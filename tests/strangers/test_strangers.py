@@ -18,6 +18,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -118,7 +119,7 @@ def make_trainer(case: Case, name: str, build: Any = None) -> Trainer:
         names=case.names,
         wrt=case.wrt,
         num_microbatches=2 if name == "pipeline" else 1,
-        devices=jax.devices()[:num_devices],
+        backend=Backend(devices=jax.devices()[:num_devices]),
         loggers=(),
     )
 
