@@ -9,6 +9,7 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Composite,
     ExpertParallel,
     Offload,
@@ -180,7 +181,7 @@ def test_state_is_offloaded_if_it_does_not_fit() -> None:
 
 
 def test_offload_of_trainer_is_kept() -> None:
-    parts = gpt(offload=Offload())
+    parts = gpt(backend=Backend(offload=Offload()))
     assert parts.offload == Offload()
     found = enumerate_candidates(parts, CPUS, {"fsdp": 8})
     assert {c.offload for c in found} == {Offload()}
