@@ -406,7 +406,7 @@ def padded_trainer() -> Trainer:
         optax.sgd(1.0),
         next_token_loss,
         strategy=Composite(ExpertParallel(2), FSDP(2, min_size=0)),
-        devices=jax.devices()[:4],
+        backend=Backend(devices=jax.devices()[:4]),
         loggers=(),
     )
 
