@@ -1,6 +1,7 @@
 """Placement of optimizer state: by the parameters that it belongs to."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -124,6 +125,17 @@ def stacked_params() -> frozenset[Path] | None:
     return _stacked.get()
 
 
+@contextlib.contextmanager
+def _told(stacked: frozenset[Path]) -> Iterator[None]:
+    # A function of the module: a plan sends the optimizer to another process, and no
+    # process can send a ContextVar.
+    token = _stacked.set(stacked)
+    try:
+        yield
+    finally:
+        _stacked.reset(token)
+
+
 def _knowing_layers(tx: Optimizer, model: nnx.Module) -> Optimizer:
     """The same transformation, whose parts can ask for `stacked_params`."""
     stacked = frozenset(
@@ -132,11 +144,8 @@ def _knowing_layers(tx: Optimizer, model: nnx.Module) -> Optimizer:
 
     def inside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **known: Any) -> Any:
-            token = _stacked.set(stacked)
-            try:
+            with _told(stacked):
                 return function(*args, **known)
-            finally:
-                _stacked.reset(token)
 
         return call
 
