@@ -1,7 +1,9 @@
-"""A traced program as data: cut it, inline its calls, run a part of it."""
+"""A traced program as data: cut it, inline its calls, run it in parts, interpret it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import starmap
 from typing import Any
 
 import jax
@@ -24,6 +26,12 @@ _DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 def is_call(eqn: jex.JaxprEqn) -> bool:
     """True if an equation only calls a jaxpr (``remat2`` is ``jax.checkpoint``)."""
     return eqn.primitive.name in ("jit", "closed_call", "remat2")
+
+
+_CALLS = (
+    *("jit", "closed_call", "remat2"),
+    *("custom_jvp_call", "custom_vjp_call", "shard_map"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,3 +198,140 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
     # A new Jaxpr would count its constants among the inputs in jax 0.12
     # (docs/library-notes.md, "Tracing and compiling").
     return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=_DEBUG_INFO)
+
+
+class Fold:
+    """An interpretation of programs, which gives each variable a value.
+
+    Subclasses say what the values are, and how equations change them. Programs of the
+    same equations, such as traces for different sizes, can be read side by side: then
+    methods get one literal or equation of each program. A different number of
+    equations is a `ValueError`.
+    """
+
+    def constant(self, *numbers: Any) -> Any:
+        """The value of a literal, or of an array that a program closes over."""
+        raise NotImplementedError
+
+    def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
+        """The values of an equation's outputs; `nested` gives them for loops."""
+        raise NotImplementedError
+
+    def join(self, a: Any, b: Any) -> Any:
+        """A value that is one of two; repeated, it must come to an end."""
+        raise NotImplementedError
+
+    def decided(self, value: Any, by: Any) -> Any:
+        """An output of a branch or loop, given the value that decides about it."""
+        return self.join(value, by)
+
+    def __call__(self, inputs: Iterable, *programs: Any) -> Any:
+        """The values of a program's outputs, given the values of its input arrays.
+
+        Programs are traced functions, or jaxprs, which are closed or have no constants.
+        """
+        traced = list(map(_as_traced, programs))
+        first = traced[0]
+        consts = zip(*(each.consts.values() for each in traced), strict=True)
+        known = dict(zip(first.consts, starmap(self.constant, consts), strict=True))
+        known |= dict(zip(jax.tree.leaves(first.inputs), inputs, strict=True))
+        for eqns in zip(*(each.eqns for each in traced), strict=True):
+            operands = zip(*(eqn.invars for eqn in eqns), strict=True)
+            values = [self._read(known, *atoms) for atoms in operands]
+            outputs = self.apply(values, *eqns)
+            known.update(zip(eqns[0].outvars, outputs, strict=True))
+        return jax.tree.map(partial(self._read, known), *(x.outputs for x in traced))
+
+    def nested(self, inputs: list, *eqns: jex.JaxprEqn) -> list | None:
+        """The outputs of a call, branch or loop; ``None`` for other equations."""
+        name, params = eqns[0].primitive.name, [eqn.params for eqn in eqns]
+        if name == "cond":
+            which, *rest = inputs
+            branches = zip(*(p["branches"] for p in params), strict=True)
+            found = zip(*(self(rest, *bodies) for bodies in branches), strict=True)
+            return [self.decided(reduce(self.join, xs), which) for xs in found]
+        if name == "scan":
+            bodies = [p["jaxpr"] for p in params]
+            first, end = carried_by_scan(eqns[0])
+            return self._loop(inputs[:first], inputs[first:end], inputs[end:], bodies)
+        if name == "while":
+            first, end = params[0]["cond_nconsts"], params[0]["body_nconsts"]
+            end += first
+            bodies = [p["body_jaxpr"] for p in params]
+            carry = self._loop(inputs[first:end], inputs[end:], [], bodies)
+            ends = [p["cond_jaxpr"] for p in params]
+            (which,) = self([*inputs[:first], *carry], *ends)
+            return [self.decided(x, which) for x in carry]
+        if name not in _CALLS:
+            return None
+        kinds = jex.Jaxpr, ClosedJaxpr  # one class in jax 0.12
+        values = [[x for x in p.values() if isinstance(x, kinds)] for p in params]
+        return self(inputs, *(body for (body,) in values))
+
+    def _loop(self, consts: list, carry: list, xs: list, bodies: list) -> list:
+        """The outputs of a loop, once the carried values stay the same."""
+        while True:
+            outputs = self([*consts, *carry, *xs], *bodies)
+            new = list(map(self.join, carry, outputs))
+            if new == carry:
+                return [*carry, *outputs[len(carry) :]]
+            carry = new
+
+    def _read(self, known: Mapping[jex.Var, Any], *atoms: Any) -> Any:
+        are_literals = {isinstance(atom, jex.Literal) for atom in atoms}
+        if len(are_literals) == 2:
+            raise ValueError("One program has a literal, another one a variable.")
+        if are_literals == {True}:
+            return self.constant(*(atom.val for atom in atoms))
+        return known[atoms[0]]
+
+
+def _as_traced(program: Any) -> TracedFunction:
+    if isinstance(program, TracedFunction):
+        return program
+    jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
+    return TracedFunction(
+        eqns=jaxpr.eqns,
+        consts=dict(zip(jaxpr.constvars, consts, strict=True)),
+        inputs=jaxpr.invars,
+        outputs=jaxpr.outvars,
+        shapes=[atom.aval for atom in jaxpr.outvars],
+        effects=jaxpr.effects,
+    )
+
+
+def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
+    """The positions among a scan's operands where the carried values begin and end.
+
+    Constants come before them, and the arrays that are sliced come after them.
+    """
+    (body,) = jex.jaxprs_in_params(eqn.params)
+
+    def num_sliced(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+        pairs = zip(outer, inner, strict=True)
+        return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
+
+    # jax 0.12 does not give the numbers, but a slice has one dim less than its array.
+    end = len(eqn.invars) - num_sliced(eqn.invars, body.invars)
+    num_carried = len(eqn.outvars) - num_sliced(eqn.outvars, body.outvars)
+    return end - num_carried, end
+
+
+class Origins(Fold):
+    """Finds the inputs that values depend on: frozen sets of any names for inputs."""
+
+    def constant(self, *numbers: Any) -> frozenset:
+        """The empty set."""
+        del numbers
+        return frozenset()
+
+    def join(self, a: frozenset, b: frozenset) -> frozenset:
+        """The union."""
+        return a | b
+
+    def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
+        """The origins of all inputs, for each output of a plain equation."""
+        outputs = self.nested(inputs, *eqns)
+        if outputs is None:
+            outputs = [frozenset().union(*inputs)] * len(eqns[0].outvars)
+        return outputs

@@ -8,6 +8,8 @@ need it.
 
 import itertools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +22,11 @@ from optax.contrib import MuonState
 from nnx_parallel.errors import OptimizerError, kind_of, warn_user
 from nnx_parallel.optimizers.steps import update_with
 from nnx_parallel.programs import (
-    Eqns,
+    Fold,
+    Origins,
     TracedFunction,
-    bind,
-    inline,
     is_call,
+    needed,
     trace,
     walk,
 )
@@ -130,20 +132,19 @@ def _sizes(tree: Any, stacked: frozenset[Path]) -> list[int]:
 def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
     """The shapes of one layer, in place of the shapes of all layers."""
 
-    def one(keys: tuple, x: Any) -> jax.ShapeDtypeStruct:
-        shape = x.shape[1:] if _is_stacked(keys, stacked) else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+    def one(keys: tuple, x: Any) -> Any:
+        return x[0] if _is_stacked(keys, stacked) else x
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.eval_shape(partial(jax.tree_util.tree_map_with_path, one), tree)
 
 
-def _listed(tree: Any, stacked: frozenset[Path]) -> Any:
+def _listed(tree: Any, stacked: frozenset[Path], most: int | None = None) -> Any:
     """A dict of layers, by number, in place of each stacked array."""
 
     def split(keys: tuple, x: Any) -> Any:
         if not _is_stacked(keys, stacked):
             return x
-        return {index: x[index] for index in range(x.shape[0])}
+        return {index: x[index] for index in range(x.shape[0])[:most]}
 
     return jax.tree_util.tree_map_with_path(split, tree)
 
@@ -169,23 +170,17 @@ def _is_per_array(
     stacked: frozenset[Path],
 ) -> bool:
     """True if updates and states depend on no other array and on no random numbers."""
-
-    def pair(keys: tuple, x: Any) -> Any:
-        x = jax.typeof(x)
-        if not _is_stacked(keys, stacked):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        layer = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-        return dict.fromkeys(range(min(x.shape[0], 2)), layer)
-
-    updates, params, extra = (
-        jax.tree_util.tree_map_with_path(pair, x) for x in (updates, params, extra)
+    # Two layers show whether layers depend on each other.
+    updates, params, extra = jax.eval_shape(
+        lambda *trees: [_listed(tree, stacked, 2) for tree in trees],
+        *(updates, params, extra),
     )
 
     def run(updates: Any, state: Any, params: Any, extra: Any) -> Any:
         return tx.update(updates, state, params, **extra), tx.init(updates)
 
     state = jax.eval_shape(tx.init, updates)
-    traced = trace(run, updates, state, params, extra, inlined=is_call)
+    traced = trace(run, updates, state, params, extra)
     if _draws(traced):
         return False
     leaves = jax.tree_util.tree_leaves_with_path
@@ -195,33 +190,9 @@ def _is_per_array(
         found = _owner(keys, paths)
         return found and found[0]
 
-    behind = {var: {owner(keys)} for keys, var in leaves(traced.inputs)}
-    _follow(traced.eqns, behind)
-    return all(
-        _behind(atom, behind) <= {None, owner(keys)}
-        for keys, atom in leaves(traced.outputs)
-    )
-
-
-def _follow(eqns: Eqns, behind: dict[Any, set]) -> None:
-    """Adds to each variable of equations the parameters that it depends on."""
-    for eqn in eqns:
-        before = (_behind(atom, behind) for atom in eqn.invars)
-        results = [set().union(*before)] * len(eqn.outvars)
-        if eqn.primitive.name == "cond":  # one by one, since it may choose whole trees
-            which, *given = (_behind(atom, behind) for atom in eqn.invars)
-            results = [which] * len(eqn.outvars)
-            for branch in eqn.params["branches"]:
-                body = inline(branch.jaxpr)
-                known = dict(zip(body.invars, given, strict=True))
-                _follow(body.eqns, known)
-                own = (_behind(atom, known) for atom in body.outvars)
-                results = [x | y for x, y in zip(results, own, strict=True)]
-        behind.update(zip(eqn.outvars, results, strict=True))
-
-
-def _behind(atom: Any, behind: Mapping[Any, set]) -> set:
-    return set() if isinstance(atom, jex.Literal) else behind.get(atom, set())
+    origins = [frozenset({owner(keys)}) for keys, _ in leaves(traced.inputs)]
+    found = leaves(Origins()(origins, traced))
+    return all(origin <= {None, owner(keys)} for keys, origin in found)
 
 
 def _draws(traced: TracedFunction) -> bool:
@@ -305,15 +276,15 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
         for path, x in flatten(plan.abstract.params).items()
     }
     stacked = [path for path in shapes if plan.placements[path].is_stacked]
-    few = {(path[-1], shapes[path]): path for path in reversed(stacked)}
+    judged = [path for path in stacked if path not in muons]
+    few = {(path[-1], shapes[path]): path for path in reversed(judged)}
     # A mask that is a tree fits only the tree of all parameters, not a few of them.
-    for paths in (few.values(), shapes) if stacked else ():
+    for paths in (few.values(), shapes) if judged else ():
         chosen = {path: shapes[path] for path in paths}
         try:
-            found = _stacked_differences(plan.tx, chosen, frozenset(stacked))
+            found = _stacked_differences(plan.tx, chosen, frozenset(stacked), judged)
         except Exception:
             continue
-        found = {path: share for path, share in found.items() if path not in muons}
         if found:
             path, share = max(found.items(), key=lambda item: item[1])
             warn_user(
@@ -347,7 +318,10 @@ def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
 
 
 def _stacked_differences(
-    tx: Optimizer, shapes: Mapping[Path, tuple[int, ...]], stacked: frozenset[Path]
+    tx: Optimizer,
+    shapes: Mapping[Path, tuple[int, ...]],
+    stacked: frozenset[Path],
+    judged: Collection[Path],
 ) -> dict[Path, float]:
     """Parameters whose updates differ, and the difference as a share of the largest."""
     rng = np.random.default_rng(0)
@@ -359,18 +333,23 @@ def _stacked_differences(
         for group, sizes in ((params, scales), (directions, scales[::-1])):
             group[path] = np.asarray(rng.normal(size=shape) * sizes, np.float32)
     trees = nest(params), nest(directions)
-    as_stack, as_list = (
-        _Trial(tx, *trees),
-        _Trial(tx, *(_listed(x, stacked) for x in trees)),
+    paths = [path for path in judged if path in shapes]
+    as_stack = _Trial(tx, trees, lambda updates: [updates[path] for path in paths])
+    as_list = _Trial(
+        tx,
+        tuple(_listed(tree, stacked) for tree in trees),
+        lambda updates: [
+            [updates[*path, index] for index in range(shapes[path][0])]
+            for path in paths
+        ],
     )
     found: dict[Path, float] = {}
     if as_stack.draws or as_list.draws:
         return found
     for scale in (1e-3, 1.0, 1e3):  # on both sides of a limit
         for ours, theirs in zip(as_stack.run(scale), as_list.run(scale), strict=True):
-            for path in stacked & shapes.keys():
-                x = flatten(ours)[path]
-                own = np.stack([flatten(theirs)[*path, i] for i in range(len(x))])
+            for path, x, layers in zip(paths, ours, theirs, strict=True):
+                own = np.stack(layers)
                 share = np.max(np.abs(x - own)) / max(np.max(np.abs(own)), 1e-30)
                 if share > _TOLERANCE:
                     found[path] = max(found.get(path, 0.0), float(share))
@@ -380,30 +359,41 @@ def _stacked_differences(
 class _Trial:
     """An optimizer's updates of small arrays, traced once, and computed with NumPy."""
 
-    def __init__(self, tx: Optimizer, params: Any, directions: Any) -> None:
-        self._params, self._directions = params, directions
+    def __init__(
+        self, tx: Optimizer, trees: tuple[Any, ...], take: Callable[[dict], list]
+    ) -> None:
+        params, directions = trees
 
         def init(params: Any) -> Any:
             return tx.init(params)
 
         def update(grads: Any, state: Any, params: Any) -> Any:
             value = jnp.float32(1)
-            return update_with(tx, grads, state, params, value=value, grad=grads)
+            new, state = update_with(tx, grads, state, params, value=value, grad=grads)
+            return take(flatten(new)), state
 
         self._init = trace(init, params)
-        self._update = trace(update, directions, self._init.shapes, params)
-        self.draws = _draws(self._init) or _draws(self._update)
+        traced = trace(update, directions, self._init.shapes, params, inlined=is_call)
+        self.draws = _draws(self._init) or _draws(traced)
+        # Updates that are not taken, such as Muon's, take long to compute.
+        eqns = needed(traced.eqns, jax.tree.leaves(traced.outputs))
+        self._update = replace(traced, eqns=eqns)
+        self._params, self._directions = (
+            [np.float64(x) for x in jax.tree.leaves(tree)] for tree in trees
+        )
 
     def run(self, scale: float) -> list[Any]:
         """The first updates that are not all 0, as in a warm-up, and the next ones."""
-        state = _compute(self._init, self._params)
+        compute = _Compute()
+        state = compute(self._params, self._init)
         found: list[Any] = []
         for step in range(16):
             # The second gradients differ from the first, so that moments affect the
             # update.
-            factor = np.float32(scale if step % 2 == 0 else -scale / 2)
-            grads = jax.tree.map(lambda x, f=factor: x * f, self._directions)
-            updates, state = _compute(self._update, grads, state, self._params)
+            factor = scale if step % 2 == 0 else -scale / 2
+            grads = [factor * x for x in self._directions]
+            inputs = [*grads, *jax.tree.leaves(state), *self._params]
+            updates, state = compute(inputs, self._update)
             if found or any(np.any(x) for x in jax.tree.leaves(updates)):
                 found.append(updates)
             if len(found) == 2:
@@ -411,64 +401,44 @@ class _Trial:
         return found
 
 
-def _compute(traced: TracedFunction, *args: Any) -> Any:
-    """The results of a traced function, by NumPy where NumPy has the operation."""
-    env = traced.consts | bind(traced.inputs, args)
-    _compute_eqns(traced.eqns, env)
-    return jax.tree.map(lambda atom: _read(atom, env), traced.outputs)
+class _Compute(Fold):
+    """Computes values by NumPy where NumPy has the operation."""
+
+    def constant(self, *numbers: Any) -> np.ndarray:
+        (number,) = numbers
+        return _array(number, np.result_type(number))
+
+    def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
+        (eqn,) = eqns
+        name, params = eqn.primitive.name, eqn.params
+        if name in _SAME_NUMBERS:
+            results = [inputs[0].reshape(eqn.outvars[0].aval.shape)]  # pyright: ignore[reportAttributeAccessIssue]
+        elif name in _NUMPY:
+            with np.errstate(all="ignore"):
+                results = [_NUMPY[name](*inputs, **params)]
+        elif name == "cond":
+            last = len(params["branches"]) - 1
+            results = self(inputs[1:], params["branches"][np.clip(inputs[0], 0, last)])
+        elif name in _BY_JAX or (results := self.nested(inputs, eqn)) is None:
+            atoms: Any = zip(inputs, eqn.invars, strict=True)
+            args = [jnp.asarray(x, atom.aval.dtype) for x, atom in atoms]
+            results = eqn.primitive.bind(*args, **params)
+            results = results if eqn.primitive.multiple_results else [results]
+        atoms = zip(results, eqn.outvars, strict=True)
+        return [_array(x, atom.aval.dtype) for x, atom in atoms]
 
 
-def _read(atom: Any, env: Mapping) -> np.ndarray:
-    return _array(atom.val if isinstance(atom, jex.Literal) else env[atom], atom)
-
-
-def _array(value: Any, atom: Any) -> np.ndarray:
-    dtype = atom.aval.dtype
+def _array(value: Any, dtype: Any) -> np.ndarray:
     # In double precision two orders of one sum give equal results.
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.asarray(value, np.float64 if is_float else dtype)
 
 
-def _compute_eqns(eqns: Eqns, env: dict) -> None:
-    for eqn in eqns:
-        name, values = eqn.primitive.name, [_read(atom, env) for atom in eqn.invars]
-        inner = _called(eqn, values)
-        if inner is not None:
-            closed, own = inner
-            known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-            known |= dict(zip(closed.jaxpr.invars, own, strict=True))
-            _compute_eqns(closed.jaxpr.eqns, known)
-            results = [_read(atom, known) for atom in closed.jaxpr.outvars]
-        elif name in _NUMPY:
-            with np.errstate(all="ignore"):
-                results = [_NUMPY[name](*values, **eqn.params)]
-        else:
-            atoms: Any = zip(values, eqn.invars, strict=True)
-            args = [jnp.asarray(x, atom.aval.dtype) for x, atom in atoms]
-            found = eqn.primitive.bind(*args, **eqn.params)
-            results = found if eqn.primitive.multiple_results else [found]
-        for var, x in zip(eqn.outvars, results, strict=True):
-            env[var] = _array(x, var)
-
-
-def _called(eqn: jex.JaxprEqn, values: list) -> tuple[Any, list] | None:
-    """The program that an equation calls, and its arguments."""
-    if eqn.primitive.name == "cond":
-        branches = eqn.params["branches"]
-        return branches[np.clip(int(values[0]), 0, len(branches) - 1)], values[1:]
-    for name in ("jaxpr", "call_jaxpr"):
-        if name in eqn.params and eqn.primitive.name in _CALLS:
-            return eqn.params[name], values
-    return None
-
-
 def _broadcast(
     x: np.ndarray, *, shape: Any, broadcast_dimensions: Any, **_: Any
 ) -> Any:
-    dims = [1] * len(shape)
-    for dim, size in zip(broadcast_dimensions, x.shape, strict=True):
-        dims[dim] = size
-    return np.broadcast_to(x.reshape(dims), shape)
+    new = tuple(d for d in range(len(shape)) if d not in broadcast_dimensions)
+    return np.broadcast_to(np.expand_dims(x, new), shape)
 
 
 def _dot(
@@ -491,7 +461,11 @@ def _plain(function: Callable) -> Callable:
     return lambda *xs, **_: function(*xs)
 
 
-_CALLS = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+_BY_JAX = ("scan", "while", "shard_map")
+_SAME_NUMBERS = (
+    *("copy", "copy_p", "convert_element_type", "stop_gradient"),
+    *("reshape", "squeeze", "expand_dims"),
+)
 
 _NUMPY: dict[str, Callable[..., Any]] = {
     **{
@@ -510,18 +484,9 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "div": _plain(lambda x, y: x / y if x.dtype.kind == "f" else x // y),
     "rsqrt": _plain(lambda x: 1 / np.sqrt(x)),
     "integer_pow": lambda x, *, y, **_: x**y,
-    "copy": _plain(np.asarray),
-    "copy_p": _plain(np.asarray),
-    "convert_element_type": _plain(np.asarray),  # and cast like all results
-    "stop_gradient": _plain(np.asarray),
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
-    "squeeze": lambda x, *, dimensions, **_: np.squeeze(x, tuple(dimensions)),
-    "expand_dims": lambda x, *, dimensions, **_: np.expand_dims(x, tuple(dimensions)),
     "transpose": lambda x, *, permutation, **_: x.transpose(permutation),
-    "select_n": lambda which, *cases: np.select(
-        [which == i for i in range(len(cases))], cases
-    ),
+    "select_n": lambda which, *cases: np.choose(which, cases),
     "dot_general": _dot,
     "reduce_sum": _reduce(np.sum),
     "reduce_max": _reduce(np.max),

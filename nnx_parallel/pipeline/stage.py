@@ -1,8 +1,7 @@
 """The layers of one stage: forward, backward, and the backward pass in two parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any, Literal
 
 import jax
@@ -21,7 +20,7 @@ from nnx_parallel.layers.stack.residuals import (
 from nnx_parallel.layers.stack.scan import apply_remat
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, check_unassigned
 from nnx_parallel.precision import cast_floating
-from nnx_parallel.programs import trace, variables_in
+from nnx_parallel.programs import Origins, trace
 from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
@@ -255,11 +254,13 @@ class Stage:
         # If a stage is manual over all axes that split, XLA does not partition it.
         if not others:
             return
-        inputs = set(jax.tree.leaves(self._layer.inputs))
-        if found := _computed_indices(self._layer.eqns, inputs, {*others}):
+        inputs = [frozenset({"input"}) for _ in jax.tree.leaves(self._layer.inputs)]
+        indices = _ComputedIndices({*others})
+        indices(inputs, self._layer)
+        if found := indices.found:
             raise PipelineError(
                 "A block of the Stack indexes an array by computed indices (JAX's "
-                f"{sorted(set(found))}, as x[indices], jnp.take or x.at[indices].set "
+                f"{sorted(found)}, as x[indices], jnp.take or x.at[indices].set "
                 "make them). Inside a pipeline stage that is also split over "
                 f"{others}, XLA's partitioner ends the process on it. Write it as a "
                 "product with jax.nn.one_hot(indices, size), look it up before the "
@@ -360,29 +361,30 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     return layers, stacked, jnp.arange(count)
 
 
-def _computed_indices(
-    eqns: Sequence[jex.JaxprEqn], computed: set[jex.Var], others: set[str]
-) -> list[str]:
-    """Names of the gathers and scatters whose indices are computed from an input.
+class _ComputedIndices(Origins):
+    """Finds the gathers and scatters whose indices are computed from an input.
 
     It leaves out regions that are manual over all ``others``: XLA does not partition
     these.
     """
-    found: list[str] = []
-    for eqn in eqns:
-        is_manual = others <= set(eqn.params.get("newly_manual_axes", ()))
-        flags = [not isinstance(a, jex.Literal) and a in computed for a in eqn.invars]
-        name = eqn.primitive.name
+
+    def __init__(self, others: set[str]) -> None:
+        self.found: set[str] = set()  # names of primitives
+        self._others = others
+
+    def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
+        (eqn,) = eqns
+        name, any_input = eqn.primitive.name, frozenset().union(*inputs)
         # Operand 1 of both is the indices; slices have other primitives.
-        if (name == "gather" or name.startswith("scatter")) and flags[1]:
-            found.append(name)
-        for inner in () if is_manual else jex.jaxprs_in_params(eqn.params):
-            # A loop or a branch takes its operands in another order: any operand may be
-            # an index.
-            is_call = len(inner.invars) == len(flags)
-            marks = flags if is_call else [any(flags)] * len(inner.invars)
-            inner_computed = set(compress(inner.invars, marks))
-            found += _computed_indices(inner.eqns, inner_computed, others)
-        if any(flags):
-            computed.update(variables_in(eqn.outvars))
-    return found
+        if (name == "gather" or name.startswith("scatter")) and inputs[1]:
+            self.found.add(name)
+        if self._others <= set(eqn.params.get("newly_manual_axes", ())):
+            return [any_input] * len(eqn.outvars)
+        outputs = None if name == "while" else self.nested(inputs, eqn)
+        if outputs is not None:
+            return outputs
+        # Other primitives take their operands in another order, and a loop of unknown
+        # length counts: any operand may be an index.
+        for inner in jex.jaxprs_in_params(eqn.params):
+            self([any_input] * len(inner.invars), inner)
+        return [any_input] * len(eqn.outvars)

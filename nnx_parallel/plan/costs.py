@@ -26,7 +26,7 @@ from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
-from nnx_parallel.programs import needed, variables_in, walk
+from nnx_parallel.programs import carried_by_scan, is_call, needed, variables_in, walk
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import ArrayInfo
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
@@ -34,9 +34,6 @@ from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.step import call_loss
 
 _ROWS = 7919  # a prime, and no size of a layer
-# A call's equations are counted only for outputs that are used: a gradient's
-# recomputation has some that nothing reads.
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,12 +212,9 @@ def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
     for eqn, _ in walk(kept):
         if eqn.primitive.name != "scan" or eqn.params["length"] not in lengths:
             continue
-        (body,) = jex.jaxprs_in_params(eqn.params)
-        outer: list[Any] = [v.aval for v in eqn.outvars]
-        inner: list[Any] = [v.aval for v in body.outvars]
-        pairs = zip(outer, inner, strict=True)
-        # An output that the scan stacks has one dim more outside.
-        carried = [o.shape for o, i in pairs if o.shape == i.shape]
+        first, end = carried_by_scan(eqn)
+        avals: list[Any] = [v.aval for v in eqn.outvars[: end - first]]
+        carried = [aval.shape for aval in avals]
         rows = [shape[1:] for shape in carried if shape and shape[0] == _ROWS]
         if dims := max(filter(None, rows), key=math.prod, default=None):
             return math.prod(dims[:-1]), dims[-1]
@@ -270,7 +264,8 @@ def _eqn_flops(eqn: jex.JaxprEqn, used: set[Any]) -> float:
     inner = list(jex.jaxprs_in_params(params))
     if not inner:
         return 0.0
-    if name in _CALLS:
+    if is_call(eqn):
+        # A gradient's recomputation has outputs that nothing reads.
         (body,) = inner[:1]
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         return count_jaxpr_flops(body, [i for o, i in pairs if o in used])

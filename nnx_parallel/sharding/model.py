@@ -12,7 +12,6 @@ from types import CellType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -21,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, warn_user
 from nnx_parallel.mesh import explaining_axes
+from nnx_parallel.programs import reached, trace, variables_in
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.nnx_arrays import (
@@ -348,19 +348,12 @@ def _drawn(model_fn: ModelFn, rngs: nnx.Rngs, paths: list[Path]) -> list[str]:
         arrays = flatten(build(streams))
         return [arrays[path] for path in paths]
 
-    jaxpr = jax.make_jaxpr(wanted)(streams).jaxpr
-    random = set(jaxpr.invars)
-
-    def is_random(atom: Any) -> bool:
-        return not isinstance(atom, jex.Literal) and atom in random
-
-    for eqn in jaxpr.eqns:
-        if any(map(is_random, eqn.invars)):
-            random.update(eqn.outvars)
+    traced = trace(wanted, streams)
+    random = reached(traced.eqns, jax.tree.leaves(traced.inputs))
     return [
         dotted(path)
-        for path, x in zip(paths, jaxpr.outvars, strict=True)
-        if is_random(x)
+        for path, x in zip(paths, traced.outputs, strict=True)
+        if not random.isdisjoint(variables_in([x]))
     ]
 
 

@@ -7,8 +7,9 @@ loss that follows from unknown values is not judged.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.metrics import Mean
-from nnx_parallel.programs import ClosedJaxpr, TracedFunction
+from nnx_parallel.programs import Fold, TracedFunction, carried_by_scan
 
 Kind = Literal["constant", "row", "sum", "joint", "unknown"]
 Degrees = frozenset[float | None]
@@ -50,43 +51,8 @@ SHARED = RowValue()
 _UNKNOWN = frozenset({None})
 _ZERO: Degrees = frozenset()
 
-_LINEAR = {
-    "neg", "convert_element_type", "copy", "copy_p", "real", "imag", "reduce_precision",
-    "name", "pcast", "pvary", "optimization_barrier", "sharding_constraint",
-    "mesh_cast", "layout_constraint", "reshard", "stop_gradient",
-}  # fmt: skip
-_MOVES = {
-    "reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "slice",
-    "rev", "pad", "concatenate", "split", "dynamic_slice", "dynamic_update_slice",
-}  # fmt: skip
-_COMPARISONS = {
-    "eq", "ne", "lt", "le", "gt", "ge", "is_finite", "not", "and", "or", "xor", "sign",
-}  # fmt: skip
-_CURVES = {
-    "exp", "exp2", "log", "log1p", "expm1", "tanh", "sin", "cos", "tan", "asin", "acos",
-    "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "atan2", "logistic", "erf",
-    "erfc", "erf_inv", "lgamma", "digamma", "cbrt", "pow", "rem", "floor", "ceil",
-    "round", "abs", "nextafter", "bitcast_convert_type", "shift_left",
-    "shift_right_logical", "shift_right_arithmetic", "population_count", "clz",
-    "random_bits", "random_seed", "random_wrap", "random_unwrap", "random_fold_in",
-    "random_split", "random_clone", "threefry2x32",
-}  # fmt: skip
+_COMPARISONS = "eq ne lt le gt ge is_finite not and or xor sign"
 _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
-_REDUCTIONS = {
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or",
-    "reduce_xor", "argmax", "argmin",
-}  # fmt: skip
-_ALONG = {
-    "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k",
-}  # fmt: skip
-_CALLS = {
-    "jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint",
-    "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map",
-}  # fmt: skip
-
-
-class _DifferentProgramsError(Exception):
-    """The two row counts give programs of different equations."""
 
 
 def find_changes(
@@ -99,16 +65,17 @@ def find_changes(
             after it: the second has twice as many rows.
         inputs: The known facts about each array of the arguments.
         num_microbatches: The microbatches of a step.
+
+    Raises:
+        ValueError: If the two traces differ in more than numbers and shapes.
     """
-    try:
-        known = _read_traces(traces, inputs)
-    except _DifferentProgramsError:
-        return []
+    means, _ = _Rows()(inputs, *traces)
     found: dict[str, list[str]] = {"size": [], "joint": [], "pairs": []}
-    for name, mean in traces[0].outputs[0].items():
+    for name, mean in means.items():
         title = "The loss" if name == "loss" else f"The metric {name!r}"
         for term in mean.terms if isinstance(mean, Mean) else ():
-            total, weight = (known[id(atom)] for atom in (term.total, term.weight))
+            total: Any = term.total
+            weight: Any = term.weight
             # Each power of the rows in the total must equal the power in the weight.
             is_known = len(weight.degrees) == 1 and None not in weight.degrees
             if is_known and total.degrees - weight.degrees - {None}:
@@ -139,19 +106,6 @@ _TEXTS = {
     "num_microbatches=1 with a strategy other than Pipeline, such as FSDP, and remat "
     "to save memory; or accept the smaller groups and filter this warning.",
 }
-
-
-def _read_traces(
-    traces: Sequence[TracedFunction], inputs: Sequence[RowValue]
-) -> dict[int, RowValue]:
-    """The known facts about each output of the first trace, by the atom's id."""
-    first, second = traces
-    known = dict(zip(jax.tree.leaves(first.inputs), inputs, strict=True))
-    constants = zip(first.consts.items(), second.consts.values(), strict=False)
-    known |= {var: _constant(value, other) for (var, value), other in constants}
-    known = _read(first.eqns, second.eqns, known)
-    ends = [jax.tree.leaves(t.outputs[0]) for t in (first, second)]
-    return {id(a): _look_up(known, a, b) for a, b in zip(*ends, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -220,78 +174,19 @@ def _constant(a: Any, b: Any) -> RowValue:
     return RowValue(degrees=frozenset({power}))
 
 
-def _look_up(known: Mapping, atom: Any, other: Any) -> RowValue:
-    if isinstance(atom, jex.Literal) and isinstance(other, jex.Literal):
-        return _constant(atom.val, other.val)
-    if isinstance(atom, jex.Literal) or isinstance(other, jex.Literal):
-        return RowValue(degrees=_UNKNOWN)
-    return known.get(atom, RowValue(degrees=_UNKNOWN))
-
-
-def _read(eqns: Sequence, others: Sequence, known: Mapping) -> dict:
-    """The known facts about every value of a program, from its inputs."""
-    found = dict(known)
-    if len(eqns) != len(others):
-        raise _DifferentProgramsError
-    for eqn, other in zip(eqns, others, strict=True):
-        if eqn.primitive is not other.primitive:
-            raise _DifferentProgramsError
-        atoms = zip(eqn.invars, other.invars, strict=True)
-        call = _Call(eqn, other, [_look_up(found, a, b) for a, b in atoms])
-        found.update(zip(eqn.outvars, _apply(call), strict=True))
-    return found
-
-
-def _read_body(body: Any, other: Any, ins: Sequence[RowValue]) -> list[RowValue]:
-    """The known facts about the outputs of an inner program."""
-    jaxpr, second = (getattr(x, "jaxpr", x) for x in (body, other))
-    if len(jaxpr.invars) != len(ins):
-        raise _DifferentProgramsError
-    known = dict(zip(jaxpr.invars, ins, strict=True))
-    if isinstance(body, ClosedJaxpr):
-        pairs = zip(jaxpr.constvars, body.consts, other.consts, strict=False)
-        known |= {var: _constant(a, b) for var, a, b in pairs}
-    known = _read(jaxpr.eqns, second.eqns, known)
-    ends = zip(jaxpr.outvars, second.outvars, strict=True)
-    return [_look_up(known, a, b) for a, b in ends]
-
-
-def _apply(call: _Call) -> list[RowValue]:
-    """Applies the rule of a primitive."""
-    name = call.name
-    if name in _CALLS:
-        bodies = [
-            [x for x in e.params.values() if isinstance(x, jex.Jaxpr | ClosedJaxpr)]
-            for e in (call.eqn, call.other)
-        ]
-        if len(bodies[0]) == len(bodies[1]) == 1:
-            return _read_body(bodies[0][0], bodies[1][0], call.ins)
-    if name == "cond":
-        return _cond(call)
-    if name == "scan":
-        return _scan(call)
-    for names, rule in _RULES:
-        if name in names:
-            found = rule(call)
-            outs = found if isinstance(found, list) else [found] * len(call.eqn.outvars)
-            return [call.out(value, i) for i, value in enumerate(outs)]
-    return _unknown(call)
-
-
-def _unknown(call: _Call) -> list[RowValue]:
-    """Outputs of a primitive without a rule."""
+def _unknown(call: _Call) -> RowValue:
+    """The output of a primitive without a rule."""
     is_constant = all(v.kind == "constant" for v in call.ins)
-    kind: Kind = "constant" if is_constant else "unknown"
-    grows = any(any(call.growth(i)) for i in range(len(call.eqn.outvars)))
-    is_fixed = is_constant and not grows and all(v.degrees <= {0} for v in call.ins)
-    degrees = frozenset[float | None]({0}) if is_fixed else _UNKNOWN
-    has_rows, outs = any(v.dims for v in call.ins), []
-    for i in range(len(call.eqn.outvars)):
-        grows = call.growth(i) if has_rows else []
-        dims = frozenset(d for d, power in enumerate(grows) if power == 1)
-        pairs = any(v.pairs for v in call.ins)
-        outs.append(RowValue(kind, degrees, dims, pairs))
-    return outs
+    powers = [p for i in range(len(call.eqn.outvars)) for p in call.growth(i)]
+    is_fixed = is_constant and all(v.degrees <= {0} for v in call.ins)
+    is_fixed = is_fixed and all(power == 0 for power in powers)
+    return RowValue(
+        "constant" if is_constant else "unknown",
+        frozenset({0}) if is_fixed else _UNKNOWN,
+        # `_Call.out` keeps only the dims that grow.
+        frozenset(range(len(powers)) if any(v.dims for v in call.ins) else ()),
+        any(v.pairs for v in call.ins),
+    )
 
 
 def _curved(degrees: Degrees) -> Degrees:
@@ -331,26 +226,23 @@ def _joined(a: RowValue, b: RowValue) -> RowValue:
     return RowValue(kind, degrees, first.dims if is_same else frozenset(), pairs)
 
 
-def _meeting(call: _Call, values: Sequence[RowValue]) -> RowValue:
+def _meeting(values: Sequence[RowValue]) -> RowValue:
     """Dims and pairs of an elementwise operation; its kind if it is linear."""
     dims = frozenset[int]().union(*(v.dims for v in values))
     crossed = any(v.dims - w.dims and w.dims - v.dims for v in values for w in values)
     pairs = crossed or any(v.pairs for v in values)
-    others = [v for v in values if v.kind != "constant"]
-    kinds = {v.kind for v in others}
-    kind: Kind = "unknown"
-    if not kinds:
-        kind = "constant"
-    elif kinds == {"row"} or (len(kinds) == 1 and not dims) or len(others) == 1:
-        kind = others[0].kind
     # A constant without dims of rows is broadcast to the rows of another value.
-    if crossed or len({v.dims for v in others}) > 1:
+    others = [v for v in values if v.kind != "constant"]
+    kind: Kind = others[0].kind if others else "constant"
+    are_alike = len({(v.kind, v.dims) for v in others}) <= 1
+    if not are_alike or (len(others) > 1 and kind != "row" and dims):
         kind = "unknown"
     return RowValue(kind, _ZERO, dims, pairs)
 
 
-def _is_scalar(call: _Call) -> bool:
-    return _shape(call.eqn.outvars[0]) == ()
+def _joint(call: _Call) -> Kind:
+    """The kind of a function of sums: arrays of them are not judged."""
+    return "joint" if _shape(call.eqn.outvars[0]) == () else "unknown"
 
 
 def _linear(call: _Call) -> list[RowValue]:
@@ -359,7 +251,7 @@ def _linear(call: _Call) -> list[RowValue]:
 
 def _add(call: _Call) -> RowValue:
     a, b = call.ins
-    met = _meeting(call, call.ins)
+    met = _meeting(call.ins)
     kinds = {a.kind, b.kind}
     if "joint" in kinds and not met.dims:
         met = replace(met, kind="joint")
@@ -374,49 +266,45 @@ def _add(call: _Call) -> RowValue:
 
 def _multiply(call: _Call) -> RowValue:
     a, b = call.ins
-    met = replace(_meeting(call, call.ins), degrees=_times(a.degrees, b.degrees))
+    met = replace(_meeting(call.ins), degrees=_times(a.degrees, b.degrees))
     kinds = {a.kind, b.kind}
-    if kinds == {"sum"}:
-        return replace(met, kind="joint" if _is_scalar(call) else "unknown")
-    if kinds == {"joint", "row"} and all(v.dims for v in call.ins):
+    if kinds == {"joint", "row"} and a.dims and b.dims:
         return replace(met, kind="joint")
-    if kinds == {"joint"} or (met.kind == "joint" and "constant" not in kinds):
-        return replace(met, kind="joint" if _is_scalar(call) else "unknown")
+    if kinds in ({"sum"}, {"joint"}):
+        return replace(met, kind=_joint(call))
     return met
 
 
 def _divide(call: _Call) -> RowValue:
     a, b = call.ins
     degrees = _times(a.degrees, b.degrees, -1)
-    met = replace(_meeting(call, call.ins), degrees=degrees)
-    if b.kind in ("constant", "row"):
-        is_row = a.kind in ("constant", "row")
-        return met if b.kind == "constant" or is_row else replace(met, kind="unknown")
+    met = replace(_meeting(call.ins), degrees=degrees)
+    if b.kind == "constant" or {a.kind, b.kind} <= {"constant", "row"}:
+        return met
     if b.kind == "sum" and a.kind in ("sum", "joint", "row"):
         return replace(met, kind="joint")
-    is_scalar = _is_scalar(call) and b.kind in ("sum", "joint") and a.kind != "unknown"
-    return replace(met, kind="joint" if is_scalar else "unknown")
+    is_known = b.kind in ("sum", "joint") and a.kind != "unknown"
+    return replace(met, kind=_joint(call) if is_known else "unknown")
 
 
 def _bend(call: _Call) -> RowValue:
     """A function that is not linear, of each entry."""
-    met = _meeting(call, call.ins)
+    met = _meeting(call.ins)
     degrees = frozenset({0.0}).union(*(_curved(v.degrees) for v in call.ins))
     if None in degrees:
         degrees = _UNKNOWN
     if met.kind in ("sum", "joint"):
-        is_joint = _is_scalar(call) and call.name not in _COMPARISONS
-        met = replace(met, kind="joint" if is_joint else "unknown")
+        kind = "unknown" if call.name in _COMPARISONS.split() else _joint(call)
+        met = replace(met, kind=kind)
     return replace(met, degrees=degrees)
 
 
 def _raise_to(call: _Call) -> RowValue:
     power = _POWERS.get(call.name) or call.eqn.params["y"]
-    bent, degrees = _bend(call), call.ins[0].degrees
-    if len(degrees) == 1 and None not in degrees:
-        degrees = frozenset(power * d for d in degrees if d is not None)
-        return replace(bent, degrees=degrees)
-    return replace(bent, degrees=degrees if not degrees else _UNKNOWN)
+    degrees = call.ins[0].degrees
+    is_known = len(degrees) < 2 and None not in degrees
+    scaled = frozenset(power * d for d in degrees if d is not None)
+    return replace(_bend(call), degrees=scaled if is_known else _UNKNOWN)
 
 
 def _limit(call: _Call) -> RowValue:
@@ -427,11 +315,9 @@ def _limit(call: _Call) -> RowValue:
 
 def _select(call: _Call) -> RowValue:
     which, *cases = call.ins
-    met = _meeting(call, cases)
-    found = cases[0]
-    for case in cases[1:]:
-        found = _joined(found, case)
-    pairs = _meeting(call, call.ins).pairs
+    met = _meeting(cases)
+    found = reduce(_joined, cases)
+    pairs = _meeting(call.ins).pairs
     is_row = which.kind in ("constant", "row") and met.kind in ("constant", "row")
     dims = met.dims | which.dims
     kind: Kind = met.kind
@@ -492,15 +378,11 @@ def _move(call: _Call) -> RowValue:
     return replace(value, dims=frozenset(dims))
 
 
-def _order(call: _Call) -> list[RowValue]:
+def _order(call: _Call) -> RowValue:
     """Cumulative sums and sorting, along one dim."""
-    params = call.eqn.params
-    last = len(_shape(call.eqn.invars[0])) - 1
-    axis = params.get("axis", params.get("dimension", last))
-    if call.growth(of_input=True)[axis] != 0:
-        return _unknown(call)
-    met = _bend(call)
-    return [met] * len(call.eqn.outvars)
+    params, grows = call.eqn.params, call.growth(of_input=True)
+    axis = params.get("axis", params.get("dimension", -1))
+    return _bend(call) if grows[axis] == 0 else _unknown(call)
 
 
 def _gather(call: _Call) -> RowValue:
@@ -524,55 +406,47 @@ def _contract(call: _Call) -> RowValue:
     """`dot_general`; its output has the batch dims, then the free ones."""
     a, b = call.ins
     contracted, batch = call.eqn.params["dimension_numbers"]
-    free, sizes = [], (call.growth(of_input=True), call.growth(1, of_input=True))
-    for i in range(2):
-        used = {*contracted[i], *batch[i]}
-        free.append([d for d in range(len(sizes[i])) if d not in used])
-    places = [
-        {d: i for i, d in enumerate(batch[0])}
-        | {d: len(batch[0]) + i for i, d in enumerate(free[0])},
-        {d: i for i, d in enumerate(batch[1])}
-        | {d: len(batch[0]) + len(free[0]) + i for i, d in enumerate(free[1])},
+    sizes = call.growth(of_input=True), call.growth(1, of_input=True)
+    free = [
+        [d for d in range(len(sizes[i])) if d not in (*contracted[i], *batch[i])]
+        for i in range(2)
     ]
+    # For each dim of the output, the dims of both operands.
+    shared = [*zip(*batch, strict=True)]
+    origins = [*shared, *((d, None) for d in free[0]), *((None, d) for d in free[1])]
     dims = frozenset(
-        place[d]
-        for value, place in zip((a, b), places, strict=True)
-        for d in value.dims
-        if d in place
+        i for i, (x, y) in enumerate(origins) if x in a.dims or y in b.dims
     )
     over = [a.dims.intersection(contracted[0]), b.dims.intersection(contracted[1])]
     crossed = bool(a.dims.intersection(free[0]) and b.dims.intersection(free[1]))
+    had_pairs = a.pairs or b.pairs
     # Scores of all pairs times their rows, as in attention, give a value for each row.
-    is_mixed = bool(over[0] and over[1] and (a.pairs or b.pairs))
-    pairs = crossed or ((a.pairs or b.pairs) and not is_mixed)
+    pairs = crossed or (had_pairs and not all(over))
     degrees = _times(a.degrees, b.degrees)
     degrees = _grown(degrees, [sizes[0][d] for d in contracted[0]])
-    return RowValue(_product_kind(a, b, over, batch, dims, pairs), degrees, dims, pairs)
+    is_aligned = all((x in a.dims) == (y in b.dims) for x, y in shared)
+    kind = _product_kind(call.ins, over, is_aligned, dims)
+    return RowValue("unknown" if crossed or had_pairs else kind, degrees, dims, pairs)
 
 
 def _product_kind(
-    a: RowValue, b: RowValue, over: list, batch: Any, dims: frozenset, pairs: bool
+    values: list[RowValue], over: list[frozenset], is_aligned: bool, dims: frozenset
 ) -> Kind:
-    kinds = {a.kind, b.kind}
-    if kinds == {"constant"}:
-        return "constant"
-    if pairs or a.pairs or b.pairs:
+    """The kind of a product that sums ``over`` dims of rows, and keeps ``dims``."""
+    kinds = {v.kind for v in values}
+    if kinds == {"row"}:
+        is_sum = all(over)
+        if not is_sum and (any(over) or not is_aligned):
+            return "unknown"
+    elif "constant" in kinds:
+        is_sum = any(over)
+    else:
         return "unknown"
-    if "constant" in kinds:
-        kind = b.kind if a.kind == "constant" else a.kind
-        is_over = bool(over[0] or over[1])
-        if kind == "row" and is_over:
-            return "unknown" if dims else "sum"
-        return kind
-    if kinds != {"row"}:
-        return "unknown"
-    if over[0] and over[1]:
+    given: list[Kind] = [v.kind for v in values if v.kind != "constant"]
+    kind: Kind = given[0] if given else "constant"
+    if kind == "row" and is_sum:
         return "unknown" if dims else "sum"
-    places = [
-        {i for i, d in enumerate(dims) if d in value.dims}
-        for value, dims in zip((a, b), batch, strict=True)
-    ]
-    return "row" if places[0] == places[1] and not (over[0] or over[1]) else "unknown"
+    return kind
 
 
 def _convolve(call: _Call) -> RowValue:
@@ -582,7 +456,7 @@ def _convolve(call: _Call) -> RowValue:
     rest = [grows[d] for d in numbers.lhs_spec[1:]]
     is_plain = kernel.kind == "constant" and not any(rest)
     if not is_plain or x.dims - {numbers.lhs_spec[0]}:
-        return _unknown(call)[0]
+        return _unknown(call)
     dims = frozenset({numbers.out_spec[0]}) if x.dims else frozenset[int]()
     return RowValue(x.kind, _times(x.degrees, kernel.degrees), dims, x.pairs)
 
@@ -591,71 +465,82 @@ def _pool(call: _Call) -> RowValue:
     grows = call.growth(of_input=True)
     window = call.eqn.params["window_dimensions"]
     if any(power != 0 and size > 1 for power, size in zip(grows, window, strict=True)):
-        return _unknown(call)[0]
+        return _unknown(call)
     return _bend(call)
 
 
-def _cond(call: _Call) -> list[RowValue]:
-    branches = zip(*(e.params["branches"] for e in (call.eqn, call.other)), strict=True)
-    found = [_read_body(a, b, call.ins[1:]) for a, b in branches]
-    outs = found[0]
-    for more in found[1:]:
-        outs = [_joined(a, b) for a, b in zip(outs, more, strict=True)]
-    return outs
+_RULES: dict[str, Callable[[_Call], RowValue | list[RowValue]]] = {
+    name: rule
+    for rule, names in {
+        _linear: "neg convert_element_type copy copy_p real imag reduce_precision name "
+        "pcast pvary optimization_barrier sharding_constraint mesh_cast "
+        "layout_constraint reshard stop_gradient",
+        _add: "add sub add_any",
+        _multiply: "mul",
+        _divide: "div",
+        _raise_to: "sqrt rsqrt square integer_pow",
+        _limit: "max min clamp",
+        _select: "select_n",
+        _bend: f"{_COMPARISONS} exp exp2 log log1p expm1 tanh sin cos tan asin acos "
+        "atan sinh cosh asinh acosh atanh atan2 logistic erf erfc erf_inv lgamma "
+        "digamma cbrt pow rem floor ceil round abs nextafter bitcast_convert_type "
+        "shift_left shift_right_logical shift_right_arithmetic population_count clz "
+        "random_bits random_seed random_wrap random_unwrap random_fold_in "
+        "random_split random_clone threefry2x32",
+        _reduce: "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or "
+        "reduce_xor argmax argmin",
+        _move: "reshape squeeze expand_dims transpose broadcast_in_dim slice rev pad "
+        "concatenate split dynamic_slice dynamic_update_slice",
+        _order: "cumsum cumprod cummax cummin cumlogsumexp sort top_k",
+        _gather: "gather",
+        _iota: "iota",
+        _contract: "dot_general",
+        _convolve: "conv_general_dilated",
+        _pool: "reduce_window_sum reduce_window_max reduce_window_min",
+    }.items()
+    for name in names.split()
+}
 
 
-def _num_slices(outer: Sequence, inner: Sequence) -> int:
-    pairs = zip(outer, inner, strict=True)
-    return sum(len(_shape(a)) > len(_shape(b)) for a, b in pairs)
+class _Rows(Fold):
+    """Reads two traces side by side, and finds a `RowValue` for each variable."""
 
+    def constant(self, *numbers: Any) -> RowValue:
+        return _constant(*numbers)
 
-def _scan(call: _Call) -> list[RowValue]:
-    params, other = call.eqn.params, call.other.params
-    (body,) = jex.jaxprs_in_params(params)
-    # jax 0.12 does not give their number, but a slice has one dim less than its array.
-    num_carry = len(body.outvars) - _num_slices(call.eqn.outvars, body.outvars)
-    num_xs = _num_slices(call.eqn.invars, body.invars)
-    num_consts = len(body.invars) - num_carry - num_xs
-    consts, rest = call.ins[:num_consts], call.ins[num_consts:]
-    carry, xs = rest[:num_carry], rest[num_carry:]
-    grows = params["length"] != other["length"]
-    is_over_rows = grows and any(0 in v.dims for v in xs)
-    # Each iteration of the loop sees its part.
-    parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
-    if grows:
-        carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]
-    for _ in range(4):
-        ins = [*consts, *carry, *parts]
-        outs = _read_body(params["jaxpr"], other["jaxpr"], ins)
-        after = [_joined(a, b) for a, b in zip(carry, outs[:num_carry], strict=True)]
-        if after == carry:
-            break
-        carry = after
-    else:
-        return _unknown(call)
-    first = frozenset({0}) if is_over_rows else frozenset[int]()
-    stacked = [
-        replace(v, dims=frozenset(d + 1 for d in v.dims) | first)
-        for v in outs[num_carry:]
-    ]
-    return carry + stacked
+    def join(self, a: RowValue, b: RowValue) -> RowValue:
+        return _joined(a, b)
 
+    def decided(self, value: RowValue, by: RowValue) -> RowValue:
+        del by  # a branch is like one of its outcomes
+        return value
 
-_RULES: list[tuple[set[str], Callable[[_Call], RowValue | list[RowValue]]]] = [
-    (_LINEAR, _linear),
-    ({"add", "sub", "add_any"}, _add),
-    ({"mul"}, _multiply),
-    ({"div"}, _divide),
-    ({*_POWERS, "integer_pow"}, _raise_to),
-    ({"max", "min", "clamp"}, _limit),
-    ({"select_n"}, _select),
-    (_COMPARISONS | _CURVES, _bend),
-    (_REDUCTIONS, _reduce),
-    (_MOVES, _move),
-    (_ALONG, _order),
-    ({"gather"}, _gather),
-    ({"iota"}, _iota),
-    ({"dot_general"}, _contract),
-    ({"conv_general_dilated"}, _convolve),
-    ({"reduce_window_sum", "reduce_window_max", "reduce_window_min"}, _pool),
-]
+    def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
+        eqn, other = eqns
+        call = _Call(eqn, other, inputs)
+        if eqn.primitive is not other.primitive:
+            raise ValueError("The two traces have different equations.")
+        if call.name == "scan":
+            return self._scan(call)
+        outputs = None if call.name == "while" else self.nested(inputs, *eqns)
+        if outputs is not None:
+            return outputs
+        found = _RULES.get(call.name, _unknown)(call)
+        outputs = found if isinstance(found, list) else [found] * len(eqn.outvars)
+        return [call.out(value, i) for i, value in enumerate(outputs)]
+
+    def _scan(self, call: _Call) -> list[RowValue]:
+        first, end = carried_by_scan(call.eqn)
+        grows = call.eqn.params["length"] != call.other.params["length"]
+        carry, xs = call.ins[first:end], call.ins[end:]
+        if grows:
+            carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]
+        # Each iteration of the loop sees its part.
+        parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
+        inputs = [*call.ins[:first], *carry, *parts]
+        outputs = self.nested(inputs, call.eqn, call.other) or []
+        rows = {0} if grows and any(0 in v.dims for v in xs) else set[int]()
+        return outputs[: len(carry)] + [
+            replace(v, dims=frozenset({d + 1 for d in v.dims} | rows))
+            for v in outputs[len(carry) :]
+        ]

@@ -131,8 +131,8 @@ def make_train_step(
             if options.num_microbatches > 1 and not is_told:
                 is_told = True
                 texts = list[str]()
-                # A loss may refuse these row counts, or use operations unknown to
-                # jaxprs.
+                # A loss may refuse these row counts, be another program for each of
+                # them, or use operations unknown to jaxprs.
                 with contextlib.suppress(Exception):
                     texts = changes_by_microbatches(plan, loss, *arguments)
                 for text in texts:
