@@ -80,7 +80,7 @@ def start_checksums(
     exchange_sums = reserve_allgather(name, _EXCHANGE_SECONDS)
     exchange_copies = reserve_allgather(f"{name} of copies", _EXCHANGE_SECONDS)
 
-    def finish() -> Checksums:
+    def wait() -> Checksums:
         found = hashes()
         # The sum over each part once, and the sum over all copies. Neither wraps
         # around: if copies are equal, the second is exactly the number of copies times
@@ -100,7 +100,7 @@ def start_checksums(
             raise_if_copies_differ(differing, exchange_copies)
         return jax.tree.unflatten(structure, [once % 2**32 for once, _ in sums])
 
-    return finish
+    return wait
 
 
 class Place(NamedTuple):
@@ -197,7 +197,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
         # dispatched without waiting, can deadlock simulated devices.
         started.append((indices, _stack(mesh)(hashes)))
 
-    def finish() -> list[dict[int, int]]:
+    def wait() -> list[dict[int, int]]:
         for indices, hashes in started:
             for shard in hashes.addressable_shards:
                 values = np.asarray(shard.data).ravel().tolist()
@@ -205,7 +205,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
                     found[index][shard.device.id] = value
         return found
 
-    return finish
+    return wait
 
 
 def _counted_devices(x: jax.Array) -> set[int]:

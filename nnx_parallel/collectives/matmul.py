@@ -376,7 +376,7 @@ def _prepare(
     # it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
     every = varied[0] | varied[1] | {axis}
-    for_x, for_w = (tuple(sorted(every - own)) for own in varied)
+    for_x, for_w = (tuple(sorted(every - axes)) for axes in varied)
     x = jax.lax.pcast(x, for_x, to="varying") if for_x else x
     w = jax.lax.pcast(w, for_w, to="varying") if for_w else w
     return x, w, (ring, len(x_side.contracted), jnp.dtype(sum_dtype))

@@ -445,12 +445,12 @@ def _dot(
     x: np.ndarray, y: np.ndarray, *, dimension_numbers: Any, **_: Any
 ) -> np.ndarray:
     (contracted, others), (batch, of_y) = dimension_numbers
-    dims, own = [*range(x.ndim)], [*range(x.ndim, x.ndim + y.ndim)]
-    for mine, theirs in zip((*contracted, *batch), (*others, *of_y), strict=True):
-        own[theirs] = mine
-    free = [d for d in dims if d not in (*contracted, *batch)]
-    rest = [d for d in own if d >= x.ndim]
-    return np.einsum(x, dims, y, own, [*batch, *free, *rest])
+    x_dims, y_dims = [*range(x.ndim)], [*range(x.ndim, x.ndim + y.ndim)]
+    for x_dim, y_dim in zip((*contracted, *batch), (*others, *of_y), strict=True):
+        y_dims[y_dim] = x_dim
+    free = [d for d in x_dims if d not in (*contracted, *batch)]
+    rest = [d for d in y_dims if d >= x.ndim]
+    return np.einsum(x, x_dims, y, y_dims, [*batch, *free, *rest])
 
 
 def _reduce(function: Callable) -> Callable:

@@ -108,8 +108,8 @@ def _each(function: Callable[[Array], Array], matrices: Array) -> Array:
 def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None]:
     """Dimension numbers of each leaf."""
     if numbers is None:
-        own = MuonDimensionNumbers()
-        return [own if x.ndim == 2 else None for x in jax.tree.leaves(params)]
+        default = MuonDimensionNumbers()
+        return [default if x.ndim == 2 else None for x in jax.tree.leaves(params)]
     found = numbers(params) if callable(numbers) else numbers
     for n in jax.tree.leaves(found, is_leaf=_is_numbers):
         if not _is_numbers(n):

@@ -75,8 +75,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
         )
     # `vmap` and `grad` ask a primitive for its rule when they meet it; `_find_stack`
     # finds primitives that only hold the equation (`scan`, `cond`) in the jaxpr.
-    held = jax.tree.leaves((call.params, call.others))
-    outs = stack_p.bind(*held, *arrays, call=call)
+    layer_arrays = jax.tree.leaves((call.params, call.others))
+    outs = stack_p.bind(*layer_arrays, *arrays, call=call)
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
 
 
@@ -253,7 +253,7 @@ class PartitionedJaxpr:
         atoms = jax.tree.leaves(wanted)
         return set(inputs_of(needed(self.traced.eqns, atoms), atoms))
 
-    def run_layer(self, held: dict, activations: list) -> tuple[list, dict]:
+    def run_layer(self, arrays: dict, activations: list) -> tuple[list, dict]:
         """Runs one layer, from its arrays by key and the arrays that enter the stack.
 
         Returns:
@@ -267,7 +267,7 @@ class PartitionedJaxpr:
             if isinstance(leaf, jax.Array):
                 leaves[i] = made[i] if i in made else next(rest)
         x, args = jax.tree.unflatten(tree, leaves)
-        params, others = ({k: held[k] for k in g} for g in (call.params, call.others))
+        params, others = ({k: arrays[k] for k in g} for g in (call.params, call.others))
         x, others, _ = call.block(params, others, x, args, None)
         return jax.tree.leaves(x), others
 

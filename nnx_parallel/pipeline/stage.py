@@ -223,14 +223,14 @@ class Stage:
 
         return jax.lax.scan(step, totals, _numbered(layers, pending))[0]
 
-    def _checked_block(self, held: dict, activations: list) -> tuple[list, dict]:
-        x, after = self.cut.run_layer(held, activations)
+    def _checked_block(self, arrays: dict, activations: list) -> tuple[list, dict]:
+        x, after = self.cut.run_layer(arrays, activations)
         assigned = [key for key in after if key in self.cut.call.params]
         # In an evaluation, values do not outlive the microbatch that assigned them.
         if self.stash is not None:
             check_unassigned(self.cut.layer_paths[key] for key in assigned)
         kept = {key: new for key, new in after.items() if key not in assigned}
-        return x, {key: _like(new, held[key], key) for key, new in kept.items()}
+        return x, {key: _like(new, arrays[key], key) for key, new in kept.items()}
 
     def _check_closure(self) -> None:
         """Checks that a layer only uses arrays of the loss that are passed to it."""

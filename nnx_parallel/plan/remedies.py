@@ -48,13 +48,13 @@ class Shortage:
         than its temporaries.
         """
         number = r"([\d.]+)([KMGT])"
-        told = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
+        exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
         older = re.search(rf"Used {number} of {number} hbm", text)
-        if found := told or older:
+        if found := exceeded or older:
             used, unit, limit, other = found.groups()
             return cls(
                 limit=float(limit) * _UNITS[other],
-                used=float(used) * _UNITS[unit] + (state if told else 0.0),
+                used=float(used) * _UNITS[unit] + (state if exceeded else 0.0),
             )
         try:
             stats = device.memory_stats() or {}
@@ -63,19 +63,19 @@ class Shortage:
         limit = stats.get("bytes_limit") or (hardware and hardware.usable_bytes)
         return cls(limit=float(limit), used=None) if limit else None
 
-    def scaled(self, own: Mapping[str, float], other: Mapping[str, float]) -> float:
+    def scaled(self, failed: Mapping[str, float], other: Mapping[str, float]) -> float:
         """Bytes of another way to run the step, corrected by the formulas' error here.
 
         Args:
-            own: Their bytes for the step that failed, by owner.
-            other: Their bytes for the other step.
+            failed: Bytes of the step that failed by the formulas, by owner.
+            other: Bytes of the other step by the formulas.
         """
-        exact, doubt = _split(own)
+        exact, doubt = _split(failed)
         # It did not fit: it needs more than there is, whatever they say.
         used = self.used or max(self.limit, exact + doubt)
         factor = max(1.0, (used - exact) / doubt) if doubt else 1.0
-        sure, rest = _split(other)
-        return sure + factor * rest
+        other_exact, other_doubt = _split(other)
+        return other_exact + factor * other_doubt
 
 
 def _split(memory: Mapping[str, float]) -> tuple[float, float]:

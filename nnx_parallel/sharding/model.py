@@ -211,13 +211,13 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    held = function if isinstance(function, partial) else partial(function)
-    target: Any = held.func
+    call = function if isinstance(function, partial) else partial(function)
+    target: Any = call.func
     # NNX's metaclass hides the parameters of its classes.
     if isinstance(target, type):
-        held = partial(getattr(target, "__init__"), None, *held.args, **held.keywords)  # noqa: B009
+        call = partial(getattr(target, "__init__"), None, *call.args, **call.keywords)  # noqa: B009
     try:
-        return inspect.signature(held)
+        return inspect.signature(call)
     except ValueError:
         return None  # a function in C may not tell
 
@@ -243,9 +243,9 @@ def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
     """Maps the attributes of all modules, and the leaves of pytrees among them."""
 
     def convert(value: Any) -> Any:
-        held, tree = _parts(value)
-        new = [function(x) for x in held]
-        is_new = any(a is not b for a, b in zip(new, held, strict=True))
+        leaves, tree = _parts(value)
+        new = [function(x) for x in leaves]
+        is_new = any(a is not b for a, b in zip(new, leaves, strict=True))
         return tree.unflatten(new) if is_new else value
 
     for _, module in [*nnx.iter_modules(model)]:
@@ -275,11 +275,11 @@ def _check_hidden(model: nnx.Module) -> None:
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
             for x in filterfalse(_is_part_of_graph, _parts(value)[0]):
-                held = [getattr(x, "__dict__", {})]
-                held += [getattr(x, n, ()) for n in ("args", "keywords")]  # partial
+                contents = [getattr(x, "__dict__", {})]
+                contents += [getattr(x, n, ()) for n in ("args", "keywords")]  # partial
                 for cell in getattr(x, "__closure__", None) or ():
-                    held += [cell.cell_contents] if cell != _EMPTY else []
-                if any(isinstance(each, Tracer) for each in _parts(held)[0]):
+                    contents += [cell.cell_contents] if cell != _EMPTY else []
+                if any(isinstance(each, Tracer) for each in _parts(contents)[0]):
                     raise ModelError(
                         f"`{dotted((*path, name))}` is a {type(x).__name__} with an "
                         "array that __init__ has made. Flax does not look into such an "

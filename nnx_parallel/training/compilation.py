@@ -460,7 +460,7 @@ def _read(
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
     """The differences of the file that differs in the fewest facts."""
-    told = []
+    differences = []
     for file in files:
         other: dict[str, Any] = {}
         with (
@@ -471,5 +471,5 @@ def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
             other = head["facts"] if isinstance(head.get("facts"), dict) else {}
         names = [n for n in (*facts, *other) if facts.get(n) != other.get(n)]
         pairs = (f"{n} {other.get(n)!r}, not {facts.get(n)!r}" for n in names)
-        told.append([*dict.fromkeys(pairs)])
-    return "; ".join(min(told, key=len))
+        differences.append([*dict.fromkeys(pairs)])
+    return "; ".join(min(differences, key=len))

@@ -194,9 +194,9 @@ def check_padding(
     entries, structure = jax.tree.flatten(batch, is_leaf=is_marked)
     inputs = structure.flatten_up_to(traced.inputs[2])
     has_rows = [not is_marked(x) and x.ndim > 0 for x in entries]
-    told = variables_in(jax.tree.leaves(traced.inputs[2][weights]))
-    rows = {v for v, has in zip(inputs, has_rows, strict=True) if has}.difference(told)
-    by_rows, by_weights = reached(traced.eqns, rows), reached(traced.eqns, told)
+    mask = variables_in(jax.tree.leaves(traced.inputs[2][weights]))
+    rows = {v for v, has in zip(inputs, has_rows, strict=True) if has}.difference(mask)
+    by_rows, by_weights = reached(traced.eqns, rows), reached(traced.eqns, mask)
 
     def is_from(found: set, part: Any) -> bool:
         return not found.isdisjoint(variables_in(jax.tree.leaves(part)))

@@ -102,21 +102,21 @@ class Rule:
             WeightsError: If the pattern has other dims.
         """
         dims, given = _GROUP.findall(self.right), dict(self.given)
-        own = [self.num_parts] if self.num_parts else []
-        own += shape[self.num_stacked :]
-        for dim, size in zip(dims, own, strict=False):
+        ours = [self.num_parts] if self.num_parts else []
+        ours += shape[self.num_stacked :]
+        for dim, size in zip(dims, ours, strict=False):
             names = re.findall(r"\w+", dim)
             if dim != names[0] and math.prod(given.get(n, 0) for n in names) != size:
                 raise WeightsError(
                     f"Dim {dim} of `{self.ours}` has size {size}; its pattern gives "
                     f"{given or 'no sizes'}: write ', name=size' of each behind it."
                 )
-        if len(dims) != len(own):
+        if len(dims) != len(ours):
             raise WeightsError(
                 f"`{self.ours}` has shape {tuple(shape)}, but its pattern makes dims "
                 f"({self.right})" + _after(self.num_stacked)
             )
-        single = {n: x for n, x in zip(dims, own, strict=True) if n.isidentifier()}
+        single = {n: x for n, x in zip(dims, ours, strict=True) if n.isidentifier()}
         return single | given
 
     def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
@@ -126,8 +126,8 @@ class Rule:
 
     def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
         """Their array at one index, from all of our arrays that it holds."""
-        whole = np.stack(ours) if self.num_parts else ours[0]
-        return rearrange(whole, f"{self.right} -> {self.left}", **sizes)
+        joined = np.stack(ours) if self.num_parts else ours[0]
+        return rearrange(joined, f"{self.right} -> {self.left}", **sizes)
 
     def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of their array."""

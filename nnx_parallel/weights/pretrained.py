@@ -176,12 +176,12 @@ def _read(
             shape = [last - first for first, last in bounds]
             out = np.empty(shape, array.dtype)
             stacked, inner = bounds[: rule.num_stacked], index[rule.num_stacked :]
-            for own in np.ndindex(*shape[: rule.num_stacked]):
-                whole = (i + first for i, (first, _) in zip(own, stacked, strict=True))
-                name = names[tuple(whole)]
+            for at in np.ndindex(*shape[: rule.num_stacked]):
+                place = (i + first for i, (first, _) in zip(at, stacked, strict=True))
+                name = names[tuple(place)]
                 part = rule.to_ours(tensors[name].view(), sizes)[tuple(inner)]
                 _check_finite(name, tensors[name], part)
-                _copy(part, out[own])
+                _copy(part, out[at])
             shards[key] = out
         return shards[key]
 
