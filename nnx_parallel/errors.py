@@ -315,7 +315,7 @@ class ExpertsError(ParallelError, ValueError):
 
 
 class WeightsError(ParallelError, ValueError):
-    """Files of weights must be whole, and have the names and shapes of the model."""
+    """Files of weights must be complete, and have the names and shapes of the model."""
 
 
 class StateStructureError(ParallelError, ValueError):

@@ -43,7 +43,7 @@ def all_gather_matmul(
 
     Args:
         x_shard: This device's part along ``dim``, with the dims to contract.
-        w_shard: This device's weights, whole along the dims to contract.
+        w_shard: This device's weights, not split along the dims to contract.
         axis: The manual mesh axis.
         dim: The dim of ``x_shard`` to gather, one that is kept.
         contracting: How many last dims of x are contracted with the first of w, or

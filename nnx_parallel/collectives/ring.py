@@ -105,7 +105,7 @@ class Ring:
         return passed
 
     def join(self, passed: Sequence[jax.Array]) -> jax.Array:
-        """The whole array from the shards of `hops`."""
+        """The gathered array from the shards of `hops`."""
         gathered = self._buffer(passed[0])
         for hop, x in enumerate(passed):
             # Written where its owner is along the ring.
@@ -115,7 +115,7 @@ class Ring:
     def gather_through(
         self, function: Pointwise, shard: jax.Array
     ) -> tuple[Any, jax.Array]:
-        """``function`` of the whole array, and the array, from this device's part."""
+        """``function`` of the gathered array, and the gathered array, from a shard."""
         if self._is_bulk:
             gathered = self._all_gather(shard)
             return function(gathered), gathered
@@ -133,7 +133,7 @@ class Ring:
     def scatter_sum_and_gather(
         self, function: Pointwise, x: Any, shard: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`scatter_sum`, and the whole array of a shard that travels meanwhile."""
+        """`scatter_sum`, and the gathered array of a shard that travels meanwhile."""
         if self._is_bulk:
             return self.scatter_sum(function, x), self._all_gather(shard)
         passed = self.hops(shard)
@@ -185,7 +185,7 @@ class Ring:
         return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
 
     def _start(self, distance: int, shard: jax.Array) -> jax.Array:
-        """Start of a shard in the whole array, given the distance of its owner."""
+        """Start of a shard in the gathered array, given the distance of its owner."""
         owner = (jax.lax.axis_index(self.axis) + distance) % self.size
         return owner * shard.shape[self.dim]
 

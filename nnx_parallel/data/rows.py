@@ -34,7 +34,7 @@ DROPPED = object()  # in place of a smaller one that is left out
 class Shared:
     """An entry of a batch that all rows share: an attention mask, a table, a prompt.
 
-    Each device holds it whole, and each microbatch gets it as it is. The loss is given
+    Each device has a copy, and each microbatch gets all of it. The loss is given
     ``value`` itself. An array without dims, such as the value of a schedule, is shared
     without this mark. All processes give the same.
 

@@ -130,7 +130,7 @@ def _flops(rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Sends shards of matrices to the devices that get them whole, and results back.
+    """Sends shards of matrices to the devices that gather them, and results back.
 
     Attributes:
         function: The function that each device applies to its matrices.
@@ -235,7 +235,7 @@ class Exchange:
         return jnp.concatenate([_padded(part, most) for _, part in parts])
 
     def _join(self, share: _Share, parts: Array) -> Array:
-        """Whole matrices, one after the other, as one array."""
+        """Gathered matrices, one after the other, as one array."""
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
             end = start + count * math.prod(kind.block)
@@ -258,7 +258,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), matrices.size)
 
     def _cut(self, share: _Share, results: Array) -> Array:
-        """The parts of whole matrices: the inverse of `_join`."""
+        """The shards of gathered matrices: the inverse of `_join`."""
         num_parts = math.prod(self.sizes[axis] for axis in self.group.split)
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
@@ -367,7 +367,7 @@ def matrix_dims(
 def map_matrices(
     function: OfMatrices, updates: Any, numbers: Sequence[MuonDimensionNumbers]
 ) -> Any:
-    """Maps every matrix of a tree of updates, each whole on one device.
+    """Maps every matrix of a tree of updates, each gathered on one device.
 
     Inside a step the matrices are spread over all devices that hold shards or copies of
     them. A device sends and receives its share of the matrices once, in their dtype; if

@@ -31,7 +31,7 @@ _PRECONDITIONING = ["frobenius", "spectral", "aol", "schatten"]
 def by_matrix(
     function: Callable[[Array], Array], dimension_numbers: Numbers = None
 ) -> optax.GradientTransformation:
-    """Maps every matrix of the updates separately, as a whole on one device.
+    """Maps every matrix of the updates separately, gathered on one device.
 
     Under a strategy the matrices are spread over the devices: one all-to-all makes them
     whole, each device maps about its share of them without communication, and one

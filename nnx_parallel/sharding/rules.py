@@ -242,7 +242,7 @@ ZeroKind = Literal["params", "gradients", "optimizer"]
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroAxis:
-    """A mesh axis that splits training state which the computation uses whole [1].
+    """A mesh axis that splits training state which the computation gathers [1].
 
     Attributes:
         rules: The axis and how it chooses a dim.

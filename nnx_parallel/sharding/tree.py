@@ -321,7 +321,7 @@ def _place(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def gather(tree: Any, *, to_host: bool = True) -> Any:
-    """Gathers every array of a pytree, so that each is whole in one place.
+    """Gathers every array of a pytree, each complete in one place.
 
     Leaves that are not a ``jax.Array`` stay the same objects; typed random keys, which
     NumPy cannot hold, are replicated.

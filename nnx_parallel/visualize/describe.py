@@ -77,7 +77,7 @@ def optimizer_rows_of(
     for (path, leaf), spec in zip(leaves, flat_specs, strict=True):
         # docs/library-notes.md, "Optax"
         owner, why_whole = owner_of(path, shapes), ""
-        # Counters are whole everywhere, and cost nothing.
+        # Counters are replicated, and cost nothing.
         if not any(spec) and leaf.size > 1:
             if owner is None:
                 why_whole = "belongs to no parameter"
@@ -138,7 +138,7 @@ class Description:
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
-        """Parameters of which every device holds a whole copy, the largest first."""
+        """Parameters that every device holds completely, the largest first."""
         params = (row for row in self.rows if row.info.is_param)
         rows = (row for row in params if not any(row.placement.stored))
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
@@ -226,7 +226,7 @@ class Description:
     def summary(self) -> str:
         """Totals per device, and the largest arrays left replicated."""
         lines = [f"per device: {self.per_device}"]
-        # On one device every array is whole: there is nothing to report.
+        # On one device nothing is sharded: there is nothing to report.
         if self.layout.mesh.size > 1:
             arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)

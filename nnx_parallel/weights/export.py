@@ -83,8 +83,8 @@ def save_pretrained(
 ) -> None:
     """Writes a folder that transformers and `Pretrained` read.
 
-    The folder appears whole or not at all. In a run of several processes all call this
-    function, and process 0 writes. The host holds one whole array at a time.
+    The folder appears complete or not at all. In a run of several processes all call
+    this function, and process 0 writes. The host holds one whole array at a time.
 
     Args:
         directory: The folder, which must not exist, or be empty.
@@ -147,7 +147,7 @@ def save_arrays(
     max_file_bytes: int = 5 * 10**9,
     stem: str = "model",
 ) -> None:
-    """Writes a folder, on process 0; the folder appears whole or not at all.
+    """Writes a folder, on process 0; the folder appears complete or not at all.
 
     Args:
         directory: The folder.

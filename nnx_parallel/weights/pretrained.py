@@ -86,7 +86,7 @@ class Pretrained:
         self.tensors = open_tensors(self.path)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model with its weights, whole on the default device.
+        """The model with its weights, not sharded, on the default device.
 
         Raises:
             WeightsError: If it is called inside a traced function, whose program could

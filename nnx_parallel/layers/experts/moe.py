@@ -117,7 +117,7 @@ class MoE(nnx.Module):
         normal = nnx.initializers.normal
         into = kernel_init or normal(embed_dim**-0.5)
         out = out_init or normal(width**-0.5)
-        # The router is whole on every device: its dim of experts has no name.
+        # The router is replicated: its dim of experts has no name.
         make = named(into, "embed", None)
         self.router = nnx.Param(make(rngs.params(), (embed_dim, num), jnp.float32))
 
