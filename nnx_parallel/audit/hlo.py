@@ -164,7 +164,7 @@ class Computation:
 
 
 class WhileLoop(NamedTuple):
-    """A `while` as far as it is known before it runs.
+    """The facts about a `while` that are known before it runs.
 
     Attributes:
         trip_count: How often its body runs; `None` when that depends on data.

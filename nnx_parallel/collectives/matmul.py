@@ -164,7 +164,7 @@ def column_parallel_matmul(
     """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
 
     It runs in a region manual over that one axis: other mesh axes stay automatic, so
-    that a batch split over ``data`` or weights over ``pipe`` need nothing said. Inside
+    that a batch split over ``data`` or weights over ``pipe`` need no argument. Inside
     a region that is manual over other axes it nests, over that region's mesh instead of
     ``mesh``. Other arguments and errors are the same as for `all_gather_matmul`; x is
     split over the axis along ``dim`` and w along ``w_dim``, kept dims, or brought

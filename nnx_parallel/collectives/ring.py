@@ -46,7 +46,7 @@ TokenExchange = Literal["gather", "ragged"]
 
 
 class ExpertAxis(NamedTuple):
-    """The mesh axis that splits experts, and the exchange over it, if it is said."""
+    """The mesh axis that splits experts, and the exchange over it, if it was chosen."""
 
     axis: str
     exchange: TokenExchange | None

@@ -58,7 +58,7 @@ class Pad:
     Batches are dicts, and ``weights`` is the entry that tells the loss: the rows that
     are added have zeros there. Where batches have no such entry, each gets one of ones.
     The loss, and each metric that the rows change, must be a `Mean` whose total and
-    weight count the rows by it: it is then the one of the batch as it came.
+    weight count the rows by it: it then equals the value of the batch without padding.
 
     Attributes:
         weights: Key of an array whose dim 0 is the rows, such as a mask of tokens.

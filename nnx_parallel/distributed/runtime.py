@@ -446,7 +446,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """The line that Python is at: for a run that hangs, its traceback tells no more."""
+    """The line that Python runs: for a run that hangs, a traceback shows no more."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

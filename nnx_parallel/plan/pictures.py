@@ -660,7 +660,7 @@ _WORDS = (
 
 
 def _step(plan: Plan, entry: Entry, *, is_first: bool) -> str:
-    """Both pictures of a candidate, which open at a click but for the first."""
+    """Both pictures of a candidate; all but the first open at a click."""
     figures = draw_timeline(plan, entry), draw_roofline(plan, entry)
     pair = f'<div class="pair">{"".join(map(_figure, figures))}</div>'
     code = f"<code>{escape(entry.candidate.code)}</code>"

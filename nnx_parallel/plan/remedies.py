@@ -28,7 +28,7 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """How much memory a step would have needed on a device, as far as it is known.
+    """The memory that a step would have needed on a device, if it is known.
 
     Attributes:
         limit: Bytes that a program gets.
@@ -44,8 +44,8 @@ class Shortage:
     ) -> Shortage | None:
         """From an error's text and the device; ``None`` if no limit is known.
 
-        ``state`` is the bytes of the step's arguments: the TPU compiler tells no more
-        than its temporaries.
+        ``state`` is the bytes of the step's arguments: the TPU compiler
+        reports only its temporaries.
         """
         number = r"([\d.]+)([KMGT])"
         exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
@@ -71,7 +71,7 @@ class Shortage:
             other: Bytes of the other step by the formulas.
         """
         exact, doubt = _split(failed)
-        # It did not fit: it needs more than there is, whatever they say.
+        # It did not fit: it needs more than the limit, whatever the formulas say.
         used = self.used or max(self.limit, exact + doubt)
         factor = max(1.0, (used - exact) / doubt) if doubt else 1.0
         other_exact, other_doubt = _split(other)
@@ -167,7 +167,7 @@ def _fitting(
             continue
         memory = dict(entry.costs.memory)
         if offloads:
-            memory["optimizer state"] = 0.0  # but for a layer's, which is little
+            memory["optimizer state"] = 0.0  # except for one layer's, which is little
         size = short.scaled(mine.costs.memory, memory)
         if size <= short.limit:
             more = ", backend=Backend(offload=Offload())" if offloads else ""

@@ -108,7 +108,7 @@ class Ticks(NamedTuple):
 
 
 def share_layers(num_layers: int, parts: int) -> tuple[int, ...]:
-    """Layers of each of some parts, as even as can be: the first have one more.
+    """Layers of each part, as even as possible: the first parts have one more.
 
     Example:
         >>> share_layers(9, 4)

@@ -90,7 +90,7 @@ class TensorParallel(Strategy):
         return Claims(
             axis_sizes={"tensor": self.size},
             # Into mlp and heads by columns, out of them by rows: a product's output is
-            # then whole but for one sum, and nothing is sent between the two.
+            # then complete after one sum, and nothing is sent between the two.
             logical=dict.fromkeys(TENSOR_NAMES, "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
             overlap=None if self.overlap == "halves" else self.overlap,

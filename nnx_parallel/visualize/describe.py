@@ -328,7 +328,7 @@ def idle_parts(
                 "Give it 2 stages or more, or leave it out.",
             )
         if any(zero.rules.axis in sizes for zero in part.zero):
-            # Others are small, or stay whole on purpose: a rule says so.
+            # Others are small, or replicated on purpose by a rule.
             large = [(i, p) for i, p in arrays if i.size >= FSDPRules.min_size]
             whole = [(i, p) for i, p in large if "divides no free dim" in p.reason]
             for info, place in sorted(whole, key=lambda row: -row[0].size)[:1]:
@@ -361,7 +361,7 @@ def _mostly_whole(
 ) -> Iterator[str]:
     """Tensor parallelism by names that most matrices of a model do not have."""
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
-    # No adapters, no tables that are looked up: they may well be whole.
+    # No adapters, no tables that are looked up: replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
     kernels = [(i, p) for i, p in kernels if not i.path.endswith("embedding")]
     for part in layout.claims.parts or (layout.claims,):

@@ -71,7 +71,7 @@ def rect(
 
 
 def text(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Words, centred at ``x`` unless told."""
+    """Words, by default centred at ``x``."""
     options = {"text_anchor": "middle", **style}
     shown = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in options.items())
     paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
@@ -101,7 +101,7 @@ def line(
 
 
 def note(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Small words that begin at ``x`` unless told."""
+    """Small words that by default begin at ``x``."""
     options = {"text_anchor": "start", "font_size": SMALL, **style}
     return text(round(x, 2), round(y, 2), words, look, **options)
 
