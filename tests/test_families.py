@@ -41,8 +41,8 @@ from nnx_parallel.models import (
     generate,
     next_token_loss,
 )
-from nnx_parallel.models.hf_names import names_of
-from nnx_parallel.models.presets import PRESETS
+from nnx_parallel.models.gpt_config import PRESETS
+from nnx_parallel.weights.family import nearest
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -76,7 +76,8 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
     """Their arrays in our shapes, by path."""
     given, found = tensors(family), {}
     sizes = config.sizes | {"seq": config.seq_len, "n": 3}
-    for ours, theirs, pattern in names_of(config):
+    fields = config.fields
+    for ours, theirs, pattern in nearest(fields, GPT.families).names(fields):
         part, pattern = re.findall(r"(?:part (\d) of 3: )?(.+)", pattern)[0]
         used = {n: sizes[n] for n in re.findall(r"\w+", pattern)}
         counts = (config.num_layers, config.sizes["expert"])[: theirs.count("{}")]

@@ -5,10 +5,10 @@ from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierC
 from nnx_parallel.models.classifier import classification_loss as classification_loss
 from nnx_parallel.models.generation import generate as generate
 from nnx_parallel.models.gpt import GPT as GPT
+from nnx_parallel.models.gpt import next_token_loss as next_token_loss
 from nnx_parallel.models.gpt_config import GPTConfig as GPTConfig
-from nnx_parallel.models.hf_config import config_from_hf as config_from_hf
-from nnx_parallel.models.hf_config import config_to_hf as config_to_hf
-from nnx_parallel.models.next_token import next_token_loss as next_token_loss
+from nnx_parallel.models.gpt_config import config_from_hf as config_from_hf
+from nnx_parallel.models.gpt_config import config_to_hf as config_to_hf
 from nnx_parallel.models.resnet import ResNet as ResNet
 from nnx_parallel.models.resnet import ResNetConfig as ResNetConfig
 from nnx_parallel.models.rotary import RopeScaling as RopeScaling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +145,14 @@ def classification_loss(
     hits = jnp.argmax(logits, axis=-1) == batch["labels"]
     accuracy = Mean(hits.sum().astype(jnp.float32), jnp.float32(hits.size))
     return cross_entropy(logits, batch["labels"]), {"accuracy": accuracy}
+
+
+def read_labels(settings: Mapping[str, Any]) -> int:
+    """The number of classes; transformers assumes two if a file has neither."""
+    return len(settings.get("id2label") or ()) or settings.get("num_labels", 2)
+
+
+def write_labels(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The labels of an image classifier in ``config.json``: they are numbered."""
+    labels = {f"LABEL_{i}": i for i in range(fields["num_classes"])}
+    return {"id2label": {str(i): x for x, i in labels.items()}, "label2id": labels}

@@ -7,12 +7,14 @@ References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
     section 2.3 (pre-norm, residual outputs scaled by depth).
     [2] Chowdhery et al., "PaLM", 2022, section 2, https://arxiv.org/abs/2204.02311
+    [3] Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019,
+    https://arxiv.org/abs/1910.07467
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,19 +27,18 @@ from nnx_parallel.layers import (
     MoE,
     Stack,
     compute_gradient_once,
+    linear_cross_entropy,
+    named,
     project,
     segment_positions,
 )
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
-from nnx_parallel.models.gpt_config import GPTConfig, LayerKind
-from nnx_parallel.models.hf_config import config_from_hf, config_to_hf
-from nnx_parallel.models.hf_names import ignored_names, names_of
-from nnx_parallel.models.norms import make_norm, rms_norm
+from nnx_parallel.metrics import Mean
+from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig, LayerKind
 from nnx_parallel.models.rotary import frequencies, rotate
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights import Pretrained
-from nnx_parallel.weights.files import find_folder, read_config
+from nnx_parallel.weights.family import Published
 
 Start = int | jax.Array
 """Position of the first token, or of each token: int (batch, seq)."""
@@ -70,6 +71,50 @@ def _dense(
     )
 
 
+class ZeroCenteredRMSNorm(nnx.Module):
+    """RMSNorm whose scale is 1 plus a parameter, so that weight decay pulls it to 1."""
+
+    def __init__(self, size: int, epsilon: float, name: str) -> None:
+        init = named(nnx.initializers.zeros_init(), name)
+        self.scale = nnx.Param(init(jax.random.key(0), (size,)))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(..., size) to the same, computed in float32 or wider."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        variance = (wide**2).mean(-1, keepdims=True)
+        scale = 1 + self.scale[...].astype(wide.dtype)
+        normed = wide * jax.lax.rsqrt(variance + self.epsilon)
+        return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+
+
+Norm = nnx.LayerNorm | nnx.RMSNorm | ZeroCenteredRMSNorm
+
+
+def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
+    """RMSNorm [3] over a dim that has this name."""
+    size, epsilon = config.sizes[name], config.norm_epsilon
+    if config.zero_centered_norm:
+        return ZeroCenteredRMSNorm(size, epsilon, name)
+    scale_init = named(nnx.initializers.ones_init(), name)
+    return nnx.RMSNorm(size, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
+
+
+def _make_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
+    """The norm of a model's residual stream."""
+    # All compute statistics and normalise in float32, whatever dtype x and scale have.
+    if config.norm == "rms":
+        return _rms_norm(config, "embed", rngs=rngs)
+    return nnx.LayerNorm(
+        config.embed_dim,
+        epsilon=config.norm_epsilon,
+        use_bias=config.use_bias,
+        scale_init=named(nnx.initializers.ones_init(), "embed"),
+        bias_init=named(nnx.initializers.zeros_init(), "embed"),
+        rngs=rngs,
+    )
+
+
 def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
@@ -90,7 +135,7 @@ class Attention(nnx.Module):
         self.key = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.value = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.out = dense("heads head_dim", "embed", is_residual=True)
-        norm = partial(rms_norm, config, "head_dim", rngs=rngs)
+        norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
         # A variable, since a stack runs one block's program for all its layers.
@@ -220,14 +265,14 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = make_norm(config, rngs=rngs)
+        self.attention_norm = _make_norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
         is_parallel = config.block == "parallel"
-        self.mlp_norm = None if is_parallel else make_norm(config, rngs=rngs)
+        self.mlp_norm = None if is_parallel else _make_norm(config, rngs=rngs)
         self.mlp = _make_mlp(config, rngs=rngs)
         post = config.post_norms
-        self.attention_post_norm = make_norm(config, rngs=rngs) if post else None
-        self.mlp_post_norm = make_norm(config, rngs=rngs) if post else None
+        self.attention_post_norm = _make_norm(config, rngs=rngs) if post else None
+        self.mlp_post_norm = _make_norm(config, rngs=rngs) if post else None
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
@@ -275,7 +320,7 @@ def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -
     return stack
 
 
-class GPT(nnx.Module):
+class GPT(Published):
     """A transformer decoder: tokens to logits of the next token.
 
     Activations have the dtype of the parameters; norms, softmax and rotation are
@@ -291,6 +336,9 @@ class GPT(nnx.Module):
         (2, 16, 256)
     """
 
+    families = FAMILIES
+    config_type = GPTConfig
+
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         vocab, embed = config.vocab_size, config.embed_dim
         self.config = config
@@ -305,7 +353,7 @@ class GPT(nnx.Module):
             _stack(config.dense, config.kinds[:count], rngs=rngs) if count else None
         )
         self.blocks = _stack(config, config.kinds[count:], rngs=rngs)
-        self.norm = make_norm(config, rngs=rngs)
+        self.norm = _make_norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.head = (
             None
@@ -354,39 +402,6 @@ class GPT(nnx.Module):
             x = stack(x, **args)
         x, losses = _split(x)
         return self.norm(x), losses
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
-    ) -> Pretrained:
-        """A model with the weights of a folder, as transformers writes it.
-
-        Args:
-            path: The folder, with ``config.json`` and files of safetensors; or the name
-                of a repository, ``org/model``, where `huggingface_hub` is installed.
-            dtype: Dtype of the parameters; see `Pretrained`.
-            overrides: Fields of the `GPTConfig` to set, such as ``remat``.
-
-        Returns:
-            An argument for ``Trainer(model=...)``: each device reads its shards.
-
-        Raises:
-            ValueError: If the config belongs to another kind of model.
-            WeightsError: If files are damaged, or config and files disagree.
-        """
-        folder = find_folder(path)
-        config = config_from_hf(read_config(folder), **overrides)
-        entries, ignored = names_of(config), ignored_names(config)
-        build: Any = partial(cls, config)  # called with `rngs=`
-        return Pretrained(build, folder, entries, dtype=dtype, ignored=ignored)
-
-    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of the parameters' names in files of transformers."""
-        return names_of(self.config)
-
-    def config_in_files(self) -> dict[str, Any]:
-        """The model's ``config.json``, as transformers reads it."""
-        return config_to_hf(self.config)
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:
@@ -451,3 +466,71 @@ class GPT(nnx.Module):
             logits = constrain(self.head(x), "batch", "seq", "vocab")
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
+    """Cross-entropy of each token given the tokens before it.
+
+    Logits are computed for a chunk of tokens at a time, and never exist all at once.
+
+    Args:
+        model: The model.
+        batch: int ``(batch, seq + 1)``, or a mapping that holds this array as
+            ``tokens``. The first token is never predicted. The mapping may also have
+            ``weights`` of the same shape: 0 leaves a token out of the loss, but later
+            tokens still see it. For packed documents it has ``segments``, int of the
+            same shape, as `GPT` takes them: no token is predicted from another
+            document, and padding is not predicted.
+
+    Returns:
+        The `Mean` in nats per predicted token, with the losses that balance experts.
+
+    Raises:
+        ValueError: If tokens are not of shape (batch, seq + 1), or if weights or
+            segments have another shape than tokens.
+
+    Example:
+        >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
+        >>> loss = nnx.jit(next_token_loss)(model, jnp.zeros((2, 17), jnp.int32))
+        >>> float(loss.weight)
+        32.0
+    """
+    if not isinstance(batch, Mapping):
+        batch = {"tokens": batch}
+    tokens, weights = batch["tokens"], batch.get("weights")
+    segments = batch.get("segments")
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"Tokens of shape {tokens.shape}; they must be (batch, seq + 1), the input "
+            "and the last label, with seq at least 1."
+        )
+    for name, of_each in (("Weights", weights), ("Segments", segments)):
+        if of_each is not None and of_each.shape != tokens.shape:
+            raise ValueError(
+                f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
+                "each token has one, the first one too."
+            )
+    weights, seen = None if weights is None else weights[:, 1:], None
+    if segments is not None:
+        is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+        # The last token of a document predicts nothing, and no other token sees it. A
+        # row has no input for it if the document ends the row: it is padding in both.
+        seen = jnp.where(is_next, segments[:, :-1], 0)
+        weights = is_next if weights is None else jnp.where(is_next, weights, 0)
+    hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)
+    kernel, vocab_dim = model.head_kernel
+    loss = linear_cross_entropy(
+        hidden,
+        kernel,
+        tokens[:, 1:],
+        weights,
+        vocab_dim=vocab_dim,
+        z_loss=model.config.z_loss,
+        softcap=model.config.logit_softcap,
+    )
+    if losses is None:
+        return loss
+    if weights is None:
+        return loss + Mean(jnp.sum(losses), float(losses.size))
+    weights = weights.astype(losses.dtype)
+    return loss + Mean(jnp.sum(losses * weights), jnp.sum(weights))

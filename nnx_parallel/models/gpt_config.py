@@ -19,14 +19,25 @@ References:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
-from nnx_parallel.models.presets import LLAMA, PRESETS
+from nnx_parallel.models.families import gemma, gpt2, llama, mistral, qwen
 from nnx_parallel.models.rotary import RopeScaling
+from nnx_parallel.weights.family import nearest, read_fields, write_settings
+
+_FILES = (gpt2, llama, mistral, qwen, gemma)
+FAMILIES = tuple(family for file in _FILES for family in file.FAMILIES)
+PRESETS = {
+    name: {**family.parts, **fields}
+    for family in FAMILIES
+    for name, fields in family.presets.items()
+}
+"""Fields of published models; sizes come from each model's ``config.json``."""
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -140,13 +151,13 @@ class GPTConfig:
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
             if not is_int(value):
                 raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int.")
-        norms, positions = get_args(Norm), get_args(Positions)
-        activations, blocks = get_args(Activation), get_args(Arrangement)
-        rules = (
-            ("norm", self.norm in norms, f"one of {norms}"),
-            ("positions", self.positions in positions, f"one of {positions}"),
-            ("activation", self.activation in activations, f"one of {activations}"),
-            ("block", self.block in blocks, f"one of {blocks}"),
+        literals = {"norm": Norm, "positions": Positions}
+        literals |= {"activation": Activation, "block": Arrangement}
+        rules = [
+            (name, getattr(self, name) in get_args(kind), f"one of {get_args(kind)}")
+            for name, kind in literals.items()
+        ]
+        rules += (
             (
                 "attention",
                 self.attention in (None, *get_args(Implementation)),
@@ -167,20 +178,10 @@ class GPTConfig:
                 "an Experts(...), or None",
             ),
         )
-        rules += tuple(
-            (
-                name,
-                (value := getattr(self, name)) is None or value > 0,
-                "above 0, or None",
-            )
-            for name in (
-                "softcap",
-                "logit_softcap",
-                "attention_scale",
-                "local_rope_theta",
-            )
-        )
-        rules += tuple((n, v >= 1, "at least 1") for n, v in given.items())
+        for name in ("softcap", "logit_softcap", "attention_scale", "local_rope_theta"):
+            value = getattr(self, name)
+            rules.append((name, value is None or value > 0, "above 0, or None"))
+        rules += ((n, v >= 1, "at least 1") for n, v in given.items())
         for name, is_met, rule in rules:
             if not is_met:
                 found = getattr(self, name)
@@ -218,37 +219,25 @@ class GPTConfig:
                 f"GPTConfig.layer_kinds is {pattern!r}; it must be a tuple of {kinds}, "
                 "one of each layer of a pattern that repeats, or None."
             )
-        rope = self.positions == "rope"
+        rope, experts = self.positions == "rope", self.experts is not None
+        has_mlps = not experts or self.dense_layers > 0
+        mlps = "experts=None or dense_layers: experts have a separate mlp_dim"
+        posts = "block='sequential': each normalises a branch's output"
         rules = (
-            (
-                "mlp_dim",
-                "experts=None or dense_layers",
-                self.experts is None or self.dense_layers > 0,
-                "experts have a separate mlp_dim",
-            ),
-            (
-                "dense_layers",
-                "experts",
-                self.experts is not None,
-                "without them all layers are dense",
-            ),
-            ("layer_kinds", "window", self.window is not None, "local layers have it"),
-            ("rope_scaling", "positions='rope'", rope, "it stretches the rotation"),
-            ("local_rope_theta", "layer_kinds", self.is_mixed, "some layers are local"),
-            ("local_rope_theta", "positions='rope'", rope, "local layers rotate by it"),
-            ("zero_centered_norm", "norm='rms'", self.norm == "rms", "it is RMSNorm's"),
-            (
-                "post_norms",
-                "block='sequential'",
-                self.block == "sequential",
-                "each normalises a branch's output",
-            ),
+            ("mlp_dim", has_mlps, mlps),
+            ("dense_layers", experts, "experts: without them all layers are dense"),
+            ("layer_kinds", self.window is not None, "window: local layers have it"),
+            ("rope_scaling", rope, "positions='rope': it stretches the rotation"),
+            ("local_rope_theta", self.is_mixed, "layer_kinds: some layers are local"),
+            ("local_rope_theta", rope, "positions='rope': local layers rotate by it"),
+            ("zero_centered_norm", self.norm == "rms", "norm='rms': it is RMSNorm's"),
+            ("post_norms", self.block == "sequential", posts),
         )
-        for name, needed, is_met, why in rules:
+        for name, is_met, needed in rules:
             found = getattr(self, name)
             if found not in (None, False) and not is_met:
                 raise ValueError(
-                    f"GPTConfig.{name} is {found!r}, which needs {needed}: {why}."
+                    f"GPTConfig.{name} is {found!r}, which needs {needed}."
                 )
 
     @property
@@ -360,17 +349,26 @@ class GPTConfig:
     @property
     def nearest_type(self) -> str:
         """The ``model_type`` of transformers that is nearest to this shape."""
-        if self.positions == "learned":
-            return "gpt2"
-        if self.experts is not None:
-            return "qwen3_moe" if self.qk_norm else "mixtral"
-        if self.zero_centered_norm:
-            return "gemma3_text" if self.qk_norm else "gemma2"
-        if self.qk_norm:
-            return "qwen3"
-        if self.qkv_bias:
-            return "qwen2"
-        return "llama" if self.window is None else "mistral"
+        return nearest(self.fields, FAMILIES).model_type
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields, with the values that follow from others in place of ``None``."""
+        sizes, experts = self.sizes, self.experts
+        if experts is not None:  # files do not have its training
+            training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}
+            experts = replace(experts, **training)
+        scale = self.attention_scale or sizes["head_dim"] ** -0.5
+        return vars(self) | {
+            "num_kv_heads": sizes["kv_heads"],
+            "head_dim": sizes["head_dim"],
+            "mlp_dim": sizes["mlp"],
+            "qkv_bias": self.use_bias if self.qkv_bias is None else self.qkv_bias,
+            "layer_kinds": self.kinds,
+            "experts": experts,
+            "attention_scale": round(scale, 12),
+            "rope_theta": self.rope_theta if self.positions == "rope" else None,
+        }
 
     def check_length(self, length: int) -> None:
         """Checks that a sequence has a position for each of its tokens.
@@ -409,7 +407,8 @@ class GPTConfig:
     @classmethod
     def tiny_llama(cls, **overrides: Any) -> GPTConfig:
         """Llama's parts in the size of `tiny`, with two query heads per key head."""
-        base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **LLAMA)
+        parts = llama.LLAMA.parts
+        base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **parts)
         return replace(base, **overrides)
 
     @classmethod
@@ -439,3 +438,39 @@ class GPTConfig:
     def llama3_70b(cls, **overrides: Any) -> GPTConfig:
         """Llama 3 70B [2]."""
         return cls.preset("llama3-70b", **overrides)
+
+
+def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
+    """The shape of a model from its ``config.json``.
+
+    Args:
+        config: The file's content, written by transformers 4 or 5.
+        overrides: Fields of the `GPTConfig` to set, such as ``remat``.
+
+    Raises:
+        ValueError: If it is another type of model, or if a setting has no counterpart
+            here: the model would compute something else.
+
+    Example:
+        >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024}
+        >>> config |= {"n_layer": 12, "n_embd": 768, "n_head": 12}
+        >>> config_from_hf(config) == GPTConfig.preset("gpt2")
+        True
+    """
+    return replace(GPTConfig(**read_fields(config, FAMILIES)[1]), **overrides)
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """The ``config.json`` of a model, as transformers 4.53 and later read it.
+
+    Settings that only training uses (dropout, remat, losses that balance experts, the
+    kernel of attention) are left out.
+
+    Raises:
+        ValueError: If no model of transformers has this shape.
+
+    Example:
+        >>> config_to_hf(GPTConfig.preset("qwen3-8b"))["model_type"]
+        'qwen3'
+    """
+    return write_settings(config, FAMILIES)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -24,15 +23,10 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.layers import named
-from nnx_parallel.models.hf_vision import (
-    resnet_counters,
-    resnet_from_hf,
-    resnet_names,
-    resnet_to_hf,
-)
+from nnx_parallel.models.classifier import read_labels, write_labels
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.files import find_folder, read_config
-from nnx_parallel.weights.pretrained import Pretrained
+from nnx_parallel.weights.family import Family, Published, Values
+from nnx_parallel.weights.names import Entry
 
 BlockKind = Literal["basic", "bottleneck"]
 
@@ -83,6 +77,11 @@ class ResNetConfig:
                     f"ResNetConfig.{name} is {getattr(self, name)}; it must be at "
                     "least 1."
                 )
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """All fields."""
+        return vars(self)
 
     @classmethod
     def resnet18(cls, **overrides: Any) -> ResNetConfig:
@@ -193,10 +192,116 @@ class Block(nnx.Module):
         return constrain(self.activation(x + branch), "batch", None, None, None)
 
 
-class ResNet(nnx.Module):
+_MOST_BLOCKS = 10_000
+_NORM = {"scale": "weight", "bias": "bias"}
+_NORM |= {"mean": "running_mean", "var": "running_var"}
+
+
+def _names(fields: Values) -> list[Entry]:
+    found = [
+        ("head.kernel", "classifier.1.weight", "classes into -> into classes"),
+        ("head.bias", "classifier.1.bias", "classes -> classes"),
+    ]
+    for conv, norm, path in _pairs(fields):
+        kernel = "out into h w -> h w into out"
+        found.append((f"{conv}.kernel", f"{path}.convolution.weight", kernel))
+        for ours, theirs in _NORM.items():
+            name = f"{path}.normalization.{theirs}"
+            found.append((f"{norm}.{ours}", name, "out -> out"))
+    return found
+
+
+def _pairs(fields: Values) -> list[tuple[str, str, str]]:
+    """Our convolution, the norm behind it, and the pair's name in files, for each."""
+    is_basic = fields["block"] == "basic"
+    names = ["up", "down"] if is_basic else ["reduce", "up", "down"]
+    found = [("stem", "stem_norm", "resnet.embedder.embedder")]
+    index = 0
+    for stage, depth in enumerate(fields["stage_sizes"]):
+        for layer in range(depth):
+            theirs = f"resnet.encoder.stages.{stage}.layers.{layer}"
+            places = {name: f"layer.{i}" for i, name in enumerate(names)}
+            # Shapes change in the first block of a stage, except in the first stage of
+            # basic blocks.
+            if layer == 0 and (stage > 0 or not is_basic):
+                places["project"] = "shortcut"
+            for name, place in places.items():
+                ours = f"blocks.{index}.{name}"
+                found.append((ours, f"{ours}_norm", f"{theirs}.{place}"))
+            index += 1
+    return found
+
+
+def _read(settings: Values) -> Values:
+    depths, widths = settings["depths"], list(settings["hidden_sizes"])
+    kind, width = settings["layer_type"], settings["embedding_size"]
+    is_counts = isinstance(depths, list | tuple) and all(
+        type(depth) is int and depth >= 1 for depth in depths
+    )
+    if not is_counts or not 1 <= sum(depths) <= _MOST_BLOCKS or len(depths) > 32:
+        raise ValueError(
+            f"config.json has depths={depths!r}. It must be a list of at most 32 whole "
+            f"numbers from 1, of {_MOST_BLOCKS:,} blocks in all."
+        )
+    if widths != (expected := _stage_widths(kind, width, len(depths))):
+        raise ValueError(
+            f"config.json has hidden_sizes={widths}. The stages of a ResNet double: "
+            f"for embedding_size={width} and layer_type={kind!r} it must be {expected}."
+        )
+    return {"stage_sizes": tuple(depths), "num_classes": read_labels(settings)}
+
+
+def _stage_widths(kind: str, width: int, num_stages: int) -> list[int]:
+    widest = width if kind == "basic" else 4 * width
+    return [widest * 2**stage for stage in range(num_stages)]
+
+
+def _write(fields: Values) -> Values:
+    depths = fields["stage_sizes"]
+    return {
+        "num_channels": 3,
+        "hidden_sizes": _stage_widths(fields["block"], fields["width"], len(depths)),
+        "depths": [*depths],
+        "hidden_act": "relu",
+        "downsample_in_first_stage": False,
+        "downsample_in_bottleneck": False,
+        **write_labels(fields),
+    }
+
+
+RESNET = Family(
+    model="ResNet",
+    model_type="resnet",
+    architecture="ResNetForImageClassification",
+    parts={"is_small": False, "activation": jax.nn.relu},
+    settings={"width": "embedding_size", "block": "layer_type"},
+    defaults={
+        "layer_type": "bottleneck",
+        "embedding_size": 64,
+        "depths": (3, 4, 6, 3),
+        "hidden_sizes": (256, 512, 1024, 2048),
+    },
+    valid={
+        "num_channels": (3,),
+        "quantization_config": (None,),
+        "hidden_act": ("relu",),
+        "downsample_in_first_stage": (False,),
+        "downsample_in_bottleneck": (False,),
+    },
+    read=_read,
+    write=_write,
+    names=_names,
+    ignored=r"\.num_batches_tracked$",
+)
+
+
+class ResNet(Published):
     """A residual network: images to logits of classes.
 
-    Train it with `classification_loss`.
+    Train it with `classification_loss`. `from_pretrained` reads a
+    ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, with the
+    statistics of its norms. Its images must have the mean and deviation given in
+    ``preprocessor_config.json``.
 
     Args:
         config: Shape of the model.
@@ -208,6 +313,9 @@ class ResNet(nnx.Module):
         >>> model(jnp.ones((2, 8, 8, 3))).shape
         (2, 10)
     """
+
+    families = (RESNET,)
+    config_type = ResNetConfig
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -238,49 +346,7 @@ class ResNet(nnx.Module):
             x = block(x)
         return self.head(x.mean(axis=(1, 2)))  # (batch, channels) -> (batch, classes)
 
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
-    ) -> Pretrained:
-        """A model with the weights of a ``ResNetForImageClassification``.
-
-        This is a model of transformers, such as ``microsoft/resnet-50``; the statistics
-        of its norms are read too. Images must have the mean and deviation given in
-        ``preprocessor_config.json``.
-
-        Args:
-            path: Folder or repository, as in `GPT.from_pretrained`.
-            dtype: Dtype of the parameters; see `Pretrained`.
-            overrides: Fields of the `ResNetConfig` to set. With another
-                ``num_classes`` the head is a new one.
-
-        Returns:
-            An argument for ``Trainer(model=...)``: each device reads its shards.
-
-        Raises:
-            ValueError: If the config belongs to another kind of model.
-            WeightsError: If files are damaged, or config and files disagree.
-        """
-        folder = find_folder(path)
-        saved = ResNetConfig(**resnet_from_hf(read_config(folder)))
-        config = replace(saved, **overrides)
-        return Pretrained(
-            lambda rngs: cls(config, rngs=rngs),
-            folder,
-            resnet_names(config),
-            dtype=dtype,
-            ignored=r"\.num_batches_tracked$",
-            new=None if config.num_classes == saved.num_classes else r"^head\.",
-        )
-
-    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of the parameters' names in files of transformers."""
-        return resnet_names(self.config)
-
-    def config_in_files(self) -> dict[str, Any]:
-        """The model's ``config.json``, as transformers reads it."""
-        return resnet_to_hf(self.config)
-
     def constants_in_files(self) -> dict[str, np.ndarray]:
         """The norms' counters of steps: zeros, since a `ResNet` does not count them."""
-        return {name: np.zeros((), np.int64) for name in resnet_counters(self.config)}
+        name, pairs = "normalization.num_batches_tracked", _pairs(self.config.fields)
+        return {f"{path}.{name}": np.zeros((), np.int64) for *_, path in pairs}

@@ -14,7 +14,6 @@ References:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
@@ -24,10 +23,10 @@ from flax import nnx
 
 from nnx_parallel.layers import Dense, Embed, Stack, named, project
 from nnx_parallel.layers.attention import attention
-from nnx_parallel.models.hf_vision import vit_from_hf, vit_names, vit_to_hf
+from nnx_parallel.models.classifier import read_labels, write_labels
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.files import find_folder, read_config
-from nnx_parallel.weights.pretrained import Pretrained
+from nnx_parallel.weights.family import Family, Published, Values, block_entries
+from nnx_parallel.weights.names import Entry
 
 Pool = Literal["mean", "class"]
 _SIZES = ("num_layers", "embed_dim", "num_heads")
@@ -113,6 +112,11 @@ class ViTConfig:
         }
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """All fields, with the width of the MLP."""
+        return vars(self) | {"mlp_dim": self.sizes["mlp"]}
+
+    @property
     def num_params(self) -> int:
         """Number of parameters."""
         embed, mlp = self.embed_dim, self.sizes["mlp"]
@@ -120,12 +124,8 @@ class ViTConfig:
         block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
         patches = 3 * self.patch_size**2 * embed + embed + self.seq_len * embed
         patches += embed if self.pool == "class" else 0
-        return (
-            self.num_layers * block
-            + patches
-            + (2 + self.num_classes) * embed
-            + (self.num_classes)
-        )
+        head = self.num_classes * (embed + 1)
+        return self.num_layers * block + patches + 2 * embed + head
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ViTConfig:
@@ -213,8 +213,108 @@ class Block(nnx.Module):
         return constrain(x, "batch", "seq", "embed")
 
 
-class ViT(nnx.Module):
+_LAYERS = {
+    "query": "attention.attention.query",
+    "key": "attention.attention.key",
+    "value": "attention.attention.value",
+    "out": "attention.output.dense",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "attention_norm": "layernorm_before",
+    "mlp_norm": "layernorm_after",
+}
+
+
+def _names(fields: Values) -> list[Entry]:
+    theirs, patch = "vit.embeddings.", fields["patch_size"]
+    table = "1 seq embed -> seq embed"
+    kernel = f"embed c p q -> (p q c) embed, c=3 p={patch} q={patch}"
+    return [
+        ("class_token", f"{theirs}cls_token", "1 1 embed -> embed"),
+        ("positions.embedding", f"{theirs}position_embeddings", table),
+        ("patches.kernel", f"{theirs}patch_embeddings.projection.weight", kernel),
+        ("patches.bias", f"{theirs}patch_embeddings.projection.bias", "embed -> embed"),
+        ("head.kernel", "classifier.weight", "classes embed -> embed classes"),
+        ("head.bias", "classifier.bias", "classes -> classes"),
+        *block_entries("vit.encoder.layer.{}.", _LAYERS),
+        ("norm.scale", "vit.layernorm.weight", "embed -> embed"),
+        ("norm.bias", "vit.layernorm.bias", "embed -> embed"),
+    ]
+
+
+def _read_side(settings: Values, name: str) -> int:
+    found = settings[name]
+    sides = [found] if isinstance(found, int) else found
+    is_size = isinstance(sides, list | tuple) and all(
+        type(x) is int and 1 <= x <= 65_536 for x in sides
+    )
+    if not is_size or len({*sides}) != 1:
+        raise ValueError(
+            f"config.json has {name}={found!r}; it must be the side of a square, from "
+            "1 to 65,536 pixels."
+        )
+    return sides[0]
+
+
+def _read(settings: Values) -> Values:
+    return {
+        "image_size": _read_side(settings, "image_size"),
+        "patch_size": _read_side(settings, "patch_size"),
+        "exact_gelu": settings.get("hidden_act") in ("gelu", None),
+        "num_classes": read_labels(settings),
+    }
+
+
+def _write(fields: Values) -> Values:
+    return {
+        "num_channels": 3,
+        "hidden_act": "gelu" if fields["exact_gelu"] else "gelu_pytorch_tanh",
+        "qkv_bias": True,
+        **write_labels(fields),
+    }
+
+
+VIT = Family(
+    model="ViT",
+    model_type="vit",
+    architecture="ViTForImageClassification",
+    parts={"pool": "class"},
+    settings={
+        "image_size": "image_size",
+        "patch_size": "patch_size",
+        "num_layers": "num_hidden_layers",
+        "embed_dim": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "mlp_dim": "intermediate_size",
+        "norm_epsilon": "layer_norm_eps",
+    },
+    defaults={
+        "image_size": 224,
+        "patch_size": 16,
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-12,
+    },
+    valid={
+        "num_channels": (3,),
+        "quantization_config": (None,),
+        "hidden_act": ("gelu", "gelu_pytorch_tanh", "gelu_new"),
+        "qkv_bias": (True,),
+    },
+    read=_read,
+    write=_write,
+    names=_names,
+    ignored=r"^vit\.pooler\.",
+)
+
+
+class ViT(Published):
     """A vision transformer: images to logits. Train with `classification_loss`.
+
+    `from_pretrained` reads a ``ViTForImageClassification``. Its images must have the
+    mean and deviation given in ``preprocessor_config.json``.
 
     Args:
         config: Shape of the model.
@@ -225,6 +325,9 @@ class ViT(nnx.Module):
         >>> model(jnp.ones((2, 8, 8, 3))).shape
         (2, 10)
     """
+
+    families = (VIT,)
+    config_type = ViTConfig
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -281,44 +384,3 @@ class ViT(nnx.Module):
         x = self.norm(x)
         pooled = x.mean(axis=1) if self.class_token is None else x[:, 0]
         return constrain(self.head(constrain(pooled, "batch", "embed")), "batch", None)
-
-    @classmethod
-    def from_pretrained(
-        cls, path: str | Path, *, dtype: Any = None, **overrides: Any
-    ) -> Pretrained:
-        """A model with the weights of a ``ViTForImageClassification`` of transformers.
-
-        Images must have the mean and deviation given in ``preprocessor_config.json``.
-
-        Args:
-            path: Folder or repository, as in `GPT.from_pretrained`.
-            dtype: Dtype of the parameters; see `Pretrained`.
-            overrides: Fields of the `ViTConfig` to set. With another ``num_classes``
-                the head is a new one.
-
-        Returns:
-            An argument for ``Trainer(model=...)``: each device reads its shards.
-
-        Raises:
-            ValueError: If the config belongs to another kind of model.
-            WeightsError: If files are damaged, or config and files disagree.
-        """
-        folder = find_folder(path)
-        saved = ViTConfig(**vit_from_hf(read_config(folder)))
-        config = replace(saved, **overrides)
-        return Pretrained(
-            lambda rngs: cls(config, rngs=rngs),
-            folder,
-            vit_names(config),
-            dtype=dtype,
-            ignored=r"^vit\.pooler\.",
-            new=None if config.num_classes == saved.num_classes else r"^head\.",
-        )
-
-    def names_in_files(self) -> tuple[tuple[str, str, str], ...]:
-        """The table of the parameters' names in files of transformers."""
-        return vit_names(self.config)
-
-    def config_in_files(self) -> dict[str, Any]:
-        """The model's ``config.json``, as transformers reads it."""
-        return vit_to_hf(self.config)

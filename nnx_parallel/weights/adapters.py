@@ -21,6 +21,7 @@ from nnx_parallel.weights.export import (
     table_of,
     write_json,
 )
+from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import Described, find_folder, open_tensors, read_config
 from nnx_parallel.weights.names import Entry, Rule
 from nnx_parallel.weights.pretrained import Pretrained
@@ -159,9 +160,12 @@ def save_adapters(
             "folder holds one rank and one strength."
         )
     (rank,), (scale,) = ranks, scales
+    # PEFT names the task of models of texts, but not of images.
+    ends = ("ForCausalLM", "LMHeadModel")
+    is_text = isinstance(model, Published) and model.family.architecture.endswith(ends)
     config = {
         "peft_type": "LORA",
-        "task_type": _task_of(model),
+        "task_type": "CAUSAL_LM" if is_text else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": rank * scale,
@@ -177,17 +181,6 @@ def save_adapters(
 
     made = describe_arrays(rules, arrays, dtype)
     save_arrays(directory, *made, write_texts, stem="adapter_model")
-
-
-def _task_of(model: nnx.Module) -> str | None:
-    """PEFT's name of the model's task: PEFT has one for texts, but not for images."""
-    config_of = getattr(model, "config_in_files", dict)
-    try:
-        classes = config_of().get("architectures", ())
-    except ValueError:  # transformers has no class for this shape
-        return None
-    ends = ("ForCausalLM", "LMHeadModel")
-    return "CAUSAL_LM" if any(name.endswith(ends) for name in classes) else None
 
 
 def _factors(kernel: Rule) -> list[Rule]:

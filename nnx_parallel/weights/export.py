@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from nnx_parallel.durable import make_directory, publish
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather
+from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import (
     INDEX,
     Described,
@@ -47,28 +48,6 @@ _LABELS = ("id2label", "label2id")  # kept if the model has the same number of l
 
 Make = Callable[[], np.ndarray]
 """A function that gathers an array on the host; all processes call it."""
-
-
-@runtime_checkable
-class HasNames(Protocol):
-    """A model that knows its names and its config in files of other libraries."""
-
-    def names_in_files(self) -> Sequence[Entry]:
-        """The table of the parameters' names."""
-        ...
-
-    def config_in_files(self) -> dict[str, Any]:
-        """The content of ``config.json``."""
-        ...
-
-
-@runtime_checkable
-class HasConstants(Protocol):
-    """A model whose files have arrays that the model lacks."""
-
-    def constants_in_files(self) -> Mapping[str, np.ndarray]:
-        """These arrays, by name."""
-        ...
 
 
 def save_pretrained(
@@ -100,12 +79,10 @@ def save_pretrained(
     Raises:
         WeightsError: If the folder has files, or the table does not fit the model.
     """
-    untyped = cast(Any, model)
     constants: Mapping[str, np.ndarray] = {}
-    if names is None and isinstance(untyped, HasConstants):
-        constants = untyped.constants_in_files()
-    if names is None and isinstance(untyped, HasNames) and config is None:
-        config = untyped.config_in_files()
+    if names is None and isinstance(model, Published):
+        constants = model.constants_in_files()
+        config = model.config_in_files() if config is None else config
     names = table_of(model, names)
     params = nnx.to_flat_state(nnx.state(model, WEIGHTS))
     if adapters := [path for path, leaf in params if isinstance(leaf, nnx.LoRAParam)]:
@@ -128,11 +105,10 @@ def save_pretrained(
 
 def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
     """The given table of names, or the model's."""
-    untyped = cast(Any, model)
     if names is not None:
         return names
-    if isinstance(untyped, HasNames):
-        return untyped.names_in_files()
+    if isinstance(model, Published):
+        return model.names_in_files()
     raise WeightsError(
         f"A {type(model).__name__} has no table of names: pass names=[(our path, their "
         "name, pattern), ...]."

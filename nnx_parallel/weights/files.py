@@ -138,33 +138,6 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         raise WeightsError(f"Cannot read JSON: {error}") from None
 
 
-_COUNTS = {
-    10_000: "num_hidden_layers n_layer",
-    65_536: "num_attention_heads n_head num_key_value_heads num_experts "
-    "num_local_experts num_experts_per_tok sliding_window_pattern",
-    2**31 - 1: "vocab_size hidden_size n_embd intermediate_size n_inner head_dim "
-    "max_position_embeddings n_positions moe_intermediate_size sliding_window "
-    "embedding_size num_labels",
-}
-"""The largest value that is read from a ``config.json``, and the settings it bounds."""
-
-
-def check_counts(config: Mapping[str, Any]) -> None:
-    """Checks the counts and sizes of a ``config.json``, before a loop relies on one.
-
-    Raises:
-        ValueError: If one is not a whole number, or is larger than any model's.
-    """
-    for most, names in _COUNTS.items():
-        for name in names.split():
-            found = config.get(name)
-            if found is not None and not (type(found) is int and 1 <= found <= most):
-                raise ValueError(
-                    f"config.json has {name}={found!r}. It must be a whole number from "
-                    f"1 to {most:,}."
-                )
-
-
 def _merge(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:

@@ -1,0 +1,263 @@
+"""Llama, and models of others with its parts: SmolLM2, and one like DeepSeek-V3.
+
+Most other families are `LLAMA` with a few parts replaced.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nnx_parallel.layers.experts.routing import Experts
+from nnx_parallel.models.rotary import RopeScaling
+from nnx_parallel.weights.family import Family, Values, block_entries
+from nnx_parallel.weights.names import Entry
+
+NEUTRAL = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "add_cross_attention": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "use_bidirectional_attention": (False,),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+}
+"""Settings of language models that change numbers and have no field in `GPTConfig`."""
+
+
+def sized(base: Values, shape: str, **more: Any) -> dict[str, Any]:
+    """A preset: fields, and layers, width, heads, key heads and MLP in ``shape``."""
+    names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim")
+    return {**base, **dict(zip(names, map(int, shape.split()), strict=False)), **more}
+
+
+_ATTENTION = {
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+}
+_MLP = {f"mlp.{name}": f"mlp.{name}_proj" for name in ("up", "gate", "down")}
+_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_QK_NORMS = {
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+}
+
+
+def names(
+    fields: Values, mlp: Mapping[str, str] = _MLP, norms: Mapping[str, str] = _NORMS
+) -> list[Entry]:
+    """The table of names, with the given layers in each block."""
+    layers = {**_ATTENTION, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
+    biased = ("query", "key", "value") if fields["qkv_bias"] else ()
+    found = [
+        ("embed.embedding", "model.embed_tokens.weight", "vocab embed -> vocab embed"),
+        *block_entries("model.layers.{}.", layers, biased),
+        ("norm.scale", "model.norm.weight", "embed -> embed"),
+    ]
+    head = ("head.kernel", "lm_head.weight", "vocab embed -> embed vocab")
+    return found if fields["tied"] else [*found, head]
+
+
+def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
+    """Rotation and windows; the layers have ``types`` unless the file names them."""
+    # transformers 5 has one setting of the rotation, version 4 up to three.
+    given = settings.get("rope_parameters")
+    if given is None:
+        rope = {"rope_theta": settings.get("rope_theta", 10_000.0)}
+        rope |= settings.get("rope_scaling") or {}
+        local = settings.get("rope_local_base_freq")
+    elif "full_attention" in given:
+        rope = given["full_attention"]
+        local = given["sliding_attention"]["rope_theta"]
+    else:
+        rope, local = given, None
+    return {
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+        "rope_scaling": _read_scaling(rope),
+        "local_rope_theta": local,
+        **(_read_windows(settings, types) if types else {}),
+    }
+
+
+_LLAMA_31_ROPE = {
+    "original_len": "original_max_position_embeddings",
+    "low_frequency": "low_freq_factor",
+    "high_frequency": "high_freq_factor",
+}
+
+
+def _read_scaling(rope: Values) -> RopeScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(factor=rope["factor"])
+    if kind == "llama3":
+        return RopeScaling(
+            factor=rope["factor"],
+            **{ours: rope[name] for ours, name in _LLAMA_31_ROPE.items()},
+        )
+    raise ValueError(
+        f"config.json has a rotation of rope_type {kind!r}. A GPT's is one of: "
+        "default, linear, llama3."
+    )
+
+
+def read_experts(settings: Values) -> dict[str, Any]:
+    """A mixture of experts in place of each MLP, as in Mixtral and Qwen 3."""
+    # For Qwen, transformers 5 also writes Mixtral's name, and the default beside it.
+    experts = Experts(
+        num_experts=settings.get("num_local_experts") or settings["num_experts"],
+        top_k=settings["num_experts_per_tok"],
+        mlp_dim=settings.get("moe_intermediate_size", settings["intermediate_size"]),
+        normalise=settings.get("norm_topk_prob", True),
+    )
+    return {"mlp_dim": None, "experts": experts}
+
+
+def write(fields: Values) -> dict[str, Any]:
+    """Rotation and windows, for transformers 4.53 and later."""
+    theta, scaling = fields["rope_theta"], fields["rope_scaling"]
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        rope = {"rope_type": "linear", "factor": scaling.factor}
+        if scaling.original_len is not None:
+            rope |= {
+                name: getattr(scaling, ours) for ours, name in _LLAMA_31_ROPE.items()
+            }
+            rope["rope_type"] = "llama3"
+    found = {
+        "hidden_act": "silu",
+        # Both forms: transformers 4 reads the first two.
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else rope,
+        "rope_parameters": rope | {"rope_theta": theta},
+    }
+    if (window := fields["window"]) is None:
+        return found
+    theirs = {ours: name for name, ours in _KINDS.items()}
+    types = [theirs[kind] for kind in fields["layer_kinds"]]
+    return found | {"sliding_window": window + 1, "layer_types": types}
+
+
+def write_experts(fields: Values) -> dict[str, Any]:
+    """The settings of a mixture that Mixtral and Qwen 3 share."""
+    experts = fields["experts"]
+    return {
+        "num_experts_per_tok": experts.top_k,
+        "num_local_experts": experts.num_experts,
+    }
+
+
+_KINDS = {"sliding_attention": "local", "full_attention": "global"}
+
+
+def _read_windows(settings: Values, types: Sequence[str]) -> dict[str, Any]:
+    if (window := settings.get("sliding_window")) is None:
+        return {}
+    types = types if settings.get("layer_types") is None else settings["layer_types"]
+    if unknown := set(types) - set(_KINDS):
+        raise ValueError(
+            f"config.json has layer_types {sorted(unknown)}. A GPT's layers are of: "
+            f"{', '.join(_KINDS)}."
+        )
+    kinds = tuple(_KINDS[each] for each in types)
+    if set(kinds) == {"global"}:
+        return {}
+    # Their number also counts the key of the query's token.
+    found: dict[str, Any] = {"window": window - 1}
+    return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
+
+
+_LLAMA_2 = {"vocab_size": 32_000, "seq_len": 4096}
+_LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128_256,
+    "seq_len": 8192,
+    "rope_theta": 500_000.0,
+}
+_LLAMA_31 = _LLAMA_3 | {
+    "seq_len": 131_072,
+    "rope_scaling": RopeScaling(factor=8.0, original_len=8192),
+}
+_LLAMA_32 = _LLAMA_31 | {
+    "tied": True,
+    "rope_scaling": RopeScaling(factor=32.0, original_len=8192),
+}
+_SMOLLM = {"vocab_size": 49_152, "seq_len": 8192, "rope_theta": 100_000.0, "tied": True}
+# It has key heads instead of DeepSeek's latent attention.
+_DEEPSEEK_V3 = {
+    "vocab_size": 129_280,
+    "seq_len": 4096,
+    "norm_epsilon": 1e-6,
+    "head_dim": 128,
+    "dense_layers": 3,
+    "experts": Experts(
+        num_experts=256,
+        top_k=8,
+        mlp_dim=2048,
+        shared_dim=2048,
+        scores="sigmoid",
+        scale=2.5,
+        num_groups=8,
+        top_groups=4,
+        bias_rate=0.001,
+        balance_loss=0.0001,
+    ),
+}
+
+LLAMA = Family(
+    model="GPT",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    parts={
+        "norm": "rms",
+        "positions": "rope",
+        "activation": "swiglu",
+        "use_bias": False,
+        "tied": False,
+    },
+    settings={
+        "vocab_size": "vocab_size",
+        "seq_len": "max_position_embeddings",
+        "num_layers": "num_hidden_layers",
+        "embed_dim": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "mlp_dim": "intermediate_size",
+        "norm_epsilon": "rms_norm_eps",
+        "tied": "tie_word_embeddings",
+    },
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    valid=NEUTRAL | {"hidden_act": ("silu",)},
+    read=read,
+    write=write,
+    names=names,
+    # Frequencies that older versions saved, and the head of a tied model.
+    ignored=r"rotary_emb\.inv_freq$|^lm_head\.weight$",
+    presets={
+        "llama2-7b": sized(_LLAMA_2, "32 4096 32 32 11008"),
+        "llama2-13b": sized(_LLAMA_2, "40 5120 40 40 13824"),
+        "llama2-70b": sized(_LLAMA_2, "80 8192 64 8 28672"),
+        "llama3-8b": sized(_LLAMA_3, "32 4096 32 8 14336"),
+        "llama3-70b": sized(_LLAMA_3, "80 8192 64 8 28672"),
+        "llama3.1-8b": sized(_LLAMA_31, "32 4096 32 8 14336"),
+        "llama3.1-70b": sized(_LLAMA_31, "80 8192 64 8 28672"),
+        "llama3.1-405b": sized(_LLAMA_31, "126 16384 128 8 53248"),
+        "llama3.2-1b": sized(_LLAMA_32, "16 2048 32 8 8192"),
+        "llama3.2-3b": sized(_LLAMA_32, "28 3072 24 8 8192"),
+        "smollm2-135m": sized(_SMOLLM, "30 576 9 3 1536"),
+        "smollm2-360m": sized(_SMOLLM, "32 960 15 5 2560"),
+        "smollm2-1.7b": sized(_SMOLLM, "24 2048 32 32 8192", rope_theta=130_000.0),
+        "deepseek-v3-like": sized(_DEEPSEEK_V3, "61 7168 64 8 18432"),
+    },
+)
+FAMILIES = (LLAMA,)
