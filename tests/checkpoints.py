@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
+from nnx_parallel.checkpoint import Checkpoint, CheckpointReader, CheckpointWriter
 
 META = {"position": {"first_step": 0, "state": {"next_index": 5}}, "seed": 3}
 
@@ -29,10 +29,10 @@ def make_groups(seed: int = 0) -> dict[str, dict[str, jax.Array]]:
 
 def save(directory: Path, *steps: int, **options: Any) -> None:
     """Saves `make_groups(step)` under each step."""
-    with CheckpointManager(Checkpoint(directory, **options)) as manager:
+    with CheckpointWriter(Checkpoint(directory, **options)) as writer:
         for step in steps:
             loss = {"loss": 0.5}
-            manager.save_groups(step, make_groups(step), META, metrics=loss)
+            writer.save_groups(step, make_groups(step), META, metrics=loss)
 
 
 def abstract(groups: dict) -> dict:
@@ -50,9 +50,9 @@ def bits(groups: dict) -> list[bytes]:
 
 
 def restore(directory: Path, step: int | None = None) -> list[bytes]:
-    """The bits of a step, read by a read-only manager."""
-    with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
-        return bits(manager.saved.restore(abstract(make_groups()), step)[0])
+    """The bits of a step, read from the disk."""
+    reader = CheckpointReader(directory)
+    return bits(reader.restore(abstract(make_groups()), step)[0])
 
 
 def damage(step: Path, name: str, how: Any) -> None:

@@ -18,7 +18,7 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.checkpoint import CheckpointManager, StoredCheckpoint
+from nnx_parallel.checkpoint import CheckpointReader, StoredCheckpoint
 from nnx_parallel.errors import CheckpointError, CheckpointMismatchError
 from nnx_parallel.layers import lora
 from nnx_parallel.models import GPT, next_token_loss
@@ -76,8 +76,7 @@ def test_run_resumes_from_adapters_and_base(tmp_path: Path) -> None:
 
 
 def read_stored(directory: Path) -> StoredCheckpoint:
-    with CheckpointManager(directory, read_only=True) as manager:
-        return manager.saved.describe()
+    return CheckpointReader(directory).describe()
 
 
 def num_bytes(arrays: Any) -> int:
@@ -125,13 +124,13 @@ def test_another_base_raises_and_changes_nothing(tmp_path: Path) -> None:
     text = "was trained on another base:\n  `head.kernel` was float32[32,128] and is "
     with pytest.raises(CheckpointMismatchError, match=re.escape(text + "nothing here")):
         wider.restore(directory=tmp_path / "run")
-    with CheckpointManager(tmp_path / "run", read_only=True) as manager:
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            trainer.state,
-        )
-        with pytest.raises(CheckpointMismatchError, match=r"names 12 arrays by check"):
-            manager.restore(abstract)
+    reader = CheckpointReader(tmp_path / "run")
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+        trainer.state,
+    )
+    with pytest.raises(CheckpointMismatchError, match=r"names 12 arrays by check"):
+        reader.restore_state(abstract)
     text = "Checkpoint(frozen='hash') must be 'save' or 'checksum'."
     with pytest.raises(CheckpointError, match=re.escape(text)):
         Checkpoint(tmp_path, frozen="hash")  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from flax import nnx
 
 import nnx_parallel
 from nnx_parallel import Checkpoint, Trainer
-from nnx_parallel.checkpoint.saved_steps import SavedSteps
+from nnx_parallel.checkpoint import CheckpointReader
 from nnx_parallel.cli import _parser, main  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import MANIFESTS, Job
@@ -238,8 +237,8 @@ def test_inspect_prints_table_of_steps(
     assert where == str(run)
     assert header.split() == ["step", "date", "size", "loss", "arrays"]
     today = datetime.datetime.now().strftime("%Y-%m-%d")
-    with closing(SavedSteps(Checkpoint(run), read_only=True)) as saved:
-        losses = {step: saved.describe(step).metrics["loss"] for step in (2, 4)}
+    saved = CheckpointReader(run)
+    losses = {step: saved.describe(step).metrics["loss"] for step in (2, 4)}
     for (step, loss), line in zip(losses.items(), lines, strict=False):
         row = rf" +{step}  {today} \d\d:\d\d +[\d.]+ KiB +(\S+)  not verified"
         found = re.fullmatch(row, line)
@@ -305,24 +304,24 @@ def test_inspect_needs_no_accelerator(run: Path) -> None:
 def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
-    with closing(SavedSteps(Checkpoint(directory), read_only=True)) as saved:
-        assert saved.steps == [2, 4]
-        shutil.rmtree(directory / "2")
-        _, verdict = _judge(saved, 2, verify=True)
-        assert verdict == "deleted by the run meanwhile"
-        _, verdict = _judge(saved, 4, verify=True)
-        assert verdict.startswith("intact")
+    saved = CheckpointReader(directory)
+    assert saved.steps == [2, 4]
+    shutil.rmtree(directory / "2")
+    _, verdict = _judge(saved, 2, verify=True)
+    assert verdict == "deleted by the run meanwhile"
+    _, verdict = _judge(saved, 4, verify=True)
+    assert verdict.startswith("whole")
 
 
 def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:
     directory = tmp_path / "run"
     shutil.copytree(run, directory)
     (directory / "2" / "_CHECKPOINT_METADATA").unlink()
-    with closing(SavedSteps(Checkpoint(directory), read_only=True)) as saved:
-        assert list(saved.corrupt_steps) == [2]
-        assert _judge(saved, 2, verify=False)[1] == "DAMAGED: it has no metadata left"
-        shutil.rmtree(directory / "2")
-        assert _judge(saved, 2, verify=False)[1].startswith("deleted")
+    saved = CheckpointReader(directory)
+    assert list(saved.corrupt_steps) == [2]
+    assert _judge(saved, 2, verify=False)[1] == "DAMAGED: it has no metadata left"
+    shutil.rmtree(directory / "2")
+    assert _judge(saved, 2, verify=False)[1].startswith("gone")
 
 
 def test_inspect_without_checkpoint_fails(

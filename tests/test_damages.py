@@ -22,8 +22,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
-from nnx_parallel.checkpoint import files
-from nnx_parallel.checkpoint.manager import CheckpointManager
+from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, files
 from nnx_parallel.checkpoint.orbax_compat import is_transient, reading
 from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
@@ -61,8 +60,8 @@ def _collected() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    with CheckpointManager(Checkpoint(directory)) as manager:
-        manager.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
+    with CheckpointWriter(Checkpoint(directory)) as writer:
+        writer.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
     return directory
 
 
@@ -95,8 +94,7 @@ def test_damaged_files_never_restore_other_values(saved: Path, tmp_path: Path) -
         shutil.copytree(saved, directory)
         damage(directory / "7", name, how)
         try:
-            with CheckpointManager(Checkpoint(directory), read_only=True) as manager:
-                found, meta = manager.saved.restore(wanted)
+            found, meta = CheckpointReader(directory).restore(wanted)
         except (CheckpointReadError, CheckpointNotFoundError) as error:
             outcomes[type(error).__name__] += 1
         else:
@@ -181,8 +179,8 @@ def test_transient_error_is_not_damage(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
-    with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as manager:
-        stored = manager.saved.describe(4)
+    with CheckpointWriter(Checkpoint(tmp_path, on_damage="previous")) as writer:
+        stored = writer.saved.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -193,8 +191,8 @@ def test_transient_error_is_not_damage(
         def restore(max_files: int) -> None:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, before[1]))
-                manager.saved.reload()
-                manager.saved.restore(wanted, 4)
+                writer.saved.reload()
+                writer.saved.restore(wanted, 4)
             except CheckpointUnavailableError as error:
                 told.append(str(error))
             finally:
@@ -209,7 +207,7 @@ def test_transient_error_is_not_damage(
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("This is not damage, and nothing was changed" in x for x in told)
-        manager.saved.restore_newest(wanted)
+        writer.saved.restore_newest(wanted, quarantines=True)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
 
@@ -275,15 +273,15 @@ def test_all_steps_damaged_raises(tmp_path: Path) -> None:
 
 
 def test_checksums_of_another_save_raise(tmp_path: Path) -> None:
-    with CheckpointManager(Checkpoint(tmp_path)) as manager:
-        manager.save_groups(1, make_groups(), META)
-        manager.save_groups(2, make_groups(), META | {"seed": 4})
-        manager.wait()
+    with CheckpointWriter(Checkpoint(tmp_path)) as writer:
+        writer.save_groups(1, make_groups(), META)
+        writer.save_groups(2, make_groups(), META | {"seed": 4})
+        writer.wait()
         file = Path("fingerprints") / "fingerprints.json"
         shutil.copy(tmp_path / "1" / file, tmp_path / "2" / file)
         message = "Its checksums were saved with another header."
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            manager.saved.describe(2)
+            writer.saved.describe(2)
 
 
 class Hostile:
@@ -301,12 +299,8 @@ def test_loading_executes_nothing(
         directory = tmp_path / str(index)
         shutil.copytree(saved, directory)
         (directory / file.relative_to(saved)).write_bytes(program)
-        options = Checkpoint(directory)
-        with (
-            CheckpointManager(options, read_only=True) as manager,
-            contextlib.suppress(CheckpointReadError, CheckpointNotFoundError),
-        ):
-            found, _ = manager.saved.restore(abstract(make_groups()))
+        with contextlib.suppress(CheckpointReadError, CheckpointNotFoundError):
+            found, _ = CheckpointReader(directory).restore(abstract(make_groups()))
             assert bits(found) == bits(make_groups())
     assert not (tmp_path / "executed").exists()
 
@@ -321,12 +315,8 @@ def test_group_name_outside_directory_raises(saved: Path, tmp_path: Path) -> Non
     shutil.copytree(saved / "7" / "model", tmp_path / "outside")
     rewrite_header(directory / "7", rename)
     message = "A group is named '../../outside', which is not a Python identifier."
-    options = Checkpoint(directory)
-    with (
-        CheckpointManager(options, read_only=True) as manager,
-        pytest.raises(CheckpointReadError, match=re.escape(message)),
-    ):
-        manager.saved.describe()
+    with pytest.raises(CheckpointReadError, match=re.escape(message)):
+        CheckpointReader(directory).describe()
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Backend, Callback, Checkpoint, DataParallel, Trainer
-from nnx_parallel.checkpoint import saved_steps as reader
+from nnx_parallel.checkpoint import reader
 from nnx_parallel.data import PrefetchIterator
 from nnx_parallel.distributed import runtime
 from nnx_parallel.errors import CheckpointReadError

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from nnx_parallel.checkpoint import CheckpointManager, lock
+from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, lock
 from nnx_parallel.checkpoint.lock import LOCK, DirectoryLock
 from nnx_parallel.errors import CheckpointDirectoryError, CheckpointSaveError
 
@@ -55,8 +55,8 @@ def owner_of(directory: Path) -> int:
 def test_directory_in_use_raises(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
     content = write_lock(tmp_path, other.pid)
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
@@ -65,11 +65,10 @@ def test_directory_in_use_raises(
         f"'{socket.gethostname()}', since 2026-01-02 03:04:05 UTC (train.py)."
     )
     with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
-        _ = CheckpointManager(tmp_path).latest_step
+        _ = CheckpointWriter(tmp_path).latest_step
     assert unfinished.is_dir()
     assert (tmp_path / LOCK).read_bytes() == content
-    with CheckpointManager(tmp_path, read_only=True) as manager:
-        assert manager.latest_step == 1
+    assert CheckpointReader(tmp_path).steps == [1]
     assert (tmp_path / LOCK).read_bytes() == content
 
 
@@ -79,8 +78,8 @@ def test_lock_of_dead_process_is_taken(
     write_lock(tmp_path, other.pid)
     other.kill()
     other.wait()
-    with CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step is None
+    with CheckpointWriter(tmp_path) as writer:
+        assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
     assert os.listdir(tmp_path) == []
 
@@ -89,8 +88,8 @@ def test_lock_with_reused_pid_is_taken(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     write_lock(tmp_path, other.pid, start="1")
-    with CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step is None
+    with CheckpointWriter(tmp_path) as writer:
+        assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
 
@@ -105,11 +104,11 @@ def test_lock_of_another_machine_is_watched(
     timer = threading.Timer(0.7, os.utime, [tmp_path / LOCK])
     timer.start()
     with pytest.raises(CheckpointDirectoryError, match="is in use by another run"):
-        _ = CheckpointManager(tmp_path).latest_step
+        _ = CheckpointWriter(tmp_path).latest_step
     timer.join()
     monkeypatch.setattr(lock, "_WATCH_SECONDS", 0.6)
-    with CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step is None
+    with CheckpointWriter(tmp_path) as writer:
+        assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
 
@@ -128,22 +127,22 @@ def test_held_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_managers_of_one_process_share_lock(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as first:
+    with CheckpointWriter(tmp_path) as first:
         assert first.latest_step is None
-        with CheckpointManager(tmp_path) as second:
+        with CheckpointWriter(tmp_path) as second:
             assert second.latest_step is None
         assert (tmp_path / LOCK).exists()
     assert not (tmp_path / LOCK).exists()
 
 
 def test_run_with_lost_lock_stops_saving(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
-        manager.wait()
+    with CheckpointWriter(tmp_path) as writer:
+        writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
+        writer.wait()
         content = write_lock(tmp_path, 1, machine="another")
         message = "is no longer held by this run: it was stopped for so long"
         with pytest.raises(CheckpointSaveError, match=message):
-            manager.save_groups(2, {"params": {"w": jnp.ones(2)}}, {})
+            writer.save_groups(2, {"params": {"w": jnp.ones(2)}}, {})
     assert (tmp_path / LOCK).read_bytes() == content
     assert not (tmp_path / "2").exists()
 

@@ -6,7 +6,6 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from nnx_parallel import (
     FSDP,
@@ -24,9 +24,7 @@ from nnx_parallel import (
     Evaluation,
     Trainer,
 )
-from nnx_parallel.checkpoint import CheckpointManager
-from nnx_parallel.checkpoint import saved_steps as listing
-from nnx_parallel.checkpoint.orbax_compat import PreemptionPolicy
+from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, reader
 from nnx_parallel.data import DataState
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
@@ -281,15 +279,8 @@ def test_jax_preemption_notice_ends_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JAX receives a SIGTERM that comes before the fit installs its handler."""
-    should_save = PreemptionPolicy.should_save
-
-    def told(
-        self: PreemptionPolicy, step: Any, previous_steps: Any, *, context: Any
-    ) -> bool:
-        context = SimpleNamespace(reached_preemption=step.step == 2)
-        return should_save(self, step, previous_steps, context=context)
-
-    monkeypatch.setattr(PreemptionPolicy, "should_save", told)
+    service = "reached_preemption_sync_point"
+    monkeypatch.setattr(multihost_utils, service, lambda step: step == 2)
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
     with pytest.raises(SystemExit) as ended:
         trainer.fit(make_batches(4), 4)
@@ -314,7 +305,7 @@ def test_different_checkpoints_on_processes_raise(
 ) -> None:
     make_trainer(Checkpoint(tmp_path, every=2)).fit(make_batches(4), 4)
     seen = [[[2, 4], []], [[2], [3]]]
-    monkeypatch.setattr(listing, "allgather_object", lambda name, mine: seen)
+    monkeypatch.setattr(reader, "allgather_object", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
         "and [2] (and [3], which are corrupt). Give a directory that all machines share"
@@ -485,9 +476,9 @@ def test_resumed_fit_reads_data_from_start(tmp_path: Path) -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def save_and_wait(manager: CheckpointManager, trainer: Trainer, step: int) -> None:
-    manager.save(trainer.state, step, {}, {})
-    manager.wait()
+def save_and_wait(writer: CheckpointWriter, trainer: Trainer, step: int) -> None:
+    writer.save(trainer.state, step, {}, {})
+    writer.wait()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -495,26 +486,26 @@ def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> No
     options = Checkpoint(
         tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
     )
-    manager = CheckpointManager(options)
+    writer = CheckpointWriter(options)
     trainer = make_trainer(checkpoint=options)
-    save_and_wait(manager, trainer, 3)
-    assert "Saved step 3 in" in manager.exit_message(5)
+    save_and_wait(writer, trainer, 3)
+    assert "Saved step 3 in" in writer.exit_message(5)
     (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
     with pytest.warns(UserWarning, match="Saving step 5 .* Training goes on"):
-        save_and_wait(manager, trainer, 5)
+        save_and_wait(writer, trainer, 5)
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")
-    assert "Saved step 3 in" in manager.exit_message(5)
-    save_and_wait(manager, trainer, 5)  # not taken for saved: it is tried again
-    assert "Saved step 5 in" in manager.exit_message(5)
-    manager.close()
+    assert "Saved step 3 in" in writer.exit_message(5)
+    save_and_wait(writer, trainer, 5)  # not taken for saved: it is tried again
+    assert "Saved step 5 in" in writer.exit_message(5)
+    writer.close()
 
 
 def test_exit_message_says_nothing_is_saved(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "run")
-    assert manager.exit_message(0).startswith("Nothing is saved in")
-    manager.close()
+    writer = CheckpointWriter(tmp_path / "run")
+    assert writer.exit_message(0).startswith("Nothing is saved in")
+    writer.close()
 
 
 def test_sigterm_between_checks_is_handled(
@@ -718,7 +709,7 @@ def test_fit_after_first_use_reads_no_step_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
-    restore = listing.SavedSteps.restore
+    restore = CheckpointReader.restore
 
     def spy(self: Any, wanted: Any, step: Any, *rest: Any) -> Any:
         reads.append(step)
@@ -727,7 +718,7 @@ def test_fit_after_first_use_reads_no_step_twice(
     whole = make_trainer()
     losses = whole.fit(make_batches(6), 6)["loss"]
     make_trainer(tmp_path).fit(make_batches(6), 3)
-    monkeypatch.setattr(listing.SavedSteps, "restore", spy)
+    monkeypatch.setattr(CheckpointReader, "restore", spy)
     trainer = make_trainer(tmp_path)
     trainer.evaluate(make_batches(1))
     history = trainer.fit(make_batches(6), 6)

@@ -5,8 +5,11 @@ several (``model``, ``optimizer``, ...) under one step. Shapes are global, so th
 strategy on any number of devices can read another strategy's checkpoint. A save copies
 the arrays to the host and returns; the files are written in the background, and the
 checkpoint appears complete or not at all.
+
+A run has one `CheckpointWriter`; any number of `CheckpointReader` read beside it.
 """
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint
-from nnx_parallel.checkpoint.manager import CheckpointManager as CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint as Checkpoint
+from nnx_parallel.checkpoint.reader import CheckpointReader as CheckpointReader
+from nnx_parallel.checkpoint.writer import CheckpointWriter as CheckpointWriter

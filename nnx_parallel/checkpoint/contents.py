@@ -3,12 +3,18 @@
 A header records contents that Orbax refuses or hides (empty groups, random keys) and
 the user's metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a
 separate part would become a tree of arrays.
+
+Parameters that are not trained may be named only by checksum. Adapters are small, but
+their base is large. With ``Checkpoint(frozen="checksum")`` the arrays of the base are
+not written: the header has their shapes, and the file of checksums has one number for
+each, in a separate group. A run that restores brings its base along, which must be the
+same, bit for bit.
 """
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -31,10 +37,16 @@ from nnx_parallel.errors import (
 from nnx_parallel.files import MAX_BYTES, parse_object
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.offload import HOST
+from nnx_parallel.state import TrainState
 
 Groups = Mapping[str, Mapping[str, jax.Array]]
 AbstractGroups = Mapping[str, Mapping[str, jax.ShapeDtypeStruct]]
 T = TypeVar("T")
+
+BASE = "base"  # the group of checksums without arrays
+
+Base = Callable[[], Mapping[str, jax.Array]]
+"""Returns the arrays of a run's model by path; they are built when it is called."""
 
 _FORMAT = 3  # grows when a change would make an older reader misread the files
 _HEADER = {
@@ -71,8 +83,8 @@ _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
 _PROGRESS = ("step", "key", "loss_scale")  # one group; others have separate ones
 
 
-def to_groups(state: Any) -> dict[str, dict[str, Any]]:
-    """The arrays of a `TrainState`, concrete or abstract, by group and dotted path."""
+def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:
+    """The arrays of a state, concrete or abstract, by group and dotted path."""
     groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "progress": {}}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
         group, path = _place(keys)
@@ -80,14 +92,18 @@ def to_groups(state: Any) -> dict[str, dict[str, Any]]:
     return groups
 
 
-def from_groups(state: T, groups: Groups) -> T:
-    """The `TrainState` with the arrays of some groups; the rest is unchanged."""
+def from_groups(state: TrainState, groups: Groups) -> TrainState:
+    """The state with the arrays of some groups; the rest is unchanged.
+
+    Without the group ``ema``, a moving average starts from the parameters.
+    """
 
     def find(keys: tuple[Any, ...], leaf: Any) -> Any:
         group, path = _place(keys)
         return groups[group][path] if group in groups else leaf
 
-    return jax.tree_util.tree_map_with_path(find, state)
+    found = jax.tree_util.tree_map_with_path(find, state)
+    return found if "ema" in groups else found.with_new_average()
 
 
 def _place(keys: tuple[Any, ...]) -> tuple[str, str]:
@@ -429,3 +445,60 @@ def _abstract(
     # Orbax's shape is the shape of the key's words: (..., words).
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     return jax.ShapeDtypeStruct(shape[:-1], key.dtype)
+
+
+def split_base(
+    groups: Mapping[str, Mapping[str, T]], paths: Collection[str]
+) -> tuple[dict[str, dict[str, T]], dict[str, T]]:
+    """The groups without the model's arrays at ``paths``, and these arrays."""
+    model = groups.get("model", {})
+    base = {path: x for path, x in model.items() if path in paths}
+    rest = {name: dict(group) for name, group in groups.items()}
+    if base:
+        rest["model"] = {path: x for path, x in model.items() if path not in base}
+    return rest, base
+
+
+def check_base_shapes(
+    stored: StoredCheckpoint, wanted: Mapping[str, Any], where: str
+) -> None:
+    """Raises ``CheckpointMismatchError`` if shapes or dtypes belong to another base."""
+
+    def differences() -> Iterator[str]:
+        for path, saved in stored.base.items():
+            found = spell(wanted[path]) if path in wanted else "nothing"
+            if found != saved:
+                yield f"`{path}` was {saved} and is {found} here"
+
+    if lines := list(differences()):
+        raise CheckpointMismatchError(
+            f"{where} was trained on another base:\n  " + "\n  ".join(lines)
+        )
+
+
+def same_base(
+    stored: StoredCheckpoint, paths: Collection[str], base: Base | None, where: str
+) -> dict[str, jax.Array]:
+    """The base of the run, if it is the base that the checkpoint names.
+
+    Raises:
+        CheckpointMismatchError: If an array differs, or if the run has no base.
+    """
+    if base is None:
+        raise CheckpointMismatchError(
+            f"{where} names {len(paths)} arrays by checksum and does not hold their "
+            "values: restore it into a Trainer whose model has the same base."
+        )
+    given = base()
+    own = {path: given[path] for path in paths}
+    found, saved = checksums({BASE: own})[BASE], stored.checksums[BASE]
+    if differing := [path for path in own if found[path] != saved[path]]:
+        first = differing[0]
+        raise CheckpointMismatchError(
+            f"{where} was trained on another base: {len(differing)} of {len(own)} "
+            "arrays that it names by checksum differ from this model's arrays. The "
+            f"first, `{first}`, has checksum {found[first]:08x}; it was "
+            f"{saved[first]:08x}. Build the model from the weights that the run began "
+            "with."
+        )
+    return own

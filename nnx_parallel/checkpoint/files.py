@@ -1,16 +1,18 @@
 """Files of a checkpoint: which directories are steps, and which files may be opened.
 
-A directory of checkpoints may come from a stranger and hold files of other programs. So
-nothing is opened before its kind and size are known: a pipe would block, ``/dev/zero``
-and gigabytes of JSON would fill the memory.
+A directory of checkpoints may hold files of other programs. So nothing is opened before
+its kind and size are known: a pipe would block, and ``/dev/zero`` or gigabytes of JSON
+would fill the memory.
 """
 
+import contextlib
 import glob
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,7 +45,6 @@ PART, CHECKSUMS = "fingerprints", "fingerprints.json"
 # Names that Orbax and this library write into a group, beside the arrays.
 _SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
 _METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
-_JSON_FILES = ("_METADATA", "_sharding")  # Orbax parses these
 
 
 # The class of local paths and of paths in an object store; Orbax exports only the
@@ -114,11 +115,7 @@ def read_json(path: LiteralPath) -> dict[str, Any]:
     """
     if not is_url(os.fspath(path)):
         return read_object(path)
-    with path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"'{path}' holds more than {MAX_BYTES:,} bytes.")
-    return parse_object(content, path)
+    return parse_object(path.read_bytes(), path)
 
 
 def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
@@ -129,9 +126,6 @@ def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
     metadata = read_json(step_path / METADATA)
     if not matches(metadata, _STEP_METADATA):
         raise ValueError(f"'{METADATA}' is not in Orbax's format.")
-    times = [metadata[f"{x}_timestamp_nsecs"] or 0 for x in ("init", "commit")]
-    if not all(0 <= time < 2**62 for time in times):  # until the year 2116
-        raise ValueError(f"'{METADATA}' holds invalid times.")
     return metadata
 
 
@@ -154,8 +148,71 @@ def check_files(step_directory: str) -> None:
                 raise ValueError(
                     f"'{path}' holds {size:,} bytes; at most {MAX_BYTES:,} are read."
                 )
-            if name in _JSON_FILES:
-                read_object(path)
+
+
+@dataclass
+class Listing:
+    """The steps in a directory.
+
+    Attributes:
+        steps: The complete steps.
+        corrupt: Steps of which only a part is left, each with its problem.
+        foreign: Steps that another program may have written, complete or corrupt: they
+            are neither deleted nor renamed.
+    """
+
+    steps: set[int] = field(default_factory=set)
+    corrupt: dict[int, str] = field(default_factory=dict)
+    foreign: set[int] = field(default_factory=set)
+
+
+def list_steps(directory: str) -> Listing:
+    """Lists the steps of a directory; ``OSError`` if it cannot be read now.
+
+    Orbax is not asked. It takes every directory with a number as name for a step,
+    treats a file that cannot be read now as missing, and lists nothing if the metadata
+    of one step has an unknown field.
+    """
+    found = Listing()
+    # A rename makes a step of a local directory appear and vanish at once. A step in an
+    # object store exists as long as its commit file, which is written last and deleted
+    # first.
+    is_local = not is_url(directory)
+    for path in LiteralPath(directory).iterdir():
+        step = parse_step(path.name)
+        if step is None or not (is_local or (path / COMMITTED).exists()):
+            continue
+        problem, is_others = _judge(path)
+        if problem:
+            found.corrupt[step] = problem
+        elif problem is not None:
+            found.steps.add(step)
+        if is_others:
+            found.foreign.add(step)
+    return found
+
+
+def _judge(path: LiteralPath) -> tuple[str | None, bool]:
+    """The problem of a step, and whether another program may have written it.
+
+    The problem is empty if the step is complete, and ``None`` if the directory holds no
+    part of a checkpoint.
+    """
+    try:
+        metadata = read_step_metadata(path)
+    except (FileNotFoundError, NotADirectoryError):
+        is_step, problem = False, "has no metadata left"
+    except ValueError as error:
+        # A directory in place of the file is not a sign of a checkpoint.
+        is_step = (path / METADATA).is_file()
+        problem = f"has metadata that cannot be parsed ({error})"
+    else:
+        if metadata["commit_timestamp_nsecs"] is not None:
+            return "", is_foreign(metadata["custom_metadata"] or {})
+        is_step, problem = True, "was never completed"
+    ours = is_ours(path)
+    is_step = is_step or ours is not None
+    return (problem, not ours) if is_step else (None, False)
 
 
 def is_ours(step_path: LiteralPath) -> bool | None:
@@ -237,6 +294,19 @@ def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
         except Exception as error:  # an object store's errors are of any class
             problems.append(f"step {step} ({type(error).__name__}: {error})")
     return problems
+
+
+def discard_unfinished(directory: str) -> None:
+    """Has process 0 delete the files of failed saves, as far as that is possible now.
+
+    Orbax does so only when the directory is opened again.
+    """
+    if jax.process_index() != 0:
+        return
+    with contextlib.suppress(Exception):
+        for path in LiteralPath(directory).glob(f"*.{UNFINISHED}*"):
+            with contextlib.suppress(Exception):
+                path.rmtree()
 
 
 def delete_remains(directory: str) -> list[str]:

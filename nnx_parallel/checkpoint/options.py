@@ -31,18 +31,21 @@ from nnx_parallel.errors import (
 Metrics = Mapping[str, float]
 
 
-def check_directory(directory: str, *, read_only: bool) -> None:
-    """Makes the directory and writes a file there; or checks that it can be read.
+def check_readable(directory: str) -> None:
+    """Raises ``CheckpointNotFoundError`` if there is no such directory."""
+    if is_url(directory):
+        check_url(directory)
+    elif not os.path.isdir(directory):
+        raise CheckpointNotFoundError(f"No directory '{directory}' to read from.")
 
-    Raises ``CheckpointDirectoryError`` or, with ``read_only``,
-    ``CheckpointNotFoundError``.
+
+def check_directory(directory: str) -> None:
+    """Makes the directory and writes a file there.
+
+    Raises ``CheckpointDirectoryError`` if that fails.
     """
     if is_url(directory):
         check_url(directory)
-        return
-    if read_only:
-        if not os.path.isdir(directory):
-            raise CheckpointNotFoundError(f"No directory '{directory}' to read from.")
         return
     # Root may write where the mode forbids it, and a disk may be full or read-only:
     # only a file that is written tells.
@@ -98,15 +101,18 @@ def check_name(directory: str) -> None:
         )
 
 
-def check_writable(directory: str, check_lock: Callable[[], None]) -> None:
-    """Raises ``CheckpointDirectoryError`` on all unless process 0 can and may write."""
+def check_writable(directory: str, prepare: Callable[[], None]) -> None:
+    """Raises ``CheckpointDirectoryError`` on all unless process 0 can and may write.
+
+    Process 0 calls ``prepare``, whose ``OSError`` is an error on all processes.
+    """
     # Process 0 makes the directory of a step, in the background. Where it cannot, the
     # writers of all processes would wait for it for 5 minutes.
     problem = ""
     if jax.process_index() == 0:
         try:
-            check_directory(directory, read_only=False)
-            check_lock()
+            check_directory(directory)
+            prepare()
         except OSError as error:  # a CheckpointDirectoryError is one
             problem = str(error)
     problem = allgather_object("directory of a save", problem)[0]
@@ -139,28 +145,6 @@ def check_step(
             f"Cannot save {where}: '{step}' is there and is not a checkpoint. Move it "
             "away, or use another directory."
         )
-
-
-def check_ahead(directory: str | None, latest: int | None, step: int) -> None:
-    """Raises ``CheckpointError`` if a saved step is later than the run's."""
-    if latest is not None and latest > step:
-        raise CheckpointError(
-            f"'{directory}' holds a checkpoint of step {latest}, but this run is at "
-            f"step {step} and would write into the same directory. Choose another "
-            "directory for it, restore() the latest step, or set the later steps "
-            f"aside: restore({step}, rewind=True)."
-        )
-
-
-def exit_message(directory: str | None, latest: int | None, step: int) -> str:
-    """The last message of a run that ends early, at ``step``."""
-    if directory is None:
-        return "Nothing is saved: this Trainer has no checkpoint directory."
-    if latest is None:
-        return f"Nothing is saved in '{directory}': step {step} is lost."
-    lost = "" if latest == step else f" The steps after it, up to {step}, are lost."
-    where = f"Saved step {latest} in '{directory}'"
-    return f"{where}: resume with the same command.{lost}"
 
 
 def check_space(directory: str, needed_bytes: int) -> None:
@@ -282,6 +266,15 @@ class Checkpoint:
             path = os.path.abspath(os.path.expanduser(path))
             check_name(path)
         object.__setattr__(self, "directory", path)
+
+
+def given_options(options: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint:
+    """The options, also from only a directory; an error if there are none."""
+    if options is None:
+        raise CheckpointNotFoundError(
+            "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
+        )
+    return options if isinstance(options, Checkpoint) else Checkpoint(options)
 
 
 BEST_RULE = "best_by"

@@ -1,4 +1,4 @@
-"""Calls of Orbax: policies, saves, and every workaround for Orbax 0.12.8.
+"""Calls of Orbax, the lines that it logs, and every workaround for Orbax 0.12.8.
 
 Orbax's v1 API writes and reads the arrays; the rest of the package sees it through this
 file. A comment at each workaround names the symptom, and the upstream issue if one is
@@ -7,11 +7,11 @@ known; the workaround can go once the symptom is gone.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import re
-import threading
-import time
+import sys
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -21,32 +21,10 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import ChecksumHandler
-from nnx_parallel.checkpoint.files import (
-    COMMITTED,
-    METADATA,
-    UNFINISHED,
-    LiteralPath,
-    delete_steps,
-    is_foreign,
-    is_ours,
-    is_url,
-    parse_step,
-    printable,
-    read_step_metadata,
-)
-from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.orbax_log import (
-    DEBUG,
-    LOGGER,
-    hide_late_failures,
-    hide_log,
-    hide_stragglers,
-)
-from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.checkpoint.files import LiteralPath, is_url, printable
 from nnx_parallel.distributed.runtime import raising_interrupts
 from nnx_parallel.errors import (
     CheckpointReadError,
-    CheckpointSaveError,
     CheckpointUnavailableError,
     ParallelError,
 )
@@ -54,98 +32,25 @@ from nnx_parallel.errors import (
 GIVE_UP_SECONDS = 1200
 """Time after which Orbax gives up a save that has not ended or failed on a process."""
 
-_SAVE = ocp.training.save_decision_policies
 
+class _NoSteps:
+    """Names a step by its number, and lists none: Orbax deletes and reads no step.
 
-class PreemptionPolicy(_SAVE.PreemptionCheckpointingPolicy):
-    """Saves before a preemption, and remembers that one was announced.
-
-    Attributes:
-        has_notice: True once jax has announced a preemption: a SIGTERM, possibly one
-            that came before the fit could handle it.
+    Steps are listed by `files.list_steps`, and deleted by `files.delete_steps`: Orbax's
+    deletions are not atomic, and a failed deletion would fail the save.
     """
 
-    has_notice = False
-
-    def should_save(self, step: Any, previous_steps: Any, *, context: Any) -> bool:
-        """True on all processes if jax announces a preemption at this step."""
-        self.has_notice |= context.reached_preemption
-        return super().should_save(step, previous_steps, context=context)
-
-
-class StepNames:
-    """Names a step by its number, and lists only directories that are checkpoints.
-
-    By default Orbax takes every directory with a number as name for a step, and deletes
-    it as an old step. And one step whose metadata has an unknown field makes the whole
-    listing fail.
-
-    Attributes:
-        corrupt: Steps that the last listing left out although they hold the remains of
-            a checkpoint, each with its problem.
-        foreign: Steps that another program may have written, listed or corrupt: they
-            are neither deleted nor renamed.
-    """
-
-    def __init__(self) -> None:
-        self.build_name = ocp.path.step.standard_name_format().build_name
-        self.corrupt: dict[int, str] = {}
-        self.foreign: set[int] = set()
-
-    def find_step(self, base_path: Any, step: int, time: int | None = None) -> Any:
-        """The checkpoint of a step; Orbax asks only for its path."""
-        path = LiteralPath(base_path) / str(step)
-        return ocp.training.CheckpointMetadata(
-            step, path, metadata=None, commit_timestamp_nsecs=time
-        )
+    def build_name(self, step: int) -> str:
+        return str(step)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        """Yields the checkpoints; ``OSError`` if they cannot be read now."""
-        self.corrupt, self.foreign = {}, set()
-        # A rename makes a step of a local directory appear and vanish at once. A step
-        # in an object store exists as long as its commit file, which is written last
-        # and deleted first.
-        is_local = not is_url(str(base_path))
-        for path in LiteralPath(base_path).iterdir():
-            step = parse_step(path.name)
-            if step is None or not (is_local or (path / COMMITTED).exists()):
-                continue
-            problem = None
-            try:
-                # The file is not read with Orbax, which treats a file that cannot be
-                # read now as missing, opens files of any kind, and parses files of any
-                # size.
-                metadata = read_step_metadata(path)
-            except (FileNotFoundError, NotADirectoryError):
-                if is_ours(path) is not None:
-                    problem = "has no metadata left"
-            except ValueError as error:
-                # A directory in place of the file is not a sign of a checkpoint.
-                if (path / METADATA).is_file() or is_ours(path) is not None:
-                    problem = f"has metadata that cannot be parsed ({error})"
-            else:
-                time = metadata["commit_timestamp_nsecs"]
-                if (path / "metrics").exists():  # Orbax would open it at once
-                    problem = "holds metrics of another program"
-                elif time is not None:
-                    if is_foreign(metadata["custom_metadata"] or {}):
-                        self.foreign.add(step)
-                    yield self.find_step(base_path, step, time)
-                else:
-                    problem = "was never completed"
-            if problem is not None:
-                self.corrupt[step] = problem
-                if not is_ours(path):
-                    self.foreign.add(step)
+        return iter(())
 
 
-def open_directory(
-    options: Checkpoint, *, cleanup: bool
-) -> tuple[ocp.training.Checkpointer, StepNames, PreemptionPolicy]:
-    """Opens a directory with Orbax, to save steps as the options say.
+def open_directory(directory: str) -> ocp.training.Checkpointer:
+    """Opens a directory with Orbax for saves, and deletes the remains of killed ones.
 
-    ``cleanup`` deletes the remains of a killed save. Orbax keeps every step: its
-    deletions are not atomic, and a failed deletion would fail the save.
+    Orbax refuses a step that it has saved before, until its ``reload`` is called.
     """
     context = _make_context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
@@ -161,20 +66,14 @@ def open_directory(
     # The fit does not wait for a directory that is made in the background. If it cannot
     # be made, Orbax's writers wait 5 minutes for it, and the interpreter's exit waits
     # for them: so `options.check_writable` tries first. It cannot try a URL.
-    directory = str(options.directory)
     context.async_options.create_directories_asynchronously = not is_url(directory)
-    # The preemption comes first: `AnySavePolicy` asks no policy after the first yes.
-    preemption, every = PreemptionPolicy(), _SAVE.FixedIntervalPolicy(options.every)
-    when: Any = _SAVE.AnySavePolicy([preemption, every])
-    names = StepNames()
-    orbax = ocp.training.Checkpointer(
+    names: Any = _NoSteps()
+    return ocp.training.Checkpointer(
         LiteralPath(directory),
         context=context,
-        save_decision_policy=when,
         step_name_format=names,
-        cleanup_tmp_directories=cleanup,  # by default Orbax would leave the bytes
+        cleanup_tmp_directories=True,  # by default Orbax would leave the bytes
     )
-    return orbax, names, preemption
 
 
 def _make_context() -> ocp.Context:
@@ -243,133 +142,55 @@ def describe_group(directory: str, group: str) -> Any:
         return pool.submit(lambda: asyncio.run(handler().metadata(path))).result()
 
 
-class AsyncSave(logging.Filter):
-    """One save in progress, and its result; it filters the log of the writing thread.
+LOGGER = logging.getLogger("absl")
+DEBUG = logging.getLogger("nnx_parallel.checkpoint")
 
-    With several processes Orbax reports a failure only after a barrier that the others
-    never reach: it gives up 20 minutes after the save began (a barrier that some never
-    reach is also in https://github.com/google/orbax/issues/2934). But the process that
-    fails logs its error at once, from the thread that writes. Call `listen` before the
-    save starts: the error may be logged before Orbax returns.
+_OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finalize")
 
-    With ``cleans``, a save that ends well deletes the remains of earlier ones.
 
-    Attributes:
-        error: Error with which the save has ended on all processes, or ``None``.
-        superseded: Older steps to delete once this one is saved.
-        problems: A line for each of these steps that could not be deleted.
-        step, seconds: The saved step, and the duration of the save.
+def hide_log(record: logging.LogRecord) -> bool:
+    """Filter of a logger: hides warnings and errors of Orbax.
+
+    They go to ``logging.getLogger("nnx_parallel.checkpoint")``, for debugging.
     """
-
-    def __init__(self, step: int, directory: str, *, cleans: bool = False) -> None:
-        super().__init__()
-        self.step, self._directory, self._cleans = step, directory, cleans
-        self.error: BaseException | None = None
-        self.superseded: list[int] = []
-        self.problems: list[str] = []
-        self._began, self.seconds = time.monotonic(), 0.0
-        self._logged: Exception | None = None
-        self._has_ended = threading.Event()
-        self._is_reported = False
-
-    def listen(self) -> None:
-        """Reads the log, until `end`."""
-        hide_late_failures()
-        # A filter that hides a record hides it from later filters too.
-        LOGGER.removeFilter(hide_stragglers)
-        LOGGER.addFilter(self)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps the error that Orbax's writing thread logs; hides Orbax's lines."""
-        error = record.exc_info and record.exc_info[1]
-        # Orbax writes in a thread of this name; other threads and libraries log too.
-        if record.threadName == "async_save" and isinstance(error, Exception):
-            self._logged = error
-        return hide_log(record)
-
-    def failure(self, error: BaseException) -> CheckpointSaveError:
-        """The error to raise when the save cannot start or does not end well."""
-        where = f"step {self.step} in '{self._directory}'"
-        why = f"{root_cause(error).rstrip('.')}. No other checkpoint was deleted."
-        return CheckpointSaveError(f"Saving {where} failed: {why}")
-
-    def follow(self, response: ocp.AsyncResponse[bool]) -> None:
-        """Waits for the save, and deletes older steps, in a separate thread."""
-
-        def wait() -> None:
-            try:
-                response.result()
-                # Only now: no step is deleted before this one is saved.
-                if jax.process_index() == 0:
-                    self.problems = delete_steps(self._directory, self.superseded)
-                    if self._cleans:
-                        self.discard()
-            except BaseException as error:  # any error that ended Orbax's thread
-                self.error = error
-            finally:
-                self.end()
-
-        # A daemon: the interpreter must not wait 20 minutes for a failed save.
-        follower = threading.Thread(target=wait, name="nnx_parallel.save", daemon=True)
-        try:
-            follower.start()
-        except RuntimeError:  # no more threads
-            self.end()
-            raise
-
-    def end(self) -> None:
-        """Marks the save as ended and stops reading the log."""
-        LOGGER.removeFilter(self)
-        LOGGER.addFilter(hide_stragglers)
-        self.seconds = time.monotonic() - self._began
-        self._has_ended.set()
-
-    def discard(self) -> None:
-        """Deletes the files of this and earlier failed saves, once this save has ended.
-
-        Orbax does so only when the directory is opened again. Threads of a save that
-        has just failed may still be writing: their files are deleted after the next
-        save.
-        """
-        if jax.process_index() == 0:
-            with contextlib.suppress(Exception):
-                for path in LiteralPath(self._directory).glob(f"*.{UNFINISHED}*"):
-                    with contextlib.suppress(Exception):
-                        path.rmtree()
-
-    def join(self, *, patiently: bool) -> None:
-        """Waits until the save has ended; calls `check` if not ``patiently``."""
-        # A loop: a failure of this process is logged while Orbax's barrier waits.
-        while not self._has_ended.wait(0.5):
-            if not patiently:
-                self.check()
-
-    def check(self) -> None:
-        """Raises, once, ``error`` or this process's error while others wait for it."""
-        # A single process waits for no other: its save ends with an error.
-        logged = self._logged if jax.process_count() > 1 else None
-        error = self.error or logged
-        if error is not None and not self._is_reported:
-            self._is_reported = True
-            raise self.failure(error) from first_cause(error)
-
-    def state(self) -> str:
-        """``"ended"``, ``"failed"`` (others wait) or ``"running"``, after 0.5 s."""
-        if self._has_ended.wait(0.5):
-            return "ended"
-        return "running" if self._logged is None else "failed"
+    if record.levelno < logging.WARNING or "orbax" not in record.pathname:
+        return True
+    DEBUG.debug("Orbax: %s", record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
-def wait_on_all_processes(save: AsyncSave | None) -> bool:
-    """Waits until a save has ended on all processes (True), or failed on one (False).
+def hide_stragglers(record: logging.LogRecord) -> bool:
+    """`hide_log` for records of Orbax's writing threads after their save has failed."""
+    return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
 
-    After a failure on one process it ends on no process before Orbax gives up.
+
+def hide_lost_reads(record: logging.LogRecord) -> bool:
+    """Filter of asyncio's logger: hides errors of arrays whose read failed before."""
+    error = record.exc_info[1] if record.exc_info else None
+    if not isinstance(error, ValueError) or 'Error opening "zarr' not in str(error):
+        return True
+    DEBUG.debug("A read of a failed restore has ended: %s", error)
+    return False
+
+
+@functools.cache  # it runs once in a process
+def hide_late_failures() -> None:
+    """Hides tracebacks of transfers that end after their save or restore has failed.
+
+    TensorStore then calls the event loop of Orbax's thread, which is closed, and Python
+    prints that error; asyncio logs the exceptions of that loop's tasks. Both happen for
+    every array (docs/library-notes.md, "Orbax: saving" and "reading").
     """
-    states = ["running"]
-    while "failed" not in states and set(states) != {"ended"}:
-        mine = "ended" if save is None else save.state()
-        states = allgather_object("save in progress", mine)
-    return "failed" not in states
+    logging.getLogger("asyncio").addFilter(hide_lost_reads)
+    show = sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        if str(found.exc_value) == "Event loop is closed" and found.object is None:
+            DEBUG.debug("A transfer of a failed call has ended: %s", found.exc_value)
+        else:
+            show(found)
+
+    sys.unraisablehook = hook
 
 
 _ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

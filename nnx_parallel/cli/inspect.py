@@ -17,8 +17,7 @@ from nnx_parallel.checkpoint.files import (
     printable,
     read_step_metadata,
 )
-from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.saved_steps import SavedSteps
+from nnx_parallel.checkpoint.reader import CheckpointReader
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
     CheckpointError,
@@ -44,17 +43,16 @@ def inspect(directory: str, *, verify: bool, arrays: bool) -> int:
     jax.config.update("jax_platforms", "cpu")
     try:
         # The run may be alive: none of its files is deleted, written or cleaned up.
-        options = Checkpoint(directory, keep_last=None)
-        with contextlib.closing(SavedSteps(options, read_only=True)) as saved:
-            where = LiteralPath(options.directory)
-            return _show(saved, where, verify=verify, arrays=arrays)
+        saved = CheckpointReader(directory)
+        where = LiteralPath(saved.directory)
+        return _show(saved, where, verify=verify, arrays=arrays)
     except (CheckpointNotFoundError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
 
 
 def _show(
-    saved: SavedSteps, directory: LiteralPath, *, verify: bool, arrays: bool
+    saved: CheckpointReader, directory: LiteralPath, *, verify: bool, arrays: bool
 ) -> int:
     steps = sorted({*saved.steps, *saved.corrupt_steps})
     if not steps:
@@ -109,7 +107,7 @@ def _date(path: LiteralPath) -> str:
 
 
 def _judge(
-    saved: SavedSteps, step: int, *, verify: bool
+    saved: CheckpointReader, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
     """The contents of a step, and a verdict on whether it is intact."""
     # The listing may have met a step that the run was deleting, file by file.
@@ -144,7 +142,7 @@ def _judge(
 _GONE = "deleted by the run meanwhile"
 
 
-def _is_gone(saved: SavedSteps, step: int) -> bool:
+def _is_gone(saved: CheckpointReader, step: int) -> bool:
     saved.reload()
     return step not in {*saved.steps, *saved.corrupt_steps}
 

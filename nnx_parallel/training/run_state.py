@@ -12,9 +12,10 @@ import jax
 from flax import nnx
 
 from nnx_parallel.checkpoint.contents import from_groups, to_groups
-from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
+from nnx_parallel.checkpoint.reader import CheckpointReader
+from nnx_parallel.checkpoint.writer import CheckpointWriter
 from nnx_parallel.data.reading import DataState
 from nnx_parallel.distributed.agreement import meet, strip_addresses
 from nnx_parallel.drawing import aligned
@@ -171,7 +172,7 @@ class RunState:
     plan: StatePlan
     source: nnx.Module | ModelFn
     seed: int
-    checkpoints: CheckpointManager
+    checkpoints: CheckpointWriter
     judged: Judged
     callbacks: Sequence[Callback] = ()
     wrt: Any = nnx.Param
@@ -261,7 +262,8 @@ class RunState:
         return self._first_state() if self._state is None else self.state
 
     def _begin(self) -> None:
-        found = self.checkpoints.read_newest(self.plan.abstract, self.base)
+        abstract = self.plan.abstract
+        found = self.checkpoints.resume(abstract, self.base, read_only=True)
         if found is None:
             self._state = self._first_state()
             return
@@ -405,11 +407,11 @@ class RunState:
         own = self.checkpoints
         where = own.options if directory is None else directory
         meta = None
-        with CheckpointManager(where, own.description, read_only=True) as source:
-            if weights_only:
-                state = source.restore_weights(self._present_state(), step)
-            else:
-                state, meta = source.restore(self.plan.abstract, step, self.base)
+        source = CheckpointReader(where, own.description)
+        if weights_only:
+            state = source.restore_weights(self._present_state(), step)
+        else:
+            state, meta = source.restore_state(self.plan.abstract, step, self.base)
         if rewind:
             with own:  # before any change, since another run may be writing there
                 moved = own.set_aside(int(state.step))
@@ -437,8 +439,7 @@ class RunState:
         names = [dotted(found) for found, _ in variables_of(model, only)]
         found = read_weights(path, {name: arrays[name] for name in names}, arrays)
         # A run starts from them, as from a state of another directory.
-        state = from_groups(state, {"model": arrays | found})
-        self._replace(state.with_new_average())
+        self._replace(from_groups(state, {"model": arrays | found}))
 
     def with_trained_by(self, others: Sequence["RunState"]) -> TrainState:
         """The state with the parameters that other runs of this model train.

@@ -1,50 +1,50 @@
-"""The checkpoints on disk: opened, listed, described, read. Nothing here saves."""
+"""The checkpoints of a directory: found, described, checked, read. Nothing is written.
+
+A run that is alive may be read at any time: a step appears complete or not at all. Only
+the run that writes there has corrupt steps renamed, once an older one is restored.
+"""
 
 import contextlib
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import jax
 
-from nnx_parallel.checkpoint.base import (
-    Base,
-    check_base_shapes,
-    same_base,
-    split_base,
-)
 from nnx_parallel.checkpoint.checksum import read_checksums
 from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
+    Base,
     StoredCheckpoint,
+    check_base_shapes,
     check_checksums,
     check_header,
     check_match,
+    check_states,
+    from_groups,
     read_stored,
+    same_base,
+    split_base,
+    to_groups,
 )
 from nnx_parallel.checkpoint.files import (
+    Listing,
     LiteralPath,
     check_files,
-    delete_remains,
+    list_steps,
     quarantine,
     read_step_metadata,
-    set_aside,
 )
-from nnx_parallel.checkpoint.lock import lock_directory
 from nnx_parallel.checkpoint.options import (
     BEST_RULE,
     Checkpoint,
     Metrics,
     best_steps,
-    check_directory,
-    superseded_steps,
+    check_readable,
+    given_options,
     with_rule,
 )
-from nnx_parallel.checkpoint.orbax_compat import (
-    describe_group,
-    load,
-    open_directory,
-    reading,
-)
+from nnx_parallel.checkpoint.orbax_compat import describe_group, load, reading
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import (
     CheckpointDamagedError,
@@ -55,103 +55,88 @@ from nnx_parallel.errors import (
     DisagreementError,
     warn_user,
 )
+from nnx_parallel.state import TrainState
 
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
-Adapt = Callable[[StoredCheckpoint, AbstractGroups], AbstractGroups]
+
+_STATE = {"model", "optimizer", "progress"}  # groups that every training state has
 
 
-class SavedSteps:
-    """The checkpoints of one directory, open until `close`.
+class CheckpointReader:
+    """Finds, checks and restores the checkpoints of one directory.
 
     All processes make the same calls in the same order.
 
     Args:
-        options: The directory, intervals of saves, and rules for the steps to keep.
-        read_only: Never make, write or clean up anything; for the directory of a run
-            that may be alive. One run at a time may write, which a lock ensures; any
-            number may read.
+        options: A `Checkpoint`, or only the directory.
+        description: Description of the run that reads, with which `restore_state`
+            compares a checkpoint's optimizer.
 
     Attributes:
-        options: The given options.
+        options: The given options; a directory is a `Checkpoint` here.
         directory: A path, or a URL such as ``gs://...``.
-        orbax: Orbax's checkpointer of the directory; the manager saves with it.
-        preemption: Notes a preemption that jax announces.
-        known_metrics: Metrics by step, as far as they have been read or saved.
 
     Raises:
-        CheckpointDirectoryError, CheckpointNotFoundError: If the directory cannot be
-            written, or another run is writing there; or, with ``read_only``, does not
-            exist.
+        CheckpointNotFoundError: If the directory does not exist, or ``options`` is
+            ``None``.
     """
 
-    def __init__(self, options: Checkpoint, *, read_only: bool = False) -> None:
-        self.options = options
-        self.directory = str(options.directory)
-        self.known_metrics: dict[int, Metrics] = {}
-        self._read_only = read_only
+    def __init__(
+        self,
+        options: Checkpoint | str | os.PathLike | None,
+        description: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.options = given_options(options)
+        self.directory = str(self.options.directory)
+        self._description = dict(description or {})
+        self._metrics: dict[int, Metrics] = {}  # of steps that were read or saved
         self._rules: dict[int, object] = {}  # the `best_rule` of each step
-        self._is_stale = False  # the listing may differ from the directory
-        self._deleted: set[int] = set()  # deleted since the listing
-        # The directory is tried first: if Orbax cannot make a step's directory, its
-        # writers wait for 5 minutes (docs/library-notes.md, "Orbax: directories").
-        check_directory(self.directory, read_only=read_only)
-        # The lock is taken before Orbax opens the directory, which deletes another
-        # run's save in progress.
-        self._lock = None if read_only else lock_directory(self.directory)
+        check_readable(self.directory)
+        self._listing: Listing | None = self._list()
+
+    def _list(self) -> Listing:
         with reading(f"the steps in '{self.directory}'"):
-            self.orbax, self._names, self.preemption = open_directory(
-                options, cleanup=not read_only
-            )
-        if not read_only and jax.process_index() == 0:
-            for problem in delete_remains(self.directory):
-                warn_user(
-                    f"Cannot delete {problem} in '{self.directory}', the remains of a "
-                    "step that was being deleted when its run was killed."
-                )
+            return list_steps(self.directory)
+
+    @property
+    def listing(self) -> Listing:
+        """The steps in the directory when it was opened, or after a `reload`."""
+        if self._listing is None:
+            self._listing = self._list()
+        return self._listing
 
     @property
     def steps(self) -> list[int]:
-        """The saved steps, ascending."""
-        if self._is_stale:
-            with reading(f"the steps in '{self.directory}'"):
-                self.orbax.reload()
-            self._is_stale, self._deleted = False, set()
-        return sorted({x.step for x in self.orbax.checkpoints} - self._deleted)
-
-    def reload(self) -> None:
-        """Makes the next use list the steps again: another program may change them."""
-        self._is_stale = True
+        """The complete steps, ascending."""
+        return sorted(self.listing.steps)
 
     @property
     def corrupt_steps(self) -> dict[int, str]:
-        """Steps with too few files to be listed, each with its problem."""
-        steps = self.steps
-        return {k: why for k, why in self._names.corrupt.items() if k not in steps}
+        """Steps of which only a part is left, each with its problem."""
+        return self.listing.corrupt
 
-    def superseded(self, step: int, metrics: Metrics) -> list[int]:
-        """Saved steps to delete once ``step`` is saved, with its metrics."""
-        ranks = self.options.keep_best is not None
-        found = self.metrics() if ranks else {step: {} for step in self.steps}
-        # Another program's step is neither a step of this run nor its best step.
-        ours = {k: v for k, v in found.items() if k not in self._names.foreign}
-        return superseded_steps(self.options, {**ours, step: metrics})
+    def reload(self) -> None:
+        """Makes the next use list the steps again: another program may change them."""
+        self._listing = None
 
-    def forget(self, steps: Iterable[int]) -> None:
-        """Removes steps that are deleted from the listing."""
-        self._deleted.update(steps)
+    def note_save(self, step: int, metrics: Metrics, deleted: Collection[int]) -> None:
+        """Adds a saved step to the listing, and removes the steps deleted for it."""
+        self._metrics[step] = metrics
+        self.listing.steps.add(step)
+        self.listing.steps.difference_update(deleted)
 
     def metrics(self) -> dict[int, Metrics]:
         """The metrics of each saved step; empty if the step cannot be read."""
         steps = self.steps
         for step in steps:
-            if step not in self.known_metrics:
+            if step not in self._metrics:
                 # A corrupt step is never among the best; a fit that saves goes on.
                 errors = (CheckpointReadError, CheckpointFormatError)
                 with contextlib.suppress(*errors), self._reading(step):
                     header = self._read_header(step)
-                    self.known_metrics[step] = header["metrics"]
+                    self._metrics[step] = header["metrics"]
                     self._rules[step] = header["meta"].get(BEST_RULE)
-        return {step: self.known_metrics.get(step, {}) for step in steps}
+        return {step: self._metrics.get(step, {}) for step in steps}
 
     @property
     def best_step(self) -> int | None:
@@ -197,19 +182,6 @@ class SavedSteps:
                 )
         raise CheckpointNotFoundError(problem)
 
-    def set_aside(self, step: int) -> tuple[list[int], str]:
-        """Moves the steps after one into a directory; returns them and its path."""
-        steps = {*self.steps, *self.corrupt_steps} - self._names.foreign
-        later = sorted(x for x in steps if x > step)
-        if not later:
-            return [], ""
-        aside = set_aside(self.directory, step, later)
-        for moved in later:
-            self.known_metrics.pop(moved, None)
-            self._rules.pop(moved, None)
-        self.reload()
-        return later, aside
-
     def describe(self, step: int | None = None) -> StoredCheckpoint:
         """Returns the contents of a step, or of the latest; reads no arrays.
 
@@ -244,7 +216,6 @@ class SavedSteps:
         wanted: AbstractGroups,
         step: int | Literal["best"] | None = None,
         base: Base | None = None,
-        adapt: Adapt = lambda stored, wanted: wanted,
     ) -> Restored:
         """Returns the arrays of some groups, placed as asked, and the metadata.
 
@@ -256,7 +227,6 @@ class SavedSteps:
                 (``{"params": ...}`` reads only the weights).
             step: The same as for `find`.
             base: Has the arrays that the checkpoint names only by checksum.
-            adapt: Changes ``wanted`` to suit the checkpoint, or refuses it.
 
         Raises:
             CheckpointError: If an array has no sharding.
@@ -274,7 +244,8 @@ class SavedSteps:
         try:
             # All differences are found before an array is read.
             stored = self.describe(step)
-            wanted = adapt(stored, wanted)
+            if wanted.keys() >= _STATE:
+                wanted = self._adapt(stored, wanted)
             present, lent = split_base(wanted, stored.base)
             check_match(stored, present, self.directory)
             if "model" in wanted:
@@ -308,13 +279,16 @@ class SavedSteps:
         self,
         wanted: AbstractGroups,
         base: Base | None = None,
-        adapt: Adapt = lambda stored, wanted: wanted,
+        *,
+        quarantines: bool = False,
     ) -> tuple[Restored, list[str]] | None:
         """Restores the latest step; or the latest intact one, if the options say so.
 
+        With ``quarantines``, later steps, which are corrupt, are renamed.
+
         Returns:
-            The result of `restore`, and a line for each corrupt step, now in
-            quarantine; ``None`` if the directory holds no step.
+            The result of `restore`, and a line for each corrupt step; ``None`` if the
+            directory holds no step.
 
         Raises:
             CheckpointError: If it holds a step, but ``resume=False``: a fresh run would
@@ -337,44 +311,21 @@ class SavedSteps:
                 "resume=False asks for a fresh run. Choose another directory, remove "
                 "this one, or leave resume=True."
             )
-        # A step is read twice before it is moved: a network disk may return a torn file
-        # once.
-        num_tries = 1 if self.options.on_damage == "error" else 2
         for step in sorted([*corrupt, *self.steps], reverse=True):
             if step in corrupt:
-                where = f"Checkpoint {step} in '{self.directory}'"
-                problems[step] = f"{where} {corrupt[step]}."
-                if step in self._names.foreign:
-                    raise CheckpointFormatError(
-                        f"{problems[step]} Another program may have written it: it was "
-                        "not changed. Move it to another directory, or delete it."
-                    )
-            for _ in range(0 if step in corrupt else num_tries):
-                # The outcome is the same on all processes without another exchange:
-                # `restore` raises on all processes if one cannot read a file, and
-                # compares checksums of all.
-                try:
-                    found = self.restore(wanted, step, base, adapt)
-                except CheckpointReadError as error:
-                    problems[step] = str(error)
-                    continue
-                problems.pop(step, None)
-                # Steps are moved only now: nothing is moved until a step is known to be
-                # intact.
-                if self._read_only:
-                    return found, [
-                        f"{problem}\nStep {step} is read instead of step {bad}."
-                        for bad, problem in problems.items()
-                    ]
-                notes = [
-                    f"{problem}\nStep {bad} is in quarantine as "
-                    f"'{quarantine(self.directory, bad)}'; the run goes on from step "
-                    f"{step}."
-                    for bad, problem in problems.items()
-                ]
-                if notes:
-                    self.orbax.reload()
-                return found, notes
+                problems[step] = self._describe_remains(step)
+            else:
+                found = self._try_restore(wanted, step, base)
+                if not isinstance(found, CheckpointReadError):
+                    # Nothing is moved until a step is known to be intact.
+                    notes = self._pass_over(problems, step, quarantines=quarantines)
+                    if "ema" in wanted and "ema" not in found[0]:
+                        notes.append(
+                            "The checkpoint has no moving average: it starts from the "
+                            "parameters."
+                        )
+                    return found, notes
+                problems[step] = str(found)
             if self.options.on_damage == "error":
                 break
         others = sorted(set(self.steps) - problems.keys())
@@ -386,6 +337,49 @@ class SavedSteps:
             "start afresh."
         )
         raise CheckpointDamagedError("\n".join([*problems.values(), way_out]))
+
+    def _pass_over(
+        self, problems: Mapping[int, str], step: int, *, quarantines: bool
+    ) -> list[str]:
+        """Quarantines corrupt steps after ``step``, or not; a line for each."""
+        notes = []
+        for bad, problem in problems.items():
+            note = f"Step {step} is read instead of step {bad}."
+            if quarantines:
+                self.reload()
+                note = (
+                    f"Step {bad} is in quarantine as '{quarantine(self.directory, bad)}"
+                    f"'; the run goes on from step {step}."
+                )
+            notes.append(f"{problem}\n{note}")
+        return notes
+
+    def _describe_remains(self, step: int) -> str:
+        """The problem of a step of which a part is left, unless it may be foreign."""
+        problem = f"Checkpoint {step} in '{self.directory}' {self.corrupt_steps[step]}."
+        if step in self.listing.foreign:
+            raise CheckpointFormatError(
+                f"{problem} Another program may have written it: it was not changed. "
+                "Move it to another directory, or delete it."
+            )
+        return problem
+
+    def _try_restore(
+        self, wanted: AbstractGroups, step: int, base: Base | None
+    ) -> Restored | CheckpointReadError:
+        """Restores a step, or returns the error of the last try if it is corrupt."""
+        # The outcome is the same on all processes without another exchange: `restore`
+        # raises on all processes if one cannot read a file, and compares checksums of
+        # all. A step that may be moved is read twice, because a network disk may return
+        # a torn file once.
+        num_tries = 1 if self.options.on_damage == "error" else 2
+        while True:
+            num_tries -= 1
+            try:
+                return self.restore(wanted, step, base)
+            except CheckpointReadError as error:
+                if num_tries == 0:
+                    return error
 
     def _check_same_steps(self) -> None:
         # Otherwise they would wait for one another, or take parts of two steps for
@@ -405,18 +399,49 @@ class SavedSteps:
                     "late: start again."
                 )
 
-    def check_lock(self) -> None:
-        """Raises ``CheckpointDirectoryError`` if another run has taken the lock."""
-        if self._lock is not None:
-            self._lock.check()
+    def restore_state(
+        self,
+        abstract: TrainState,
+        step: int | Literal["best"] | None = None,
+        base: Base | None = None,
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state of a step in the layout of ``abstract``, and the metadata.
 
-    def close(self) -> None:
-        """Closes the directory, after any save in progress."""
-        try:
-            self.orbax.close()
-        finally:
-            self.release()
+        Steps, ``base`` and errors are the same as for `restore`.
+        """
+        groups, meta = self.restore(to_groups(abstract), step, base)
+        return from_groups(abstract, groups), meta
 
-    def release(self) -> None:
-        """Lets other runs write to the directory."""
-        self._lock = None  # released with the last reference in this process
+    def restore_weights(
+        self, state: TrainState, step: int | Literal["best"] | None = None
+    ) -> TrainState:
+        """The state with a checkpoint's parameters and variables; reads nothing else.
+
+        A moving average starts from the restored parameters.
+        """
+        own = to_groups(state)["model"]
+        wanted = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            {"model": own},
+        )
+        groups, _ = self.restore(wanted, step, lambda: own)
+        return from_groups(state, groups)
+
+    def _adapt(
+        self, stored: StoredCheckpoint, wanted: AbstractGroups
+    ) -> AbstractGroups:
+        """The groups of a state to read, after a check of the optimizer.
+
+        A run that begins to keep a moving average starts it from the parameters.
+        """
+        where = f"Checkpoint {stored.step} in '{self.directory}'"
+        check_states(stored, self._description, where)
+        if "ema" in stored.groups and "ema" not in wanted:
+            warn_user(
+                f"{where} has a moving average of the parameters, and this Trainer "
+                "keeps no average: it is left out, and lost once the steps that have "
+                "it are deleted. To go on with it, pass ema_decay to the Trainer; to "
+                "keep it as well, save in another directory.",
+            )
+        is_new = "ema" in wanted and "ema" not in stored.groups
+        return {name: x for name, x in wanted.items() if not is_new or name != "ema"}

@@ -1,49 +1,59 @@
-"""The checkpoints of one run: saved asynchronously, and restored on any mesh."""
+"""The checkpoints of one run: saved asynchronously, kept by rules, and resumed from."""
 
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import jax
+from jax.experimental import multihost_utils
+from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint.base import BASE, Base, split_base
 from nnx_parallel.checkpoint.checksum import PendingChecksums, start_checksums
 from nnx_parallel.checkpoint.contents import (
-    AbstractGroups,
+    BASE,
+    Base,
     Groups,
-    StoredCheckpoint,
     check_groups,
-    check_states,
     from_groups,
     make_header,
+    split_base,
     to_groups,
     to_write,
 )
-from nnx_parallel.checkpoint.files import PART, is_url
+from nnx_parallel.checkpoint.files import (
+    PART,
+    delete_remains,
+    delete_steps,
+    discard_unfinished,
+    is_url,
+    set_aside,
+)
+from nnx_parallel.checkpoint.lock import DirectoryLock, lock_directory
 from nnx_parallel.checkpoint.options import (
     BEST_RULE,
     Checkpoint,
     Metrics,
     best_rule,
-    check_ahead,
+    check_directory,
     check_space,
     check_step,
     check_writable,
-    exit_message,
+    given_options,
+    superseded_steps,
 )
-from nnx_parallel.checkpoint.orbax_compat import (
-    AsyncSave,
-    first_cause,
+from nnx_parallel.checkpoint.orbax_compat import open_directory, reading
+from nnx_parallel.checkpoint.reader import CheckpointReader
+from nnx_parallel.checkpoint.saving import (
+    BackgroundSave,
+    save_error,
     wait_on_all_processes,
 )
-from nnx_parallel.checkpoint.saved_steps import SavedSteps
 from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
-    CheckpointNotFoundError,
     CheckpointSaveError,
     ParallelWarning,
     ReplicaError,
@@ -53,8 +63,8 @@ from nnx_parallel.precision import array_bytes
 from nnx_parallel.state import TrainState
 
 
-class CheckpointManager:
-    """Saves and restores the training state of one run.
+class CheckpointWriter:
+    """Saves the training state of one run, and resumes from it.
 
     The directory is opened at the first use and stays open until `close`. Use it as a
     context manager: a process that ends without `close` loses the save in progress, and
@@ -66,7 +76,6 @@ class CheckpointManager:
             or only the directory. With ``None`` no step is due, and saving and
             restoring are errors.
         description: Description of the run; it is saved as metadata with each state.
-        read_only: The same as for `SavedSteps`.
         frozen: Paths of parameters that are not trained.
 
     Attributes:
@@ -76,15 +85,18 @@ class CheckpointManager:
         local_directory: The directory if it is not a URL: other files can go there.
         last_saved: The step that this object has saved or resumed from, which `save`
             need not save again.
+        is_preempted: True once jax has announced a preemption (a SIGTERM, possibly one
+            that came before the fit could handle it), at the same step on all
+            processes.
         report: Called with a line for people once a checkpoint is on the disk, where a
             power cut leaves it.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     with CheckpointManager(directory) as manager:
-        ...         manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
-        ...         print(manager.saved.describe().groups)
+        ...     with CheckpointWriter(directory) as writer:
+        ...         writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
+        ...         print(writer.saved.describe().groups)
         {'params': {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}}
     """
 
@@ -93,21 +105,21 @@ class CheckpointManager:
         options: Checkpoint | str | os.PathLike | None,
         description: Mapping[str, Any] | None = None,
         *,
-        read_only: bool = False,
         frozen: Collection[str] = (),
     ) -> None:
-        if options is not None and not isinstance(options, Checkpoint):
-            options = Checkpoint(options)
-        self.options = options
+        self.options = None if options is None else given_options(options)
         self.description = dict(description or {})
-        self.directory = where = options and str(options.directory)
+        self.directory = where = self.options and str(self.options.directory)
         self.local_directory = Path(where) if where and not is_url(where) else None
         self.last_saved: int | None = None
+        self.is_preempted = False
         self.report: Callable[[str], object] = str
-        self._read_only = read_only
-        self._frozen = frozen if options and options.frozen == "checksum" else ()
-        self._opened: SavedSteps | None = None
-        self._save: AsyncSave | None = None
+        only_hashed = self.options is not None and self.options.frozen == "checksum"
+        self._frozen = frozen if only_hashed else ()
+        self._reader: CheckpointReader | None = None  # once the directory is open
+        self._orbax: ocp.training.Checkpointer | None = None
+        self._lock: DirectoryLock | None = None
+        self._save: BackgroundSave | None = None
         self._has_warned_of_best = False
         self._has_remains = False  # a failed save left files in the directory
 
@@ -135,35 +147,46 @@ class CheckpointManager:
         return self.options is not None and self.options.on_save_error == "warn"
 
     @property
-    def saved(self) -> SavedSteps:
+    def saved(self) -> CheckpointReader:
         """The checkpoints on disk, once the save in progress has ended.
 
-        Raises ``CheckpointNotFoundError`` without options. A save that failed is
-        reported as by `wait`.
+        A save that failed is reported as by `wait`.
+
+        Raises:
+            CheckpointNotFoundError: Without options.
+            CheckpointDirectoryError: If the directory cannot be written, or another run
+                is writing there.
         """
-        opened = self._open()
+        reader, _ = self._open()
         with self._reporting_failures():
             self._join_save()
-        return opened
+        return reader
 
-    def _open(self) -> SavedSteps:
-        if self.options is None:
-            raise CheckpointNotFoundError(
-                "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
-            )
-        if self._opened is None:
-            self._opened = SavedSteps(self.options, read_only=self._read_only)
-        return self._opened
+    def _open(self) -> tuple[CheckpointReader, ocp.training.Checkpointer]:
+        if self._reader is None or self._orbax is None:
+            directory = str(given_options(self.options).directory)
+            # The directory is tried first: if Orbax cannot make a step's directory, its
+            # writers wait for 5 minutes (docs/library-notes.md, "Orbax: directories").
+            check_directory(directory)
+            # The lock is taken before Orbax opens the directory, which deletes another
+            # run's save in progress.
+            lock = lock_directory(directory)
+            with reading(f"the steps in '{directory}'"):
+                self._orbax = open_directory(directory)
+            if jax.process_index() == 0:
+                for problem in delete_remains(directory):
+                    warn_user(
+                        f"Cannot delete {problem} in '{directory}', the remains of a "
+                        "step that was being deleted when its run was killed."
+                    )
+            self._lock = lock
+            self._reader = CheckpointReader(self.options, self.description)
+        return self._reader, self._orbax
 
     @property
     def latest_step(self) -> int | None:
         """The newest saved step, or ``None``."""
         return None if self.options is None else max(self.saved.steps, default=None)
-
-    @property
-    def is_preempted(self) -> bool:
-        """True if jax has announced a preemption, at the same step on all processes."""
-        return self._opened is not None and self._opened.preemption.has_notice
 
     def is_due(self, step: int) -> bool:
         """True if ``step`` has to be saved: by ``every``, or before a preemption.
@@ -171,8 +194,15 @@ class CheckpointManager:
         All processes call it once a step: by these calls they agree on the step at
         which jax announces a preemption (SIGTERM under ``jax.distributed``).
         """
-        is_writer = self.options is not None and not self._read_only
-        return is_writer and self._open().orbax.should_save(step)
+        if self.options is None:
+            return False
+        has_notice = False
+        with contextlib.suppress(RuntimeError):  # the service is switched off
+            has_notice = multihost_utils.reached_preemption_sync_point(step)
+        self.is_preempted |= has_notice
+        reader, _ = self._open()
+        latest = self._save.step if self._save else max(reader.steps, default=-1)
+        return step > latest and (has_notice or step % self.options.every == 0)
 
     def save(
         self,
@@ -257,51 +287,64 @@ class CheckpointManager:
                 ``on_save_error="warn"``.
         """
         # This waits for the last save: otherwise Orbax replaces its inner checkpointer.
-        saved = self.saved
-        directory = saved.directory
-        if self._read_only:
-            problem = f"Cannot save in '{directory}': opened with read_only=True."
-            raise CheckpointError(problem)
-        check_step(directory, step, self.latest_step, overwrite=overwrite)
+        saved, (_, orbax) = self.saved, self._open()
+        directory, latest = saved.directory, max(saved.steps, default=None)
+        check_step(directory, step, latest, overwrite=overwrite)
+        replaced = step if step == latest else None
         check_groups(groups)
-        save = AsyncSave(step, directory, cleans=self._has_remains)
-        try:
-            # This check comes before any read there: an unavailable disk is a failed
-            # save, but a process that is lost in the exchange is not.
-            check_writable(directory, saved.check_lock)
-        except CheckpointDirectoryError as error:
-            raise save.failure(error) from error
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(step, groups, meta, metrics, base or {})
+        # The check comes before any read there: an unavailable disk is a failed save,
+        # but a process that is lost in the exchange is not.
+        try:
+            check_writable(directory, lambda: self._prepare(directory, replaced))
+        except CheckpointDirectoryError as error:
+            raise save_error(step, directory, error) from error
         # Hashing begins now, because the fit may donate the arrays once this returns.
         # With several processes Orbax's barriers, programs on the devices, queue behind
         # the hashes.
         hashed = {**groups, **({BASE: base} if base else {})}
         pending = start_checksums(hashed, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
-        save.superseded = saved.superseded(step, metrics)
-        saved.known_metrics[step] = metrics
-        save.listen()
+        superseded = self._superseded(saved, step, metrics)
+        save = BackgroundSave(step, directory, metrics, superseded)
+        if replaced is not None:
+            orbax.reload()
         try:
             # The save begins in this thread: begun in another, from pinned host copies,
             # 513 MB delayed the steps by 90 ms instead of 160 ms, but the next call did
             # not know of the save.
-            response = saved.orbax.save_checkpointables_async(
-                step,
-                to_write(groups) | {PART: checksums},
-                force=True,  # `is_due` or the user has decided
-                overwrite=overwrite,
-                custom_metadata=header,
+            save.start(
+                lambda: orbax.save_checkpointables_async(
+                    step,
+                    to_write(groups) | {PART: checksums},
+                    force=True,  # `is_due` or the user has decided
+                    custom_metadata=header,
+                )
             )
-        except Exception as error:
-            save.end()
-            self._clean_after(save, saved)
-            raise save.failure(error) from first_cause(error)
-        assert response is not None, "a forced save is never skipped"
-        save.follow(response)
+        except CheckpointSaveError:
+            self._clean_after_failure()
+            raise
         self._save = save
         if not saved.options.asynchronous:
             self._join_save()
+
+    def _prepare(self, directory: str, replaced: int | None) -> None:
+        """Raises ``CheckpointDirectoryError`` unless this run may write."""
+        if self._lock is not None:
+            self._lock.check()
+        if replaced is not None and (problems := delete_steps(directory, [replaced])):
+            raise CheckpointDirectoryError(f"Cannot delete {problems[0]}.")
+
+    def _superseded(
+        self, saved: CheckpointReader, step: int, metrics: Metrics
+    ) -> list[int]:
+        """Saved steps to delete once ``step`` is saved, with its metrics."""
+        ranks = saved.options.keep_best is not None
+        found = saved.metrics() if ranks else {x: {} for x in saved.steps}
+        # Another program's step is neither a step of this run nor its best step.
+        ours = {k: v for k, v in found.items() if k not in saved.listing.foreign}
+        return superseded_steps(saved.options, {**ours, step: metrics})
 
     def wait(self) -> None:
         """Waits until the save in progress is on disk.
@@ -322,17 +365,20 @@ class CheckpointManager:
                 self._join_save()
 
     def _join_save(self) -> None:
-        save, opened = self._save, self._opened
-        if save is None or opened is None:
+        save = self._save
+        if save is None:
             return
         save.join(patiently=self.warns)
         self._save = None
         if save.error is not None:
-            self._clean_after(save, opened)
+            self._clean_after_failure()
             save.check()
             return
-        self._has_remains = False
-        opened.forget(save.superseded)
+        reader, _ = self._open()
+        if self._has_remains:
+            discard_unfinished(reader.directory)
+            self._has_remains = False
+        reader.note_save(save.step, save.metrics, save.superseded)
         where = f"step {save.step} in '{self.directory}'"
         self.report(f"Saved {where} ({save.seconds:.1f} s)")
         for problem in save.problems:
@@ -342,12 +388,14 @@ class CheckpointManager:
                 "space until it is deleted."
             )
 
-    def _clean_after(self, save: AsyncSave, opened: SavedSteps) -> None:
+    def _clean_after_failure(self) -> None:
+        reader, orbax = self._open()
         with contextlib.suppress(Exception):
-            opened.orbax.wait()  # Orbax raises a failure once in each thread
-        save.discard()
+            orbax.wait()  # Orbax raises a failure once in each thread
+        discard_unfinished(reader.directory)
         self._has_remains = True  # late threads may still write
-        opened.reload()
+        orbax.reload()
+        reader.reload()
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -360,88 +408,38 @@ class CheckpointManager:
                 raise
             warn_user(f"{error} Training goes on.")
 
-    def restore(
+    def resume(
         self,
         abstract: TrainState,
-        step: int | Literal["best"] | None = None,
         base: Base | None = None,
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """The state of a step in the layout of ``abstract``, and the metadata.
-
-        Steps, ``base`` and errors are the same as for `SavedSteps.restore`.
-        """
-        wanted = to_groups(abstract)
-        groups, meta = self.saved.restore(wanted, step, base, self._adapt)
-        return _to_state(abstract, groups), meta
-
-    def _adapt(
-        self, stored: StoredCheckpoint, wanted: AbstractGroups
-    ) -> AbstractGroups:
-        """The groups to read from a checkpoint, after a check of its optimizer.
-
-        A run that begins to keep a moving average starts it from the parameters.
-        """
-        where = f"Checkpoint {stored.step} in '{self.directory}'"
-        check_states(stored, self.description, where)
-        if "ema" in stored.groups and "ema" not in wanted:
-            warn_user(
-                f"{where} has a moving average of the parameters, and this Trainer "
-                "keeps no average: it is left out, and lost once the steps that have "
-                "it are deleted. To go on with it, pass ema_decay to the Trainer; to "
-                "keep it as well, save in another directory.",
-            )
-        is_new = "ema" in wanted and "ema" not in stored.groups
-        return {name: x for name, x in wanted.items() if not is_new or name != "ema"}
-
-    def restore_weights(
-        self, state: TrainState, step: int | Literal["best"] | None = None
-    ) -> TrainState:
-        """The state with a checkpoint's parameters and variables; reads nothing else.
-
-        A moving average starts from the restored parameters.
-        """
-        wanted = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            {"model": to_groups(state)["model"]},
-        )
-        own = to_groups(state)["model"]
-        groups, _ = self.saved.restore(wanted, step, lambda: own)
-        return from_groups(state, groups).with_new_average()
-
-    def resume(
-        self, abstract: TrainState, base: Base | None = None
+        *,
+        read_only: bool = False,
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
         """The newest intact state, the metadata, and a line per corrupt step.
 
         ``None`` without a directory, or a checkpoint in it. All processes call it;
-        errors are the same as for `SavedSteps.restore_newest`.
+        errors are the same as for `CheckpointReader.restore_newest`. With
+        ``read_only``, nothing is written or moved: the run may be alive.
         """
+        if self.options is None:
+            return None
+        if read_only:
+            exists = self.local_directory is None or self.local_directory.is_dir()
+            check_consistent("directory of the run", {str(self.directory): exists})
+            if not exists:
+                return None
+            reader = CheckpointReader(self.options, self.description)
+        else:
+            reader = self.saved
         wanted = to_groups(abstract)
-        found = self.options and self.saved.restore_newest(wanted, base, self._adapt)
+        found = reader.restore_newest(wanted, base, quarantines=not read_only)
         if found is None:
             return None
         (groups, meta), notes = found
-        if "ema" in wanted and "ema" not in groups:
-            notes.append(
-                "The checkpoint has no moving average: it starts from the parameters."
-            )
-        state = _to_state(abstract, groups)
-        self.last_saved = int(state.step)
+        state = from_groups(abstract, groups)
+        if not read_only:
+            self.last_saved = int(state.step)
         return state, meta, notes
-
-    def read_newest(
-        self, abstract: TrainState, base: Base | None = None
-    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """The same as `resume`, but writes and moves nothing: the run may be alive."""
-        if self.directory is None:
-            return None
-        exists = self.local_directory is None or self.local_directory.is_dir()
-        check_consistent("directory of the run", {self.directory: exists})
-        if not exists:
-            return None
-        reader = CheckpointManager(self.options, self.description, read_only=True)
-        with reader:
-            return reader.resume(abstract, base)
 
     def is_newest(self, step: int) -> bool:
         """True if a fit continues from this step, which was read."""
@@ -454,13 +452,19 @@ class CheckpointManager:
             CheckpointDirectoryError: If the directory cannot be written, or another run
                 is writing there.
         """
-        later, aside = self.saved.set_aside(step)
+        saved = self.saved
+        steps = {*saved.steps, *saved.corrupt_steps} - saved.listing.foreign
         # A later step of the same number is a different one, which has to be saved.
         self.last_saved = step
+        later = sorted(x for x in steps if x > step)
+        if not later:
+            return ""
+        aside = set_aside(saved.directory, step, later)
+        self._reader = CheckpointReader(self.options, self.description)
         return (
             f"Went back to step {step} in '{self.directory}'; steps {later} are "
             f"in '{aside}'."
-        ) * bool(later)
+        )
 
     def check_options(self) -> None:
         """Raises ``DisagreementError`` on all processes if their options differ."""
@@ -471,7 +475,14 @@ class CheckpointManager:
 
     def check_ahead(self, step: int) -> None:
         """Raises ``CheckpointError`` if a saved step is later than the run's."""
-        check_ahead(self.directory, self.latest_step, step)
+        latest = self.latest_step
+        if latest is not None and latest > step:
+            raise CheckpointError(
+                f"'{self.directory}' holds a checkpoint of step {latest}, but this run "
+                f"is at step {step} and would write into the same directory. Choose "
+                "another directory for it, restore() the latest step, or set the later "
+                f"steps aside: restore({step}, rewind=True)."
+            )
 
     def check_state(self, abstract: TrainState) -> None:
         """Checks that such a state can be saved, before the first step is trained.
@@ -488,33 +499,37 @@ class CheckpointManager:
 
     def exit_message(self, step: int) -> str:
         """The last message of a run that ends early, at ``step``."""
-        return exit_message(self.directory, self.latest_step, step)
+        if self.directory is None:
+            return "Nothing is saved: this Trainer has no checkpoint directory."
+        latest = self.latest_step
+        if latest is None:
+            return f"Nothing is saved in '{self.directory}': step {step} is lost."
+        lost = "" if latest == step else f" What step {step} had done since is lost."
+        where = f"Saved step {latest} in '{self.directory}'"
+        return f"{where}: resume with the same command.{lost}"
 
     def abandon_if_shared(self) -> None:
         """Drops the directory without waiting for a save of several processes."""
         # The others may never take part: the next start deletes the unfinished files.
         if jax.process_count() > 1:
-            if self._opened is not None:
-                self._opened.release()
-            self._opened = self._save = None
+            self._reader = self._orbax = self._lock = self._save = None
 
     def close(self) -> None:
         """Waits as `wait` does, and closes the directory in any case."""
-        if self._opened is None:
-            return
         try:
             self.wait()
         finally:
-            opened, is_pending = self._opened, self._save is not None
-            self._opened = self._save = None
-            if is_pending:  # Orbax would wait for the other processes
-                opened.release()
-            elif self._has_remains:
-                # Orbax raises the error of the last save again.
-                with contextlib.suppress(Exception):
-                    opened.close()
-            else:
-                opened.close()
+            orbax, is_pending = self._orbax, self._save is not None
+            self._reader = self._orbax = self._save = None
+            # Orbax would wait for the other processes of a pending save. After a failed
+            # one it raises the error again.
+            ignored = (Exception,) if self._has_remains else ()
+            try:
+                if orbax is not None and not is_pending:
+                    with contextlib.suppress(*ignored):
+                        orbax.close()
+            finally:
+                self._lock = None  # released with the last reference in this process
 
     def __enter__(self) -> Self:
         return self
@@ -527,9 +542,3 @@ class CheckpointManager:
             if error is None or isinstance(error, SystemExit):
                 raise
             error.add_note(f"Besides: {failure}")
-
-
-def _to_state(abstract: TrainState, groups: Groups) -> TrainState:
-    """The state that was read, with a new average if the checkpoint has none."""
-    state = from_groups(abstract, groups)
-    return state if "ema" in groups else state.with_new_average()
