@@ -504,7 +504,7 @@ class CheckpointWriter:
         latest = self.latest_step
         if latest is None:
             return f"Nothing is saved in '{self.directory}': step {step} is lost."
-        lost = "" if latest == step else f" What step {step} had done since is lost."
+        lost = "" if latest == step else f" The steps after it, up to {step}, are lost."
         where = f"Saved step {latest} in '{self.directory}'"
         return f"{where}: resume with the same command.{lost}"
 
