@@ -173,12 +173,14 @@ def list_steps(directory: str) -> Listing:
     treats a file that cannot be read now as missing, and lists nothing if the metadata
     of one step has an unknown field.
     """
-    found = Listing()
+    found, root = Listing(), LiteralPath(directory)
     # A rename makes a step of a local directory appear and vanish at once. A step in an
     # object store exists as long as its commit file, which is written last and deleted
     # first.
     is_local = not is_url(directory)
-    for path in LiteralPath(directory).iterdir():
+    if not is_local and not root.exists():  # it begins to exist with its first file
+        return found
+    for path in root.iterdir():
         step = parse_step(path.name)
         if step is None or not (is_local or (path / COMMITTED).exists()):
             continue
