@@ -528,6 +528,8 @@ class CheckpointWriter:
                 if orbax is not None and not is_pending:
                     with contextlib.suppress(*ignored):
                         orbax.close()
+                    if self._has_remains:  # threads that were late have ended now
+                        discard_unfinished(str(self.directory))
             finally:
                 self._lock = None  # released with the last reference in this process
 
