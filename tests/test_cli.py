@@ -310,7 +310,7 @@ def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
     _, verdict = _judge(saved, 2, verify=True)
     assert verdict == "deleted by the run meanwhile"
     _, verdict = _judge(saved, 4, verify=True)
-    assert verdict.startswith("whole")
+    assert verdict.startswith("intact")
 
 
 def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:
@@ -321,7 +321,7 @@ def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:
     assert list(saved.corrupt_steps) == [2]
     assert _judge(saved, 2, verify=False)[1] == "DAMAGED: it has no metadata left"
     shutil.rmtree(directory / "2")
-    assert _judge(saved, 2, verify=False)[1].startswith("gone")
+    assert _judge(saved, 2, verify=False)[1].startswith("deleted")
 
 
 def test_inspect_without_checkpoint_fails(
