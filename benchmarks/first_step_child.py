@@ -23,7 +23,6 @@ from flax import nnx
 from benchmarks.stock import StockBlock, StockTransformer
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     PathNames,
@@ -260,7 +259,7 @@ def ours(case: Case, way: str) -> float:
         case.loss,
         strategy=strategy,
         names=case.names,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
     return trainer.fit([make_batch()], num_steps=1)["loss"][0]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.gpu_task import Task
-from nnx_parallel import Backend, DataParallel, Precision, Trainer
+from nnx_parallel import DataParallel, Precision, Trainer
 from nnx_parallel.models import GPT, next_token_loss
 
 _product = jax.jit(jnp.matmul)
@@ -30,7 +30,7 @@ class Ours:
             optax.adamw(1e-4, b1=0.9, b2=0.95, weight_decay=0.1),
             next_token_loss,
             strategy=DataParallel(),
-            backend=Backend(devices=jax.devices()[:1]),
+            devices=jax.devices()[:1],
             precision=Precision.mixed_bfloat16(),
             loggers=(),
         )

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from benchmarks.timing import Ratio, Table, interleave
-from nnx_parallel import FSDP, Backend, DataParallel, Strategy, Trainer
+from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 
 CONFIG = GPTConfig.tiny(num_layers=2, embed_dim=128, seq_len=64)
@@ -47,7 +47,7 @@ class _Run:
             optax.adamw(1e-3),
             next_token_loss,
             strategy=strategy,
-            backend=Backend(devices=jax.devices()[:num_devices]),
+            devices=jax.devices()[:num_devices],
             loggers=(),
         )
         rng = np.random.default_rng(0)

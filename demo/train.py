@@ -16,7 +16,6 @@ from demo import report
 from demo.corpus import RandomWindows, spread_windows, standard_library
 from nnx_parallel import (
     FSDP,
-    Backend,
     Checkpoint,
     Composite,
     ContextParallel,
@@ -125,7 +124,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
         optimizer=lambda model: with_muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=DataParallel(),
-        backend=Backend(devices=jax.devices()[:4]),
+        devices=jax.devices()[:4],
         checkpoint=settings.directory,
     )
     restored.restore()

@@ -51,7 +51,7 @@ HELP = {
     "MeshShapeError": Help(
         "The sizes of a strategy do not multiply to the number of devices.",
         "Leave one size out: it takes the devices that remain. Or pass "
-        "`Backend(devices=jax.devices()[:6])`.",
+        "`devices=jax.devices()[:6]`.",
         "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
     ),
     "MeshAxisTypeError": Help(

@@ -11,7 +11,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     ExpertParallel,
@@ -116,7 +115,7 @@ def _plan(
         optax.adamw(3e-4),
         next_token_loss,
         precision=Precision.mixed_bfloat16(),
-        backend=Backend(devices=jax.devices()[:1]),
+        devices=jax.devices()[:1],
         loggers=(),
     )
     return make_plan(

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -36,7 +35,7 @@ def make_trainer(model: Any, strategy: str = "fsdp", **options: Any) -> Trainer:
         optax.sgd(0.1),
         next_token_loss,
         strategy=STRATEGIES[strategy](),
-        backend=Backend(devices=jax.devices()[:1] if one else jax.devices()),
+        devices=jax.devices()[:1] if one else jax.devices(),
         num_microbatches=2 if strategy == "pipeline" else 1,
         loggers=(),
         **options,

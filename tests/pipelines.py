@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel import Backend, DataParallel, Precision, Strategy, Trainer
+from nnx_parallel import DataParallel, Precision, Strategy, Trainer
 from nnx_parallel.layers import Remat
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.checks import assert_gradients_close
@@ -39,7 +39,7 @@ def make_trainer(
         loss,
         strategy=strategy,
         num_microbatches=num_microbatches,
-        backend=Backend(devices=jax.devices()[:count]),
+        devices=jax.devices()[:count],
         remat=remat,
         precision=precision or Precision(),
         loggers=(),

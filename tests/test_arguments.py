@@ -91,7 +91,7 @@ LINEN = (
         (
             {"backend": Backend},
             f"backend is the class Backend. {IS}a Backend, such as "
-            "Backend(devices=jax.devices()[:1]). Call the class: Backend(...).",
+            "Backend(mesh=FSDP().make_mesh()). Call the class: Backend(...).",
         ),
         (
             {"faults": "skip"},
@@ -118,6 +118,12 @@ LINEN = (
             "Precision.mixed_bfloat16().",
         ),
         ({"checkpoint": 5}, f"checkpoint is 5. {IS}a directory, or a Checkpoint."),
+        (
+            {"devices": 8},
+            f"devices is 8. {IS}a list, also of a single device, such as "
+            "jax.devices()[:8].",
+        ),
+        ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
         (
             {"loggers": "tensorboard"},
             f"loggers is 'tensorboard'. {IS}a list, also of a single Logger, such as "
@@ -170,12 +176,6 @@ def test_wrong_argument_types_raise(arguments: dict[str, Any], message: str) -> 
             "{'xla_tpu_scoped_vmem_limit_kib': 65536}, whose values may be None to "
             "leave one of the library's out.",
         ),
-        (
-            {"devices": 8},
-            f"devices is 8. {IS}a list, also of a single device, such as "
-            "jax.devices()[:8].",
-        ),
-        ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
         (
             {"mesh": "data"},
             f"mesh is 'data'. {IS}a jax.sharding.Mesh, such as FSDP().make_mesh().",
@@ -371,7 +371,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "stages": (Pipeline, {"num_stages": 2}, MEANT.format("size")),
     "another's option": (ContextParallel, {"sequence": True}, "TensorParallel has: {}"),
     "the Trainer's": (Pipeline, {"num_microbatches": 4}, "Trainer has: {}"),
-    "devices": (DataParallel, {"devices": 4}, "Backend has: {}"),
+    "devices": (DataParallel, {"devices": 4}, "Trainer has: {}"),
     "a mesh for several": (Composite, {"mesh": None}, "Backend has: {}"),
     "a dtype": (Precision, {"dtype": "bf16"}, MEANT.format("compute")),
     "Mixtral's choices": (Experts, {"num_experts_per_tok": 2}, MEANT.format("top_k")),

@@ -15,7 +15,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     DataParallel,
     Pipeline,
@@ -137,7 +136,7 @@ def make_trainer(model: Any, strategy: Any = None, **options: Any) -> Trainer:
     return Trainer(model, strategy=strategy or FSDP(min_size=0), **settings)
 
 
-ALONE = {"strategy": DataParallel(), "backend": Backend(devices=jax.devices()[:1])}
+ALONE = {"strategy": DataParallel(), "devices": jax.devices()[:1]}
 
 
 # In the forward pass
@@ -242,7 +241,7 @@ class Around(nnx.Module):
     ids=["blocks", "epilogue"],
 )
 def test_pipeline_refuses_assignments_before_compiling(model: Any, path: str) -> None:
-    options = {"num_microbatches": 2, "backend": Backend(devices=jax.devices()[:2])}
+    options = {"num_microbatches": 2, "devices": jax.devices()[:2]}
     trainer = make_trainer(model, Pipeline(2), **options)
     batch = make_batches(1)[0]
     message = f"assigns trained parameters while it runs: `{path}"
@@ -302,7 +301,7 @@ def test_assigned_weights_are_trained_on(tmp_path: Path) -> None:
     batch = make_batches(1)[0]
     options = {
         "checkpoint": str(tmp_path),
-        "backend": Backend(devices=jax.devices()[:4]),
+        "devices": jax.devices()[:4],
     }
     trainer = make_trainer(linear, ema_decay=0.9, **options)
     kernel = jnp.full((4, 1), 2.0)

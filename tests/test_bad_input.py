@@ -16,7 +16,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     Checkpoint,
     Composite,
@@ -530,7 +529,7 @@ def test_unsplittable_experts_raise(
 ) -> None:
     """The error comes before anything is compiled."""
     with pytest.raises(ExpertsError, match=re.escape(message)):
-        make_trainer(**options, backend=Backend(devices=jax.devices()[:num_devices]))
+        make_trainer(**options, devices=jax.devices()[:num_devices])
 
 
 def test_rows_indivisible_by_expert_axis_raise() -> None:
@@ -551,7 +550,7 @@ def test_loss_without_balance_loss_warns() -> None:
     trainer = make_trainer(
         model=lambda rngs: GPT(config, rngs=rngs),
         loss=loss,
-        backend=Backend(devices=jax.devices()[:1]),
+        devices=jax.devices()[:1],
     )
     message = (
         "The loss leaves out the losses that balance the experts, "

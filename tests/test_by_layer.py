@@ -14,7 +14,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Checkpoint,
     Composite,
     DataParallel,
@@ -302,7 +301,7 @@ def test_training_matches_list_on_one_device(
 
     tx = MIXING[optimizer]
     with compiling(optimized=False), warnings.catch_warnings():
-        one = {"backend": Backend(devices=jax.devices()[:1])}
+        one = {"devices": jax.devices()[:1]}
         _, expected = train(False, DataParallel(1), tx, 4, **one)
         saved = {"checkpoint": Checkpoint(tmp_path, every=2)}
         first, losses = train(True, STRATEGIES[name], by_layer(tx), 2, **saved)
@@ -320,7 +319,7 @@ def test_training_matches_list_on_one_device(
             FSDP(2),
             by_layer(tx),
             4,
-            backend=Backend(devices=jax.devices()[:2]),
+            devices=jax.devices()[:2],
             **saved,
         )
         np.testing.assert_allclose(losses, expected[2:], rtol=1e-5)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     ContextParallel,
     DataParallel,
@@ -275,7 +274,7 @@ def test_generation_and_evaluation_match_one_device():
                 optax.adamw(1e-3),
                 next_token_loss,
                 strategy=strategy,
-                backend=Backend(devices=devices_of(strategy)),
+                devices=devices_of(strategy),
                 loggers=(),
             )
             tokens = trainer.predict(

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     Checkpoint,
     ConsoleLogger,
@@ -126,7 +125,7 @@ def loss(model: Any, batch: dict) -> Mean:
 def make_trainer(checkpoint: Any = None, loss: Any = loss, **options: Any) -> Trainer:
     model = options.pop("model", lambda rngs: nnx.Linear(4, 3, rngs=rngs))
     settings: dict[str, Any] = {"strategy": FSDP(min_size=0), "loggers": ()}
-    settings["backend"] = Backend(devices=jax.devices()[:2])
+    settings["devices"] = jax.devices()[:2]
     settings |= options
     return Trainer(model, optax.adam(0.05), loss, checkpoint=checkpoint, **settings)
 
@@ -139,7 +138,7 @@ def fit(trainer: Trainer, data: Any, epochs: int, last: Any = "drop") -> list[fl
 @pytest.fixture(scope="module")
 def by_hand() -> list[float]:
     """Losses of three passes over all batches, the small ones too, on one device."""
-    one = make_trainer(backend=Backend(devices=jax.devices()[:1]))
+    one = make_trainer(devices=jax.devices()[:1])
     return [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES * 3]
 
 
@@ -169,11 +168,9 @@ def test_pipeline_pads_last_batch() -> None:
             return self.stack(x)
 
     options: dict[str, Any] = {"model": Net, "num_microbatches": 2}
-    two = make_trainer(
-        strategy=Pipeline(2), backend=Backend(devices=jax.devices()[:2]), **options
-    )
+    two = make_trainer(strategy=Pipeline(2), devices=jax.devices()[:2], **options)
     losses = fit(two, BATCHES, 1, Pad("weights"))
-    one = make_trainer(model=Net, backend=Backend(devices=jax.devices()[:1]))
+    one = make_trainer(model=Net, devices=jax.devices()[:1])
     expected = [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     mean = two.evaluate(BATCHES)["loss"]
@@ -422,7 +419,9 @@ def test_pad_keeps_dtype_of_weights() -> None:
     np.testing.assert_array_equal(filled["x"], [0, 1, 1, 1])
     np.testing.assert_array_equal(filled["mask"], [[True] * 3] * 2 + [[False] * 3] * 2)
     assert filled["mask"].dtype == bool
-    with pytest.raises(DataError, match="the entry 'mask': batches must be dicts"):
+    with pytest.raises(
+        DataError, match="the entry 'mask' to a batch: batches must be dicts"
+    ):
         Pad("mask").fill((mask,), 4)
     with pytest.raises(DataError, match="dim 0 must be the rows"):
         Pad("mask").fill({"x": mask, "mask": np.float32(1)}, 4)

@@ -16,7 +16,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     Checkpoint,
     Composite,
@@ -114,7 +113,7 @@ def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
         "model": Classifier,
         "optimizer": optax.sgd(0.1),
         "strategy": FSDP(min_size=0),
-        "backend": Backend(devices=jax.devices()[:4]),
+        "devices": jax.devices()[:4],
         "loggers": (),
     }
     return Trainer(loss=loss, **(settings | options))

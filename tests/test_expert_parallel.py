@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Checkpoint,
     Composite,
     ContextParallel,
@@ -358,7 +357,7 @@ def test_biases_restore_under_another_strategy(tmp_path):
             optax.adamw(1e-3),
             case.loss,
             strategy=strategy,
-            backend=Backend(devices=devices_of(strategy)),
+            devices=devices_of(strategy),
             checkpoint=None if path is None else Checkpoint(path, every=2),
             loggers=(),
         )
@@ -423,7 +422,7 @@ def rows_and_scores(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
         optax.sgd(0.1),
         loss_by_row,
         strategy=strategy,
-        backend=Backend(devices=devices_of(strategy)),
+        devices=devices_of(strategy),
         loggers=(),
     )
     tokens = np.random.default_rng(0).integers(0, 64, (ROWS, SEQ + 1))

@@ -23,7 +23,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -429,7 +428,7 @@ def losses(family: str, strategy: Strategy | None) -> np.ndarray:
         optax.sgd(0.1),
         next_token_loss,
         strategy=strategy or DataParallel(1),
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
         num_microbatches=2 if "Pipeline" in repr(strategy) else 1,
     )

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Backend, Trainer
+from nnx_parallel import Trainer
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from tests.parity.models import SEQ_LEN
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
@@ -36,7 +36,7 @@ def made_under(plan: Plan) -> np.ndarray:
         optax.sgd(0.1),
         next_token_loss,
         strategy=plan.strategy(),
-        backend=Backend(devices=plan.devices()),
+        devices=plan.devices(),
         loggers=(),
     )
     prompts = np.random.default_rng(0).integers(64, size=(8, 4)).astype(np.int32)

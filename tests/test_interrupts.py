@@ -19,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Backend, Callback, Checkpoint, DataParallel, Trainer
+from nnx_parallel import Callback, Checkpoint, DataParallel, Trainer
 from nnx_parallel.checkpoint import reader
 from nnx_parallel.data import PrefetchIterator
 from nnx_parallel.distributed import runtime
@@ -74,7 +74,7 @@ def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
         optimizer=optax.adam(0.1),
         loss=squares,
         strategy=DataParallel(),
-        backend=Backend(devices=jax.devices()[:1]),
+        devices=jax.devices()[:1],
         callbacks=callbacks,
         loggers=(),
         **options,

@@ -14,7 +14,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     PathNames,
@@ -154,7 +153,7 @@ def make_trainer(model: str, strategy: str) -> Trainer:
         names=names,
         wrt=nnx.LoRAParam,
         num_microbatches=2 if strategy == "pipeline" else 1,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
     )
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from benchmarks.peers import make_gpt_step
-from nnx_parallel import FSDP, Backend, DataParallel, Strategy, Trainer
+from nnx_parallel import FSDP, DataParallel, Strategy, Trainer
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import init_state, plan_state
@@ -41,7 +41,7 @@ def make_trainer(config: GPTConfig, strategy: Strategy) -> Trainer:
         next_token_loss,
         strategy=strategy,
         loggers=(),
-        backend=Backend(devices=jax.devices()[:1] if strategy == WHOLE else None),
+        devices=jax.devices()[:1] if strategy == WHOLE else None,
     )
 
 

@@ -18,7 +18,6 @@ from rich.console import Console
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     Composite,
     ExpertParallel,
@@ -30,6 +29,7 @@ from nnx_parallel import (
     errors,
     muon_dimension_numbers,
 )
+from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.layers import Experts, MoE, named
 from nnx_parallel.layers.experts.dispatch import (
     Order,
@@ -370,7 +370,7 @@ def test_layer_loads_go_only_to_layer_loggers():
         optax.sgd(0.1),
         next_token_loss,
         strategy=Composite(ExpertParallel(2), Pipeline(2, OneFOneB())),
-        backend=Backend(devices=jax.devices()[:4]),
+        devices=jax.devices()[:4],
         num_microbatches=2,
         callbacks=(Stops(),),
         loggers=(ConsoleLogger(every=1, console=Console(file=file)), layers),
@@ -406,7 +406,7 @@ def padded_trainer() -> Trainer:
         optax.sgd(1.0),
         next_token_loss,
         strategy=Composite(ExpertParallel(2), FSDP(2, min_size=0)),
-        backend=Backend(devices=jax.devices()[:4]),
+        devices=jax.devices()[:4],
         loggers=(),
     )
 
@@ -439,7 +439,8 @@ def test_padding_by_segments_of_mixture_matches_smaller_batch():
     # Their copies would change every value if they counted.
     np.testing.assert_array_equal(padded["tokens"][4:], batch["tokens"][[3] * 4])
     losses, gradients = [], []
-    for rows, last in ((batch, "error"), (padded, Pad("segments"))):
+    fits: list[tuple[dict, LastBatch]] = [(batch, "error"), (padded, Pad("segments"))]
+    for rows, last in fits:
         trainer = padded_trainer()
         before = to_host(trainer.state.params)
         history = trainer.fit([rows], num_steps=1, last_batch=last)
@@ -470,7 +471,7 @@ def test_listed_blocks_aggregate_layer_metrics():
         Listed,
         optax.sgd(0.1),
         lambda model, x: jnp.mean(model(x) ** 2),
-        backend=Backend(devices=jax.devices()[:1]),
+        devices=jax.devices()[:1],
         loggers=(layers,),
     )
     with compiling(optimized=False):

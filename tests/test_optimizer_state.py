@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     TensorParallel,
     Trainer,
@@ -149,7 +148,7 @@ def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Tra
         optimizer,
         loss,
         strategy=options.pop("strategy", FSDP(min_size=0)),
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
         **options,
     )

@@ -16,7 +16,6 @@ from flax import nnx
 from models import GPT, GPTConfig, next_token_loss
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     ContextParallel,
     DataParallel,
@@ -63,7 +62,7 @@ def one_step(
             next_token_loss,
             strategy=strategy,
             num_microbatches=num_microbatches,
-            backend=Backend(devices=jax.devices()[: math.prod(n or 1 for n in sizes)]),
+            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))

@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import Backend, Mean, Trainer
+from nnx_parallel import Mean, Trainer
 from nnx_parallel.layers import cross_entropy
 from nnx_parallel.metrics import as_mean
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
@@ -177,7 +177,7 @@ def test_accumulated_mean_matches_whole_batch(
             loss,
             strategy=plan.strategy(),
             num_microbatches=microbatches,
-            backend=Backend(devices=plan.devices()),
+            devices=plan.devices(),
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
@@ -204,7 +204,7 @@ def test_evaluation_averages_all_rows(loss: LossFn, plan: str) -> None:
             optax.sgd(0.1),
             loss,
             strategy=PLANS[plan].strategy(),
-            backend=Backend(devices=PLANS[plan].devices()),
+            devices=PLANS[plan].devices(),
             loggers=(),
         )
         found = trainer.evaluate(ragged)

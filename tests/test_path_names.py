@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     FSDP,
     TRANSFORMER_NAMES,
-    Backend,
     Claims,
     Composite,
     DataParallel,
@@ -51,7 +50,7 @@ def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Traine
         LLAMA.loss,
         strategy=strategy,
         num_microbatches=2,
-        backend=Backend(devices=jax.devices()[: int(np.prod(sizes))]),
+        devices=jax.devices()[: int(np.prod(sizes))],
         loggers=(),
         **options,
     )
@@ -424,6 +423,6 @@ def test_strategies_with_effect_do_not_warn() -> None:
             strategy=FSDP(min_size=0),
             loggers=(),
         )
-        trainer(TensorParallel(), backend=Backend(devices=one))  # nothing to repeat
+        trainer(TensorParallel(), devices=one)  # nothing to repeat
         trainer(TensorParallel(rules=(PathRules((r"kernel", P("tensor"))),)))
         trainer(Composite(TensorParallel(4), FSDP()), names=TRANSFORMER_NAMES)

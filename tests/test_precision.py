@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Backend, Mean, Pipeline, Precision, Strategy, Trainer
+from nnx_parallel import FSDP, Mean, Pipeline, Precision, Strategy, Trainer
 from nnx_parallel.layers import Stack, cross_entropy, linear_cross_entropy
 from nnx_parallel.precision import LossScale, cast_floating
 
@@ -335,7 +335,7 @@ def test_float64_is_kept(strategy: Strategy, num_microbatches: int) -> None:
             optax.sgd(0.1),
             loss,
             strategy=strategy,
-            backend=Backend(devices=jax.devices()[:2]),
+            devices=jax.devices()[:2],
             num_microbatches=num_microbatches,
             ema_decay=0.5,
             loggers=(),

@@ -21,7 +21,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Strategy,
@@ -99,7 +98,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
             strategy=strategy,
             num_microbatches=microbatches,
             wrt=is_trained,
-            backend=Backend(devices=jax.devices()[: math.prod(n or 1 for n in sizes)]),
+            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
             loggers=(),
         )
         state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))

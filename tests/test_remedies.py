@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from nnx_parallel import Backend, DataParallel, Trainer
+from nnx_parallel import DataParallel, Trainer
 from nnx_parallel.errors import DeviceMemoryError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan.hardware import HARDWARE, hardware_of
@@ -89,7 +89,7 @@ def test_out_of_memory_fit_names_remedies() -> None:
         jax.debug.callback(refuse, value.value)
         return value
 
-    trainer = trainer_of(loss, backend=Backend(devices=jax.devices()[:1]))
+    trainer = trainer_of(loss, devices=jax.devices()[:1])
     with pytest.raises(DeviceMemoryError) as caught:
         trainer.fit([ROWS], 1)
     assert "Changes that fit by the same formulas, the fastest" in str(caught.value)
@@ -117,7 +117,7 @@ config = GPTConfig.preset("gpt2", vocab_size=50_304)
 batch = {"tokens": jax.ShapeDtypeStruct((64, 1025), "int32")}
 trainer = Trainer(
     lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), next_token_loss,
-    strategy=DataParallel(1), backend=Backend(devices=devices_of("v5e:2x2")[:1]),
+    strategy=DataParallel(1), devices=devices_of("v5e:2x2")[:1],
     precision=Precision.mixed_bfloat16(), loggers=(),
 )
 plan = trainer._run.plan

@@ -13,7 +13,6 @@ import pytest
 from jax.sharding import Sharding
 
 from nnx_parallel import (
-    Backend,
     Checkpoint,
     Composite,
     ContextParallel,
@@ -44,7 +43,7 @@ def make_trainer(
         seed=seed,
         ema_decay=0.9,
         checkpoint=directory and Checkpoint(directory),
-        backend=Backend(devices=plan.devices()),
+        devices=plan.devices(),
         loggers=(),
     )
 

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Backend, Mean, Pipeline, Strategy, Sum, Trainer
+from nnx_parallel import FSDP, Mean, Pipeline, Strategy, Sum, Trainer
 from nnx_parallel.errors import LossError, ParallelWarning
 from nnx_parallel.layers import Stack, cross_entropy, linear_cross_entropy
 from nnx_parallel.state import StatePlan
@@ -276,7 +276,7 @@ def values_of(
         optax.sgd(0.1),
         loss,
         strategy=strategy,
-        backend=Backend(devices=jax.devices()[:2]),
+        devices=jax.devices()[:2],
         num_microbatches=num_microbatches,
         loggers=(),
     )

@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     LogicalRules,
@@ -335,7 +334,7 @@ def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None)
         optax.sgd(0.1),
         loss,
         strategy=strategy,
-        backend=Backend(devices=jax.devices()[:4]),
+        devices=jax.devices()[:4],
         loggers=(),
     )
     batch = np.ones((2, length, 8), np.float32)

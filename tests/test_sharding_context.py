@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -65,9 +64,7 @@ def test_bare_spec_uses_mesh_of_strategy() -> None:
         under_set_mesh = lowered(placing)
     for text in (lowered(placing), under_set_mesh):
         assert re.search(r'sharding_constraint.*\{"tensor"\}, \{"fsdp"\}', text)
-    plain = trainer(
-        Placing, DataParallel(1), backend=Backend(devices=jax.devices()[:1])
-    )
+    plain = trainer(Placing, DataParallel(1), devices=jax.devices()[:1])
     found = placing.fit([X] * 2, num_steps=2)["loss"]
     np.testing.assert_allclose(found, plain.fit([X] * 2, num_steps=2)["loss"], 1e-5)
     np.testing.assert_allclose(

@@ -13,7 +13,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -76,7 +75,7 @@ def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
         "model": Model,
         "optimizer": optax.sgd(0.1),
         "strategy": FSDP(min_size=0),
-        "backend": Backend(devices=jax.devices()[:4]),
+        "devices": jax.devices()[:4],
         "loggers": (),
     }
     return Trainer(loss=loss, **(settings | options))

@@ -123,7 +123,7 @@ WAYS = {
     "FSDP": {},
     "one device": {
         "strategy": DataParallel(1),
-        "backend": Backend(devices=jax.devices()[:1]),
+        "devices": jax.devices()[:1],
     },
     "microbatches": {"num_microbatches": 2},
     "bfloat16": {"precision": Precision.mixed_bfloat16()},

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Backend, DataParallel, Mean, Trainer
+from nnx_parallel import FSDP, DataParallel, Mean, Trainer
 from nnx_parallel.errors import LossError, StateStructureError
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import TrainState
@@ -111,7 +111,7 @@ def test_metrics_are_means_over_whole_batch() -> None:
     for microbatches in (1, 4):
         options = {
             "num_microbatches": microbatches,
-            "backend": Backend(devices=jax.devices()[:2]),
+            "devices": jax.devices()[:2],
         }
         trainer = make_trainer(loss=loss, strategy=FSDP(2, min_size=0), **options)
         kernel = np.asarray(trainer.state.params["kernel"])
@@ -162,7 +162,7 @@ def test_invalid_loss_raises_in_first_step(
         loss=loss,
         num_microbatches=microbatches,
         strategy=FSDP(),
-        backend=Backend(devices=jax.devices()[:2]),
+        devices=jax.devices()[:2],
     )
     with pytest.raises(LossError, match=re.escape(message)):
         trainer.fit([make_batch()], 1)

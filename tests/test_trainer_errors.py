@@ -119,12 +119,6 @@ def test_invalid_arguments_raise_before_building(options: dict, message: str) ->
     ("group", "options", "message"),
     [
         (
-            Backend,
-            {"devices": jax.devices, "mesh": make_mesh},
-            "Backend got devices= and mesh=. A mesh names its devices already: pass "
-            "one of the two.",
-        ),
-        (
             Faults,
             {"check_replicas_every": -1},
             "check_replicas_every=-1. It must be an integer of at least 0, which "
@@ -152,12 +146,23 @@ def test_invalid_options_raise(group: Any, options: dict, message: str) -> None:
 
 def test_devices_and_mesh_agree() -> None:
     devices = jax.devices()[4:6]
-    by_devices = make_trainer(backend=Backend(devices=devices))
+    by_devices = make_trainer(devices=devices)
     by_mesh = make_trainer(backend=Backend(mesh=DataParallel().make_mesh(devices)))
     assert by_devices.mesh == by_mesh.mesh
     assert set(by_mesh.mesh.devices.flat) == set(devices)
     kernel = by_mesh.state.params["kernel"]
     assert set(kernel.sharding.device_set) == set(devices)
+
+
+def test_devices_and_mesh_raise() -> None:
+    message = (
+        "Trainer got devices= and Backend(mesh=). A mesh names its devices already: "
+        "pass one of the two."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer(
+            devices=jax.devices(), backend=Backend(mesh=make_mesh({"data": 8}))
+        )
 
 
 # Data

@@ -12,7 +12,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Precision,
@@ -39,7 +38,7 @@ def _quick_compilation() -> Iterator[None]:
 def make_trainer(model: Any, optimizer: Any, loss: Any, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
         "strategy": STRATEGIES[0],
-        "backend": Backend(devices=jax.devices()[:4]),
+        "devices": jax.devices()[:4],
         "loggers": (),
     }
     return Trainer(model, optimizer, loss, **(settings | options))

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     DataParallel,
     FSDPRules,
     PathRules,
@@ -194,7 +193,7 @@ def test_pytree_variables_train_in_stack() -> None:
     assert spec[1] == "fsdp"
     found = trainer.fit(batches, 2)["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    options = {"num_microbatches": 2, "backend": Backend(devices=jax.devices()[:2])}
+    options = {"num_microbatches": 2, "devices": jax.devices()[:2]}
     piped = make_trainer(HeldBlocks, strategy=Pipeline(2), **options)
     found = piped.fit(batches, 2)["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)

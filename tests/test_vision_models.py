@@ -13,7 +13,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     Pipeline,
     Strategy,
@@ -108,7 +107,7 @@ def test_batch_statistics_cover_all_rows() -> None:
             optax.sgd(0.1),
             classification_loss,
             strategy=FSDP(min_size=0),
-            backend=Backend(devices=jax.devices()[:num_devices]),
+            devices=jax.devices()[:num_devices],
             loggers=(),
         )
         losses = trainer.fit([batch] * 3, num_steps=3)["loss"]

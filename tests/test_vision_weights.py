@@ -18,7 +18,6 @@ from safetensors import safe_open
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -54,7 +53,7 @@ def make_trainer(model: Any, strategy: str) -> Trainer:
         classification_loss,
         strategy=placed,
         num_microbatches=2 if strategy == "pipeline" else 1,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
     )
 

@@ -13,7 +13,6 @@ from flax import nnx
 from sklearn.datasets import load_digits
 
 from nnx_parallel import (
-    Backend,
     DataParallel,
     Trainer,
     audit,
@@ -101,7 +100,7 @@ assert accuracy > 0.95
 # floating-point numbers are added in another order.
 
 # %%
-one = make_trainer(DataParallel(), backend=Backend(devices=jax.devices()[:1]))
+one = make_trainer(DataParallel(), devices=jax.devices()[:1])
 alone = one.fit(batches(num_epochs=20), num_steps=120)
 difference = np.abs(history["loss"] / alone["loss"] - 1)
 print(f"largest relative difference over 20 steps: {difference[:20].max():.1e}")

@@ -13,7 +13,6 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
-    Backend,
     Composite,
     DataParallel,
     LogicalRules,
@@ -105,7 +104,7 @@ def make_trainer(strategy, devices=None):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
 

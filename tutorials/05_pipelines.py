@@ -14,7 +14,6 @@ import optax
 from flax import nnx
 
 from nnx_parallel import (
-    Backend,
     DataParallel,
     GPipe,
     Interleaved,
@@ -156,7 +155,7 @@ def make_trainer(strategy, num_devices):
         next_token_loss,
         strategy=strategy,
         num_microbatches=M,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
     )
 

@@ -16,7 +16,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     OneFOneB,
@@ -73,7 +72,7 @@ def make_trainer(strategy, devices=None):
         next_token_loss,
         strategy=strategy,
         num_microbatches=4,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
 

@@ -15,7 +15,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Checkpoint,
     DataParallel,
     TensorParallel,
@@ -39,7 +38,7 @@ def make_trainer(strategy, checkpoint, num_devices=8):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         checkpoint=checkpoint,
         loggers=(),
     )

@@ -19,7 +19,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Claims,
     Composite,
     DataParallel,
@@ -81,7 +80,7 @@ def make_trainer(strategy, devices=None, num_microbatches=4):
         next_token_loss,
         strategy=strategy,
         num_microbatches=num_microbatches,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
 

@@ -23,7 +23,6 @@ from flax import nnx
 from nnx_parallel import (
     FSDP,
     TRANSFORMER_NAMES,
-    Backend,
     Composite,
     DataParallel,
     PathNames,
@@ -141,7 +140,7 @@ measure(
     "one device",
     Transformer,
     DataParallel(),
-    backend=Backend(devices=jax.devices()[:1]),
+    devices=jax.devices()[:1],
 )
 
 # %% [markdown]

@@ -12,7 +12,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     ContextParallel,
     DataParallel,
@@ -43,7 +42,7 @@ def make_trainer(strategy, devices, seq_len):
         optax.adamw(1e-3),
         next_token_loss,
         strategy=strategy,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
 

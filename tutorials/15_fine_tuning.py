@@ -17,7 +17,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Callback,
     Composite,
     DataParallel,
@@ -155,7 +154,7 @@ alone = Trainer(
     optax.adam(1e-3),
     next_token_loss,
     strategy=DataParallel(1),
-    backend=Backend(devices=jax.devices()[:1]),
+    devices=jax.devices()[:1],
     loggers=(),
 )
 again = alone.evaluate(held_out)["loss"]

@@ -16,7 +16,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     ExpertParallel,
@@ -91,7 +90,7 @@ def make_trainer(experts, strategy, num_devices=8):
         optax.adam(3e-3),
         next_token_loss,
         strategy=strategy,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
     )
 

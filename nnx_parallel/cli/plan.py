@@ -280,16 +280,15 @@ def _replacements(
         given = kwargs.pop("backend", None) or Backend()
         # Described devices cannot tell which memory they reach.
         vars(self)[PLANNED_OFFLOAD] = given.offload
-        backend = replace(given, mesh=None, offload=None, devices=topology.devices)
-        kwargs |= {"loggers": (), "backend": backend}
+        backend = replace(given, mesh=None, offload=None)
+        kwargs |= {"loggers": (), "backend": backend, "devices": topology.devices}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 construct(self, *args, **kwargs)
         except ParallelError:
             # A strategy for another number of devices: the plan finds one for these.
-            first = replace(backend, devices=topology.devices[:1])
-            one = {"strategy": DataParallel(1), "backend": first}
+            one = {"strategy": DataParallel(1), "devices": topology.devices[:1]}
             construct(self, *args, **kwargs | one)
         built.append(self)
 

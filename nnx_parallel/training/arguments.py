@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.distributed.runtime import Watchdog
 from nnx_parallel.errors import grouped, kind_of, suggests_names
-from nnx_parallel.mesh import Device
 from nnx_parallel.metrics import Mean
 from nnx_parallel.optimizers.muon import muon
 from nnx_parallel.precision import Precision
@@ -220,11 +219,11 @@ class Debugging:
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Devices, host memory and compiler of a run; ``Trainer(backend=...)``.
+    """Mesh, host memory and compiler of a run; ``Trainer(backend=...)``.
 
     Attributes:
-        devices: The devices to use; by default all.
-        mesh: A mesh to use instead of them, with the strategy's axes, all Auto.
+        mesh: A mesh with the strategy's axes, all Auto, instead of the one that the
+            strategy would make.
         offload: An `Offload`, which selects the arrays that wait in the host's memory.
         compiler_options: Options of XLA by name, over those that the library sets for
             TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
@@ -232,28 +231,19 @@ class Backend:
 
     Raises:
         TypeError: If a value has the wrong type.
-        ValueError: If there are both devices and a mesh, or a name or a value cannot
-            belong to an option of XLA.
+        ValueError: If a name or a value cannot belong to an option of XLA.
 
     Example:
-        >>> import jax
-        >>> len(Backend(devices=jax.devices()[:1]).devices)
-        1
+        >>> Backend(warm_start="plans/8b").mesh is None
+        True
     """
 
-    devices: Sequence[Device] | None = None
     mesh: Mesh | None = None
     offload: Offload | None = None
     compiler_options: Mapping[str, bool | int | float | str | None] | None = None
     warm_start: str | os.PathLike | None = None
 
     def __post_init__(self) -> None:
-        if self.devices is not None and self.mesh is not None:
-            raise ValueError(
-                "Backend got devices= and mesh=. A mesh names its devices already: "
-                "pass one of the two."
-            )
-        _check_list("devices", self.devices, _DEVICES)
         _check_kinds(vars(self), _BACKEND_KINDS)
         check_compiler_options(self.compiler_options)
         check_warm_start(self.warm_start)
@@ -271,7 +261,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "evaluation": (Evaluation, "an Evaluation, such as Evaluation(params='ema')"),
     "faults": (Faults, "a Faults, such as Faults(step_timeout=600)"),
     "debugging": (Debugging, "a Debugging, such as Debugging(fast_dev_run=True)"),
-    "backend": (Backend, "a Backend, such as Backend(devices=jax.devices()[:1])"),
+    "backend": (Backend, "a Backend, such as Backend(mesh=FSDP().make_mesh())"),
 }
 """The valid types of each argument, and their description; ``None`` is always valid."""
 
@@ -289,14 +279,13 @@ _BACKEND_KINDS: dict[str, tuple[Any, str]] = {
 _Elements = tuple[Callable[[object], bool], str, str]
 """A test of a list's element, the element's name, and an example of the list."""
 
-# Devices of a described TPU slice, which does not exist here, have a different class.
-_DEVICES: _Elements = (
-    lambda x: hasattr(x, "process_index"),
-    "device",
-    "jax.devices()[:8]",
-)
-
 _LISTS: dict[str, _Elements] = {
+    "devices": (
+        # Devices of a described TPU slice have a different class.
+        lambda x: hasattr(x, "process_index"),
+        "device",
+        "jax.devices()[:8]",
+    ),
     "loggers": (
         lambda x: hasattr(x, "log"),
         "Logger",
@@ -325,7 +314,8 @@ def check_arguments(
     Raises:
         TypeError: If an argument has the wrong type; the message gives the type that
             was found and the valid values.
-        ValueError: If ``log_every`` is not a number of steps.
+        ValueError: If ``log_every`` is not a number of steps, or there are both devices
+            and a mesh.
     """
     if _is_transformation(loss) and callable(optimizer):
         raise TypeError(
@@ -342,6 +332,12 @@ def check_arguments(
     _check_kinds(arguments, _KINDS)
     for name, elements in _LISTS.items():
         _check_list(name, arguments[name], elements)
+    backend = arguments["backend"]
+    if arguments["devices"] is not None and backend is not None and backend.mesh:
+        raise ValueError(
+            "Trainer got devices= and Backend(mesh=). A mesh names its devices "
+            "already: pass one of the two."
+        )
     least = ", which logs every step; loggers=() logs nothing"
     check_count("log_every", arguments["log_every"], 1, least)
 

@@ -19,6 +19,7 @@ from nnx_parallel.errors import kind_of, suggests_names
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
+from nnx_parallel.mesh import Device
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
 from nnx_parallel.sharding.path_names import PathNames
@@ -62,6 +63,7 @@ class Trainer:
             `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`. A plain
             scalar is taken as a mean over the rows.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
+        devices: The devices to use; by default all.
         num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
             that compares rows (contrastive) sees the negatives of one microbatch.
         global_batch_size: Rows that each training batch must have, of all processes.
@@ -82,7 +84,7 @@ class Trainer:
         evaluation: The loss and the parameters of evaluations.
         faults: Detection of bad losses, hanging steps and unequal copies.
         debugging: Short runs and traces.
-        backend: Devices, host memory, and options of the compiler.
+        backend: Mesh, host memory, and options of the compiler.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
@@ -109,6 +111,7 @@ class Trainer:
         loss: LossFn,
         *,
         strategy: Strategy | None = None,
+        devices: Sequence[Device] | None = None,
         num_microbatches: int = 1,
         global_batch_size: int | None = None,
         seed: int = 0,
@@ -145,7 +148,7 @@ class Trainer:
         # From here on there are only shapes: no array is made before `state` is asked
         # for.
         self.strategy = strategy = strategy or DataParallel()
-        mesh = backend.mesh or strategy.make_mesh(backend.devices)
+        mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
         with raising_interrupts():
             shapes = abstract_model(source, nnx.Rngs(seed), names)

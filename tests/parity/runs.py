@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel import Backend, Strategy, Trainer, TrainState
+from nnx_parallel import Strategy, Trainer, TrainState
 from nnx_parallel.mesh import Device
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
@@ -118,7 +118,7 @@ def measure(
         strategy=strategy,
         num_microbatches=microbatches,
         wrt=case.wrt,
-        backend=Backend(devices=devices),
+        devices=devices,
         loggers=(),
     )
     batches = [trainer.shard_batch(batch) for batch in case.batches(NUM_BATCHES)]

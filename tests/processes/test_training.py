@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from nnx_parallel import FSDP, Backend, DataParallel, Trainer
+from nnx_parallel import FSDP, DataParallel, Trainer
 from tests.processes.running import launch
 from tests.processes.worker import Batches, Settings, digest, make_trainer
 
@@ -19,7 +19,7 @@ def train_here(**options: Any) -> tuple[Trainer, list[float]]:
     """The same run in this process, on one device."""
     settings = Settings(**options)
     devices = jax.devices()[:1]
-    trainer = make_trainer(settings, DataParallel(1), backend=Backend(devices=devices))
+    trainer = make_trainer(settings, DataParallel(1), devices=devices)
     history = trainer.fit(Batches(settings, 0, 1), settings.steps)
     return trainer, [float(x) for x in history["loss"]]
 
@@ -75,9 +75,7 @@ def test_checkpoints_move_between_process_counts(tmp_path: Path) -> None:
     np.testing.assert_allclose(found["losses"], expected[3:6], rtol=1e-5)
 
     settings = Settings(model="linear", steps=9, checkpoint=saved)
-    trainer = make_trainer(
-        settings, FSDP(min_size=0), backend=Backend(devices=jax.devices()[:4])
-    )
+    trainer = make_trainer(settings, FSDP(min_size=0), devices=jax.devices()[:4])
     trainer.restore(6)
     assert digest(trainer) == found["digest"]
     history = trainer.fit(Batches(settings, 0, 1), 9)

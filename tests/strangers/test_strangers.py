@@ -18,7 +18,6 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    Backend,
     Composite,
     DataParallel,
     Pipeline,
@@ -119,7 +118,7 @@ def make_trainer(case: Case, name: str, build: Any = None) -> Trainer:
         names=case.names,
         wrt=case.wrt,
         num_microbatches=2 if name == "pipeline" else 1,
-        backend=Backend(devices=jax.devices()[:num_devices]),
+        devices=jax.devices()[:num_devices],
         loggers=(),
     )
 
