@@ -232,7 +232,9 @@ def make_gpipe_step(
             keys=keys(jnp.arange(num_microbatches)),
         )
         table = GPipe().forward_table(num_stages, num_microbatches)
-        mean = PipelinedFunction(plan, pipeline, run, inputs, table).outputs()
+        mean = PipelinedFunction(
+            plan, pipeline, plan.gathering(run), inputs, table
+        ).outputs()
         return jnp.sum(mean.total) / jnp.sum(mean.weight)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, dict]:

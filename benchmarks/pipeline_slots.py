@@ -61,7 +61,8 @@ def _ends(
         batch=split(batch),
         keys=jax.random.split(state.key, count),
     )
-    return PrologueEpilogue(function, inputs, plan.layout, plan_buffers(table), "pipe")
+    gathering, buffers = plan.gathering(function), plan_buffers(table)
+    return PrologueEpilogue(gathering, inputs, plan.layout, buffers, "pipe")
 
 
 def _stage_runs(

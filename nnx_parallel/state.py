@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.init import compute_in_shards, first_arrays
+from nnx_parallel.layers.stack.gather import gather_late
 from nnx_parallel.precision import LossScale, Precision, cast_floating, sum_dtype
-from nnx_parallel.sharding.constrain import use_params, using
+from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import (
     MODES,
@@ -139,18 +140,6 @@ class StatePlan:
         flags = [mode for mode in modes if isinstance(mode, bool)]
         return bool(flags) and all(flags)
 
-    @property
-    def gathers_outside_stack(self) -> bool:
-        """True if a parameter outside of every `Stack` is gathered at use."""
-        places = self.param_placements.values()
-        return any(p.is_gathered and not p.is_stacked for p in places)
-
-    @property
-    def scanned(self) -> dict[Path, Placement]:
-        """Placements that are gathered in the loops of the loss that scan them."""
-        places = self.param_placements.items()
-        return {path: p for path, p in places if p.is_scanned and p.is_gathered}
-
     def build(self, arrays: dict, seed: jax.Array | int) -> TrainState:
         """The first state, from all arrays of the model."""
         params, others, ema = {}, {}, None
@@ -189,7 +178,7 @@ class StatePlan:
         training: bool,
         cast_stacked: bool = True,
     ) -> nnx.Module:
-        """The model as the loss sees it: cast to the compute dtype, gathered at use.
+        """The model as the loss sees it: cast to the compute dtype.
 
         Without ``cast_stacked`` the layers of a pipeline are cast where they run.
         """
@@ -199,25 +188,26 @@ class StatePlan:
             if cast_stacked or not place.is_staged:
                 # Before the gather, which then sends half the bytes in bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
-        # A `Stack` gathers its layers, one by one, inside the remat; `gather_late`
-        # those that the loss scans by itself, but in a pipeline's prologue.
-        late = self.scanned if cast_stacked else {}
-        gathered = {
-            path: place
-            for path, place in places.items()
-            if not place.is_stacked and path not in late
-        }
         model = self.model if training else self.eval_model
         # New Variables with the graphdef's metadata, in which placements reach the
         # layers.
-        return model.merge(use_params(flat, gathered))
+        return model.merge(flat)
+
+    def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of ``(params, variables, *rest)`` that gathers them at use."""
+        places = self.param_placements.items()
+        return gather_late(function, {p: x for p, x in places if x.is_gathered})
 
     def evaluate(
         self, function: Callable[..., Any], params: dict, variables: dict, *args: Any
     ) -> Any:
         """A function of the model in evaluation mode, on the whole mesh."""
-        with using(self.layout):
+
+        def run(params: dict, variables: dict, *args: Any) -> Any:
             return function(self.merge(params, variables, training=False), *args)
+
+        with using(self.layout):
+            return self.gathering(run)(params, variables, *args)
 
     def variables_after(
         self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]

@@ -30,6 +30,7 @@ from nnx_parallel.programs import (
     walk,
     warn_of_effects,
 )
+from nnx_parallel.sharding.constrain import use_params
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.nnx_arrays import is_inexact
@@ -268,6 +269,7 @@ class PartitionedJaxpr:
                 leaves[i] = made[i] if i in made else next(rest)
         x, args = jax.tree.unflatten(tree, leaves)
         params, others = ({k: arrays[k] for k in g} for g in (call.params, call.others))
+        params = use_params(params, call.placements)
         x, others, _ = call.block(params, others, x, args, None)
         return jax.tree.leaves(x), others
 

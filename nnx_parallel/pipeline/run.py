@@ -98,12 +98,6 @@ class PipelineSchedule(Execution):
         """Number of stages, and of chunks per stage."""
         return mesh.shape[self.axis], self.schedule.chunks
 
-    def merge(
-        self, plan: StatePlan, params: dict, variables: dict, *, training: bool
-    ) -> nnx.Module:
-        """The model; layers of its stack are cast and gathered where they run."""
-        return plan.merge(params, variables, training=training, cast_stacked=False)
-
     def gradients(
         self,
         plan: StatePlan,
@@ -151,12 +145,14 @@ class PipelineSchedule(Execution):
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
 
         def run(params: dict, variables: dict, batch: Any, key: Any) -> Any:
-            model = self.merge(plan, params, variables, training=False)
+            model = plan.merge(params, variables, training=False, cast_stacked=False)
             return function(model, batch, key), {}
 
         num_stages = plan.layout.mesh.shape[self.axis]
         table = self.schedule.forward_table(num_stages, count)
-        return join(PipelinedFunction(plan, self, run, inputs, table).outputs())
+        return join(
+            PipelinedFunction(plan, self, plan.gathering(run), inputs, table).outputs()
+        )
 
 
 @dataclass(eq=False)

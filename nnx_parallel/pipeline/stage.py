@@ -281,8 +281,7 @@ class Stage:
         """One layer that keeps the remat policy's values when it is differentiated."""
         remat = self.cut.call.remat
         # Gathers need no policy here: residuals that come from weights are not kept.
-        # A scan's body cannot be merged with its recomputation, so CSE is allowed.
-        return apply_remat(self._call, remat, prevent_cse=False)
+        return apply_remat(self._call, remat)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list

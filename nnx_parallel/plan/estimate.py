@@ -239,7 +239,7 @@ class Estimate:
         for _, x, place in self.params:
             if place.is_gathered:
                 shape, here = x.shape, place.in_stage()
-                if place.is_stacked or place.is_scanned:
+                if place.is_stacked:
                     shape, here = shape[1:], here.of_layer()
                 total += self.shard_bytes(shape, here.used, self.dtype)
         return total

@@ -7,7 +7,6 @@ from nnx_parallel.sharding.constrain import constrain as constrain
 from nnx_parallel.sharding.constrain import (
     saves_all_but_gathers as saves_all_but_gathers,
 )
-from nnx_parallel.sharding.constrain import use_params as use_params
 from nnx_parallel.sharding.constrain import using as using
 from nnx_parallel.sharding.jit import ShardedFunction as ShardedFunction
 from nnx_parallel.sharding.jit import sharded_jit as sharded_jit

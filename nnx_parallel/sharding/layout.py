@@ -69,10 +69,6 @@ class Execution(abc.ABC):
         """Notes on how this model runs, as lines of `describe`."""
         return ()
 
-    def merge(self, plan: Any, params: dict, variables: dict, *, training: bool) -> Any:
-        """The model as the loss sees it: cast to the compute dtype, gathered at use."""
-        return plan.merge(params, variables, training=training)
-
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
         """The `LabelRange` of each call of our losses in ``run``, if any can report."""
         return []  # callbacks inside a loss that is cut into parts do not run

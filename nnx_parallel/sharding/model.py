@@ -378,14 +378,11 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         reason = place.reason
         if isinstance(variable, Constant):
             reason = f"in no Variable: {reason or 'whole'}"
-        is_scanned = place.is_stacked and not is_inside(path, stacks)
-        if is_scanned and place.is_gathered:
+        if place.is_stacked and place.is_gathered and not is_inside(path, stacks):
             reason += "; dim 0: layers, gathered one by one where a loop scans them"
         placements[path] = replace(
             place,
             reason=reason,
-            is_stacked=place.is_stacked and not is_scanned,
-            is_scanned=is_scanned,
             # (vocab, embed): shards of whole rows do not change the activations.
             is_looked_up=path in tables and place.gradient[1:] != place.used[1:],
         )

@@ -30,9 +30,7 @@ class Placement:
         gradient: Spec of its gradient, once summed.
         optimizer: Spec of its optimizer state.
         reason: The rule that decided, or the reason why it stays replicated.
-        is_stacked: True if dim 0 enumerates layers, which a `Stack` gathers one by one.
-        is_scanned: True if dim 0 enumerates layers that a loop of the loss scans,
-            without a `Stack`.
+        is_stacked: True if dim 0 enumerates layers, which are gathered one by one.
         absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
         is_looked_up: True for a table whose rows are split in its gradient.
         is_staged: True for layers that stages of a pipeline run.
@@ -46,7 +44,6 @@ class Placement:
     optimizer: P
     reason: str
     is_stacked: bool = False
-    is_scanned: bool = False
     absent: tuple[str, ...] = ()
     is_looked_up: bool = False
     is_staged: bool = False
@@ -56,7 +53,7 @@ class Placement:
         """The placement of one layer of a stacked array."""
         # (layers, ...) to (...)
         place = self._map(lambda spec: P(*spec[1:]))
-        return replace(place, is_stacked=False, is_scanned=False)
+        return replace(place, is_stacked=False)
 
     def in_stage(self) -> Placement:
         """The placement in a stage, without the axes of stages."""

@@ -27,14 +27,7 @@ from nnx_parallel.data.rows import (
 from nnx_parallel.errors import LossError, ParallelWarning, warn_user
 from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
-from nnx_parallel.layers.stack.gather import gather_late
-from nnx_parallel.layers.stack.scan import (
-    Remat,
-    active_remat,
-    apply_remat,
-    check_remat,
-    default_remat,
-)
+from nnx_parallel.layers.stack.scan import Remat, check_remat, default_remat
 from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import Mean, check_scalar, result_of, split_loss_output
 from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
@@ -286,7 +279,7 @@ def _forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
-            model = execution_of(plan).merge(plan, params, variables, training=True)
+            model = plan.merge(params, variables, training=True, cast_stacked=False)
             given = arrays_of(model)  # by identity, since the loss assigns new arrays
             plain = plain_attributes(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
@@ -298,7 +291,7 @@ def _forward(
         after = plan.variables_after(variables, given, after)
         return {"loss": mean, **metrics}, after
 
-    return forward
+    return plan.gathering(forward)
 
 
 @dataclass(frozen=True)
@@ -321,17 +314,6 @@ class AccumulateMicrobatches(Execution):
         num_microbatches: int,
     ) -> tuple[dict, dict, Means]:
         """Gradients of the batch's mean loss."""
-        stacks = [module for module in plan.modules if isinstance(module, Stack)]
-        remats = {stack.remat or active_remat() for stack in stacks}
-        # This keeps no parameter gathered outside the stacks. But a checkpoint around
-        # the whole would replace the policies of the stacks inside, and undo their
-        # remat (docs/library-notes.md, "Remat").
-        is_kept = not remats <= {"none"} or bool(remats and plan.layout.prefetches)
-        if plan.scanned:
-            forward = gather_late(forward, plan.scanned, is_kept=is_kept)
-        elif not is_kept:
-            gathers = plan.gathers_outside_stack
-            forward = apply_remat(forward, "none", gathers=gathers, prevent_cse=True)
         if num_microbatches > 1:
             microbatches = split_rows(plan.layout, batch, num_microbatches)
             return _accumulate(plan, forward, state, microbatches, key)
@@ -361,9 +343,7 @@ class AccumulateMicrobatches(Execution):
         needs_stack: bool,
     ) -> Any:
         """Outputs of the whole batch at once."""
-        run = gather_late(partial(plan.evaluate, function), plan.scanned)
-        with using(plan.layout):
-            return run(*arrays, batch, key)
+        return plan.evaluate(function, *arrays, batch, key)
 
 
 def _accumulate(

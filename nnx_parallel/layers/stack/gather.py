@@ -1,13 +1,12 @@
-"""Parameters that a loss scans by itself, gathered one layer at a time.
+"""Parameters that are stored in shards, gathered where a loss uses them.
 
-A model scanned by Flax or JAX hands the parameters of all its layers to one loop. Here
-the loss is traced, and a stored parameter passes through casts, calls and loops
+The loss is traced, and a stored parameter passes through casts, slices, calls and loops
 unchanged until an equation computes with it. It is gathered there; in the body of a
-loop, only one layer is gathered. Only places change, never values.
+loop over layers, only one layer is gathered. Only places change, never values.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,34 +20,50 @@ from nnx_parallel.programs import (
     run,
     trace,
     variables_in,
+    walk,
 )
-from nnx_parallel.sharding.constrain import saves_all_but_gathers, use_params
+from nnx_parallel.sharding.constrain import (
+    active_layout,
+    saves_all_but_gathers,
+    use_params,
+)
 from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.placement import Placement
 
 Places = dict[jex.Var, Placement]
 """Placements of the values that are not gathered yet."""
 
+_CHECKPOINTS = {"remat2", "checkpoint"}
+_LOOPS = {"scan", "while", "cond"}
 
-def gather_late(
-    function: Callable, places: Mapping[Path, Placement], *, is_kept: bool = False
-) -> Callable:
+
+def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callable:
     """A function of ``(params, variables, *rest)`` that gathers parameters on use.
 
-    The arrays at ``places`` are passed as they are stored. Arrays that are gathered
-    outside of loops are gathered again for the backward pass, unless ``is_kept``.
+    The arrays at ``places`` are passed as they are stored. If the function has no
+    checkpoint, all its values are kept for the backward pass except gathered
+    parameters, which are gathered again.
     """
     if not places:
         return function
 
     def gathering(params: dict, variables: dict, *rest: Any) -> Any:
         traced = trace(function, params, variables, *rest, inlined=_is_inlined)
-        env = traced.consts | bind(traced.inputs, (params, variables, *rest))
         by_path = flatten(traced.inputs[0]) | flatten(traced.inputs[1])
         stored = {by_path[path]: place for path, place in places.items()}
         outs, tree = jax.tree.flatten(traced.outputs)
-        level = _Level(keeps=is_kept, prevent_cse=True)
-        return tree.unflatten(level.run(traced.eqns, outs, env, stored))
+
+        def compute(*args: Any) -> Any:
+            env = traced.consts | bind(traced.inputs, args)
+            return tree.unflatten(_run(traced.eqns, outs, env, stored, keeps=True))
+
+        layout = active_layout()
+        names = {eqn.primitive.name for eqn, _ in walk(traced)}
+        # A checkpoint around the whole would replace the policies of the checkpoints
+        # inside (docs/library-notes.md, "Remat"), and of layers that prefetch.
+        if names.isdisjoint(_CHECKPOINTS) and not (layout and layout.prefetches):
+            compute = jax.checkpoint(compute, policy=saves_all_but_gathers)
+        return compute(params, variables, *rest)
 
     return gathering
 
@@ -57,68 +72,101 @@ def _is_inlined(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name in ("jit", "closed_call")
 
 
-@dataclass(frozen=True)
-class _Level:
-    """Settings to run the equations of a loss, of a loop's body, or of a checkpoint."""
+def _run(
+    eqns: Eqns, outs: Sequence, env: Mapping, places: Places, *, keeps: bool
+) -> list:
+    """Computes outputs; ``env`` has the values of the inputs.
 
-    keeps: bool  # True: others choose the values that the backward pass keeps
-    prevent_cse: bool  # the argument of `jax.checkpoint`
-
-    def run(self, eqns: Eqns, outs: Sequence, env: dict, places: Places) -> list:
-        """Computes the outputs; ``env`` has the values of the inputs."""
-        env, places, plain = dict(env), dict(places), []
-        for i, eqn in enumerate(eqns):
-            takes = not places.keys().isdisjoint(variables_in(eqn.invars))
-            inner = _RUNNERS.get(eqn.primitive.name) if takes else None
-            if inner is None:
-                plain.append(eqn)
-                continue
-            self._compute(plain, inputs_of(eqns[i:], outs), env, places)
+    With ``keeps``, a checkpoint outside chooses the values that the backward pass
+    keeps. Without it, gathered parameters are not kept.
+    """
+    env, places, plain = dict(env), dict(places), []
+    for i, eqn in enumerate(eqns):
+        passed = {v: places[v] for v in variables_in(eqn.invars) if v in places}
+        name = eqn.primitive.name
+        moved = _place_after(eqn, *passed.values()) if len(passed) == 1 else None
+        is_loop = name in _LOOPS and any(p.is_stacked for p in passed.values())
+        is_checkpoint = name in _CHECKPOINTS and bool(passed)
+        if moved is None and not (is_loop or is_checkpoint):
+            plain.append(eqn)
+            continue
+        # A cast does not wait for the equations before it, which stay in one piece.
+        if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
+            later = inputs_of(eqns[i:], outs)
+            _compute(plain, later, env, places, keeps=keeps)
             plain = []
-            passed = {v: places[v] for v in variables_in(eqn.invars) if v in places}
-            found, still = inner(eqn, env, passed)
-            env.update(zip(eqn.outvars, found, strict=True))
-            places.update(still)
-        self._compute(plain, variables_in(outs), env, places)
-        return [_read(atom, env) for atom in outs]
+        if moved is not None:
+            found = run([eqn], eqn.outvars, env)
+            places[eqn.outvars[0]] = moved
+        elif is_loop:
+            _gather(passed, env, places)
+            found = _run_loop(eqn, env, _places_of(eqn.invars, places))
+        else:
+            found = _run_checkpoint(eqn, env, _places_of(eqn.invars, places))
+        env.update(zip(eqn.outvars, found, strict=True))
+    _compute(plain, variables_in(outs), env, places, keeps=keeps)
+    return run([], outs, env)
 
-    def _compute(
-        self, eqns: Eqns, later: Sequence[jex.Var], env: dict, places: Places
-    ) -> None:
-        """Computes ``eqns`` and adds the values that are used later."""
-        if not eqns:
-            return
-        taken = inputs_of(eqns)
-        stored = [v for v in taken if v in places]
-        made = {v for eqn in eqns for v in eqn.outvars}
-        wanted = [v for v in later if v in made]
 
-        def compute(values: list) -> list:
-            known = dict(zip(taken, values, strict=True))
-            gathered = use_params({v: known[v] for v in stored}, places)
-            return run(eqns, wanted, known | gathered)
+def _compute(
+    eqns: Eqns, later: Sequence[jex.Var], env: dict, places: Places, *, keeps: bool
+) -> None:
+    """Computes ``eqns`` and adds the values that are used later."""
+    taken = inputs_of(eqns)
+    if keeps:
+        _gather(taken, env, places)
+    # An equation that computes with all layers takes them as they are stored.
+    stored = {v: places[v] for v in taken if v in places and not places[v].is_stacked}
+    made = {v for eqn in eqns for v in eqn.outvars}
+    wanted = [v for v in later if v in made]
 
+    def compute(values: list) -> list:
+        known = dict(zip(taken, values, strict=True))
+        gathered = use_params({v: known[v] for v in stored}, stored)
+        return run(eqns, wanted, known | gathered)
+
+    if stored:
         # Gathered parameters are never kept, because all layers would add up.
-        if stored and not self.keeps:
-            policy, prevent_cse = saves_all_but_gathers, self.prevent_cse
-            compute = jax.checkpoint(compute, policy=policy, prevent_cse=prevent_cse)
-        env.update(zip(wanted, compute([env[v] for v in taken]), strict=True))
+        compute = jax.checkpoint(
+            compute, policy=saves_all_but_gathers, prevent_cse=False
+        )
+    env.update(zip(wanted, compute([env[v] for v in taken]), strict=True))
 
 
-def _read(atom: Any, known: Mapping[jex.Var, Any]) -> Any:
-    """The value of an atom, which is a variable or a literal."""
-    return atom.val if isinstance(atom, jex.Literal) else known.get(atom)
+def _gather(variables: Iterable[jex.Var], env: dict, places: Places) -> None:
+    """Gathers values, once for all later uses; layers are gathered one by one."""
+    found = {v: places[v] for v in variables if v in places}
+    found = {v: place for v, place in found.items() if not place.is_stacked}
+    env.update(use_params({v: env[v] for v in found}, found))
+    for v in found:
+        del places[v]
 
 
-def _run_cast(eqn: jex.JaxprEqn, env: dict, places: Places) -> tuple[list, Places]:
-    # The cast comes before the gather: half the bytes in bfloat16.
-    (place,), (out,) = places.values(), eqn.outvars
-    return run([eqn], [out], env), {out: place}
+def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
+    """The placement of the output, or ``None`` if the equation computes."""
+    match eqn.primitive.name:
+        case "convert_element_type":
+            # The cast comes before the gather: half the bytes in bfloat16.
+            return place
+        case "sharding_constraint":
+            # It constrains the values that `nnx.jit` inside the loss returns: they
+            # count as assigned, and are not gathered by it.
+            is_kept = eqn.params["sharding"].spec == place.stored == place.gradient
+            return place if is_kept else None
+        case "squeeze" if place.is_stacked and eqn.params["dimensions"] == (0,):
+            return place.of_layer()
+    # Slices of layers, and changes of each element, such as noise.
+    avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    dims, outs = {x.shape[1:] for x in avals if x.ndim}, avals[len(eqn.invars) :]
+    is_of_layers = len(dims) == 1 and [x.ndim > 0 for x in outs] == [True]
+    return place if place.is_stacked and is_of_layers else None
 
 
-def _run_checkpoint(
-    eqn: jex.JaxprEqn, env: dict, places: Places
-) -> tuple[list, Places]:
+def _places_of(atoms: Sequence, places: Places) -> list[Placement | None]:
+    return [None if isinstance(a, jex.Literal) else places.get(a) for a in atoms]
+
+
+def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
     policy = eqn.params["policy"]
 
     def keeps(*args: Any, **params: Any) -> Any:
@@ -127,37 +175,55 @@ def _run_checkpoint(
     jaxpr = ClosedJaxpr(next(jex.jaxprs_in_params(eqn.params)), [])
     # The model's policy applies, and the gather is inside: so its result is never kept.
     body = jax.checkpoint(
-        _body(jaxpr, _inner(eqn, places), _Level(keeps=True, prevent_cse=False)),
+        _body(jaxpr, given, keeps=True),
         policy=policy and keeps,
         prevent_cse=eqn.params["prevent_cse"],
     )
-    return body(*(_read(atom, env) for atom in eqn.invars)), {}
+    return body(*run([], eqn.invars, env))
 
 
-def _run_scan(eqn: jex.JaxprEqn, env: dict, places: Places) -> tuple[list, Places]:
-    body = eqn.params["jaxpr"]
-    within: Any = next(jex.jaxprs_in_params(eqn.params)).invars
-    pairs: Any = zip(eqn.invars, within, strict=True)
-    ranks = [(v, v.aval.ndim > w.aval.ndim) for v, w in pairs]
-    # A slice has one dim less; values that all iterations share are gathered once,
-    # before the loop.
-    whole = {v for v, is_slice in ranks if not isinstance(v, jex.Literal) | is_slice}
-    sliced = {v: place.of_layer() for v, place in places.items() if v not in whole}
-    shared = {v: place for v, place in places.items() if v not in sliced}
-    env = env | use_params({v: env[v] for v in shared}, shared)
-    level = _Level(keeps=False, prevent_cse=False)
-    body = jax.make_jaxpr(_body(body, _inner(eqn, sliced), level))(*map(_shape, within))
-    # The rest of the loop does not change: constants, carried and scanned values.
-    eqn = eqn.replace(params=eqn.params | {"jaxpr": body})
-    return run([eqn], eqn.outvars, env), {}
+def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
+    """Runs a loop, or a condition, whose bodies gather layers."""
+    keeps = eqn.primitive.name != "scan"
+
+    def rewrite(inner: list[Placement | None], jaxpr: Any) -> Any:
+        body = _body(jaxpr, inner, keeps=keeps)
+        return jax.make_jaxpr(body)(*map(_shape, jaxpr.in_avals))
+
+    # The rest does not change: constants, carried and scanned values.
+    bodies = {
+        key: jax.tree.map(partial(rewrite, inner), eqn.params[key])
+        for key, inner in _places_inside(eqn, given).items()
+    }
+    return run([eqn.replace(params=eqn.params | bodies)], eqn.outvars, env)
 
 
-def _inner(eqn: jex.JaxprEqn, places: Places) -> list[Placement | None]:
-    """The placement of each input of an equation that is not gathered yet."""
-    return [None if isinstance(v, jex.Literal) else places.get(v) for v in eqn.invars]
+def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
+    """The placements of the inputs of each body, by its parameter of the equation."""
+    if eqn.primitive.name == "cond":
+        return {"branches": given[1:]}
+    # A carried value changes, and has no place.
+    if eqn.primitive.name == "scan":
+        body: Any = next(jex.jaxprs_in_params(eqn.params))
+        # A slice has one dim less; jax 0.12 has no parameters with these numbers.
+        num_carry = _num_alike(eqn.outvars, body.outvars)
+        last = _num_alike(eqn.invars, body.invars)
+        slices = [place and place.of_layer() for place in given[last:]]
+        return {"jaxpr": [*given[: last - num_carry], *[None] * num_carry, *slices]}
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    carried = [None] * (len(given) - last)
+    consts = {"cond_jaxpr": given[:first], "body_jaxpr": given[first:last]}
+    return {key: [*places, *carried] for key, places in consts.items()}
 
 
-def _body(jaxpr: Any, inner: list[Placement | None], level: _Level) -> Callable:
+def _num_alike(outside: Sequence, inside: Sequence) -> int:
+    """How many values have as many dims inside a loop as outside."""
+    pairs = zip(outside, inside, strict=True)
+    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
+
+
+def _body(jaxpr: Any, inner: list[Placement | None], *, keeps: bool) -> Callable:
     """A jaxpr as a function of its inputs, some of which are placed as ``inner``."""
     function = jex.jaxpr_as_fun(jaxpr)
     traced = trace(function, *map(_shape, jaxpr.in_avals), inlined=_is_inlined)
@@ -165,22 +231,10 @@ def _body(jaxpr: Any, inner: list[Placement | None], level: _Level) -> Callable:
 
     def body(*values: Any) -> list:
         env = traced.consts | bind(traced.inputs, values)
-        return level.run(traced.eqns, list(traced.outputs), env, places)
+        return _run(traced.eqns, list(traced.outputs), env, places, keeps=keeps)
 
     return body
 
 
-def _shape(value: Any) -> jax.ShapeDtypeStruct:
-    aval = getattr(value, "aval", value)
+def _shape(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-_RUNNERS = {
-    "convert_element_type": _run_cast,
-    # It constrains the values that `nnx.jit` inside the loss returns: they count as
-    # assigned, and are not gathered by it.
-    "sharding_constraint": _run_cast,
-    "remat2": _run_checkpoint,
-    "checkpoint": _run_checkpoint,
-    "scan": _run_scan,
-}

@@ -80,21 +80,11 @@ def active_remat() -> Remat:
     return _default.get()
 
 
-def apply_remat(
-    function: Callable, remat: Remat, *, gathers: bool = False, prevent_cse: bool
-) -> Callable:
-    """Wraps a pure function of pytrees so that it keeps the values that remat allows.
-
-    Parameters that it ``gathers`` are never kept. ``prevent_cse`` keeps the compiler
-    from merging the recomputation with the forward pass; a scan's body does not need
-    it.
-    """
-    if remat == "none" and not gathers:
+def apply_remat(function: Callable, remat: Remat) -> Callable:
+    """A scan's body that keeps the values that remat allows."""
+    if remat == "none":
         return function
     policy = {
-        # All activations are kept, and no gathered parameters: those would add up over
-        # all layers.
-        "none": saves_all_but_gathers,
         # Products with weights have no batch dims; products in attention have. A ring
         # is a custom gradient around many small products, and is known by its name.
         "dots": without_complex(
@@ -105,11 +95,12 @@ def apply_remat(
         ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }[remat]
-    if _offloaded.get() == "block_inputs" and remat != "none":
+    if _offloaded.get() == "block_inputs":
         policy = _with_inputs_on_host(policy)
     # A checkpoint replaces the policies of checkpoints inside it: do not put one around
     # a `Stack`.
-    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+    # The compiler cannot merge the recomputation in a scan with the forward pass.
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 def _with_inputs_on_host(policy: Callable) -> Callable:
@@ -153,15 +144,12 @@ class StackCall:
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-        """Runs one layer, given its parameters as they are stored."""
-        # They are gathered within the scanned, rematerialised block, so that gathered
-        # weights are never kept for the backward pass: 1.5 GiB of temporaries instead
-        # of 5.3 (v5p, 64 chips, 16 layers of 4096/16384).
+        """Runs one layer, and names its input."""
         others, x, *rest = arrays
         # The rest of the block uses the named value and not `x`, so that no second copy
         # is kept.
         x = jax.tree.map(partial(checkpoint_name, name=BLOCK_INPUT), x)
-        return self.inner(use_params(params, self.placements), others, x, *rest)
+        return self.inner(params, others, x, *rest)
 
 
 def check_carry(given: Any, found: Any) -> None:
@@ -179,12 +167,11 @@ def check_carry(given: Any, found: Any) -> None:
 
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers as a scan that gathers the parameters of each layer."""
+    """Runs the layers as a scan; `gather_late` gathers the parameters of each."""
     call = _with_array_args(call)
     if call.prefetches:
         return _run_prefetched(call)
-    gathers = any(p.is_gathered for p in call.placements.values())
-    block = apply_remat(call.block, call.remat, gathers=gathers, prevent_cse=False)
+    block = apply_remat(call.block, call.remat)
 
     def step(x: Any, slices: tuple[dict, dict, Any]) -> tuple[Any, tuple[dict, Any]]:
         params, others, slot = slices
@@ -374,8 +361,10 @@ class _PrefetchedLayers:
             # The other parameters are already gathered.
             return self.call.inner(use_params(params, self.own), *arrays)
 
-        remat, gathers = self.call.remat, bool(self.own)
-        block = apply_remat(inner, remat, gathers=gathers, prevent_cse=False)
+        block = apply_remat(inner, self.call.remat)
+        if self.call.remat == "none" and self.own:
+            policy = saves_all_but_gathers
+            block = jax.checkpoint(inner, policy=policy, prevent_cse=False)
 
         def run(trained: dict, x: list, floats: list, state: dict) -> Any:
             given = iter(floats)
