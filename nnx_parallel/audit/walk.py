@@ -14,15 +14,16 @@ from nnx_parallel.audit.transfers import Overlap, count_flops
 
 _TARGET = "custom_call_target"
 _FUSION_START = "AsyncCollectiveStart"
-# Custom calls by which XLA allocates and awaits buffers; no kernels.
+# Custom calls by which XLA allocates and awaits buffers; they are not kernels.
 _BOOKKEEPING = {"AllocateBuffer", "AsyncCollectiveDone", _FUSION_START, "ConcatBitcast"}
 _CALLS = ("while", "conditional", "fusion", "call", "async-start", "custom-call-start")
-# Instructions that send, by name or flags, without being collectives that are read:
-# pairs of hosts or of stages, and kernels that write into the memory of other devices.
+# Names and flags of instructions that send data. Some are not collectives that can be
+# read: transfers between two hosts or stages, and kernels that write into the memory of
+# other devices.
 _SENDS = re.compile(r"(send|recv|all-|collective-|ragged-all|reduce-scatter)")
 _KERNEL_SENDS = re.compile(r'"(has_communication":\s*true|collective_id":\s*"?\d)')
-# A mixture of experts takes rows beyond a device's share in further rounds. A count
-# assumes balanced tokens, unless `trips` says otherwise.
+# A mixture of experts computes rows that exceed a device's share in further rounds. A
+# count assumes balanced tokens, which need no further round, unless `trips` is given.
 TRIPS = {"more_rounds": 0}
 # `jax.lax.ragged_dot`, by its name on TPUs, and the products of `MoE` on all platforms.
 _GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
@@ -56,8 +57,8 @@ class Walk(abc.ABC, Generic[Total]):
 
     Attributes:
         module: The program.
-        trips: How often loops run whose length depends on data, by the scope directly
-            around each.
+        trips: Number of trips of loops whose length depends on data, by the innermost
+            scope around each loop.
     """
 
     module: Module
@@ -236,11 +237,11 @@ class CostWalk(Walk[Cost]):
         if instruction.opcode in ("while", "conditional"):
             return self.enter(instruction, values)
         if (instruction.called or "") not in self.module.computations:
-            return None  # and unread
+            return None  # `instruction` counts it as unread
         return self._placed(self.enter(instruction, values), computation, instruction)
 
     def _is_readable(self, computation: Computation, instruction: Instruction) -> bool:
-        """False for the start of something that this text does not show."""
+        """False if it starts a computation that the program's text does not show."""
         match instruction.opcode:
             case "async-start" | "custom-call-start" | "fusion" | "call":
                 return instruction.called in self.module.computations
@@ -269,7 +270,7 @@ class CostWalk(Walk[Cost]):
 
     def _custom_call(self, instruction: Instruction) -> Cost:
         target = instruction.attribute(_TARGET) or ""
-        # A SparseCore's program, as a compiler's dump writes it: called in turn.
+        # In a compiler's dump a custom call can call a SparseCore's program.
         if (called := instruction.called or "") in self.module.computations:
             cost = self.computation(called, ())
             if cost.collectives or cost.unread:
@@ -279,10 +280,10 @@ class CostWalk(Walk[Cost]):
     def _placed(
         self, cost: Cost, computation: Computation, instruction: Instruction
     ) -> Cost:
-        """A cost whose collectives are as the instruction shows them from outside.
+        """The cost with its collectives completed by the instruction around them.
 
-        Inside a fusion the compiler often leaves the source out, and only the wrapper
-        says that a collective is asynchronous, and how long it has.
+        Inside a fusion the compiler often leaves the source out. Only the wrapper says
+        that a collective is asynchronous, and what runs while it travels.
         """
         if not cost.collectives:
             return cost
@@ -312,7 +313,7 @@ class CostWalk(Walk[Cost]):
 
     def conditional(self, instruction: Instruction, branches: list[Cost]) -> Cost:
         """The cost of the most expensive branch, or the mean that `taken` asks for."""
-        # An upper bound, unless `taken` says how often it is the one that runs.
+        # This is an upper bound, unless `taken` says how often that branch runs.
         most = max(
             branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))
         )

@@ -1,8 +1,8 @@
 """Launcher: starts the processes of a run on one machine, and ends them together.
 
 It can also write a script or manifest with which a cluster's scheduler starts the
-processes and, after a failure, all of them again. The script's ``initialize()`` reads
-the environment.
+processes and, after a failure, all of them again. In the training script,
+``initialize()`` reads the environment that they set.
 """
 
 import contextlib
@@ -88,8 +88,9 @@ def launch(job: Job) -> int:
     """Runs the processes to their end, restarted after failures as the job allows.
 
     Lines of their output appear as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are
-    forwarded to every process, and then nothing is restarted. Children that a process
-    leaves behind, of a data loader for instance, are killed when all have ended.
+    forwarded to every process, and then nothing is restarted. Child processes that
+    outlive their parent, such as a data loader's, are killed once all processes have
+    ended.
 
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n).
@@ -102,7 +103,7 @@ def launch(job: Job) -> int:
         for restart in range(job.max_restarts + 1):
             with _processes(job, restart) as processes:
                 receivers[:] = processes
-                # Signals that came before all processes were there.
+                # These signals came before all processes had started.
                 for number, process in itertools.product(received, processes):
                     process.send_signal(number)
                 code = _wait(processes)
@@ -127,8 +128,8 @@ def _wait(processes: list[Process]) -> int:
         try:
             index, code = ended.get(timeout=wait)
         except queue.Empty:
-            # The others end by themselves within seconds: these ignore signals, or hang
-            # in C.
+            # Most processes end by themselves within seconds. The remaining ones ignore
+            # signals or hang in C.
             deadline = None
             for process in processes:
                 _kill_group(process)
@@ -165,8 +166,8 @@ def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
                 stdin=subprocess.DEVNULL,  # processes cannot share one input
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # A separate group: a terminal's Ctrl-C comes once, from the
-                # launcher, and children can be killed with it.
+                # In a separate group, a process gets a terminal's Ctrl-C only
+                # once, from the launcher, and its children can be killed with it.
                 start_new_session=True,
             )
             started.append(process)
@@ -272,7 +273,7 @@ def slurm(job: Job) -> str:
     """A batch script for ``sbatch``: one task for each process."""
     count = job.devices_per_process or 1
     gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
-    # JAX takes one device of each task, the one with the task's number on its node:
+    # By default JAX gives task i of a node only device i of that node:
     # https://github.com/jax-ml/jax/issues/16788
     numbers = ",".join(str(i) for i in range(count))
     needed = job.cpu_variables or {"JAX_LOCAL_DEVICE_IDS": numbers}
@@ -312,8 +313,8 @@ def jobset(job: Job) -> str:
         "".join(f'{indent}- name: "{k}"{indent}  value: {_quoted(v)}' for k, v in pairs)
         for pairs in (variables.items(), job.cpu_variables.items())
     )
-    # backoffLimit 0: a single pod that restarts finds its peers in a collective. The
-    # JobSet restarts all of them.
+    # With backoffLimit 0 no pod restarts without the others, which would still wait in
+    # a collective. The JobSet restarts all pods.
     limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
     return f"""\
 # kubectl apply -f this; put the image with the code in the place of IMAGE.
@@ -388,6 +389,6 @@ def _name(job: Job) -> str:
 
 def _quoted(text: str) -> str:
     """A text as a string of JSON, which is also a string of YAML."""
-    # Escapes of characters beyond U+FFFF are an exception: YAML does not join pairs of
-    # surrogates. Other characters that are not printable must be escaped.
+    # YAML does not join the two escapes by which JSON writes a character beyond U+FFFF.
+    # So printable text is not escaped; other text must be.
     return json.dumps(text, ensure_ascii=not text.isprintable())

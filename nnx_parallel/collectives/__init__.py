@@ -1,4 +1,4 @@
-"""Products that communicate: the transfers run under the products they feed."""
+"""Matrix products that send one shard while they multiply another."""
 
 from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matmul
 from nnx_parallel.collectives.matmul import (

@@ -1,4 +1,4 @@
-"""Products of two arrays that gather one of them or scatter their sum on the way.
+"""Matrix products that gather an operand or scatter their output while they run.
 
 The backward pass of each is the other: it overlaps as well, and keeps no gathered array
 in between.
@@ -35,26 +35,27 @@ def all_gather_matmul(
 ) -> jax.Array:
     """``all_gather(x) @ w``: each shard is multiplied while the next one travels [1].
 
-    For code that is manual over the axis (``jax.shard_map``). In sequence parallelism
-    it leads into a block's products [2]. A device sends (n - 1) / n of the gathered
-    ``x``. Of the forward pass it keeps the two shards. The gradient of ``x`` is a
-    `matmul_reduce_scatter`; the gradient of ``w`` needs the gathered ``x`` once more,
-    which travels during the former's products and is multiplied in one piece.
+    Call it in code that is manual over the axis (``jax.shard_map``). Sequence
+    parallelism uses it for the first products of a block [2]. On an axis of size n a
+    device sends (n - 1) / n of the gathered ``x``. Only the two shards are kept for the
+    backward pass. The gradient of ``x`` is a `matmul_reduce_scatter`. The gradient of
+    ``w`` needs the gathered ``x`` once more: it travels during the products for the
+    gradient of ``x``, and is multiplied in one piece.
 
     Args:
-        x_shard: This device's part along ``dim``, with the dims to contract.
-        w_shard: This device's weights, not split along the dims to contract.
+        x_shard: This device's shard along ``dim``, with all of the contracted dims.
+        w_shard: This device's weights, with all of the contracted dims.
         axis: The manual mesh axis.
-        dim: The dim of ``x_shard`` to gather, one that is kept.
-        contracting: How many last dims of x are contracted with the first of w, or
-            both's dims, as in ``jnp.tensordot``.
-        mode: How shards travel.
+        dim: The dim of ``x_shard`` to gather; it must not be contracted.
+        contracting: Number of last dims of x that are contracted with the first dims of
+            w, or a pair with the contracted dims of each, as in ``jnp.tensordot``.
+        mode: Transfer of the shards.
         sum_dtype: dtype in which the partial sums of the gradient of ``x`` travel. By
             default at least float32; bfloat16 halves their bytes and rounds every hop.
 
     Returns:
-        The kept dims of x, ``dim`` times as long as in ``x_shard`` by the axis size,
-        then the kept dims of ``w_shard``.
+        An array with the dims of x that are not contracted, followed by those of
+        ``w_shard``. The length of ``dim`` is the axis size times that in ``x_shard``.
 
     Raises:
         UnknownAxisError: If the code is not manual over ``axis``.
@@ -111,18 +112,27 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """``reduce_scatter(x @ w)``: sums travel while the next shard is multiplied [1].
 
-    In sequence parallelism it leads out of a block's products [2]. A device sends
-    (n - 1) / n of the whole output. Of the forward pass it keeps its two inputs. The
-    gradient of ``x`` is an `all_gather_matmul`, and the gathered array is multiplied
-    with ``x`` for the gradient of ``w``.
+    Sequence parallelism uses it for the last product of a block [2]. On an axis of size
+    n a device sends (n - 1) / n of the whole output. Only the two inputs are kept for
+    the backward pass. The gradient of ``x`` is an `all_gather_matmul`; the array that
+    this gathers is multiplied with ``x`` for the gradient of ``w``.
 
-    Arguments and errors are the same as for `all_gather_matmul`, but for these: both
-    shards are this device's part of the contracted dims; ``dim``, a kept dim that is
-    whole in ``x_shard``, is the one that the output is split along; ``sum_dtype`` is
-    the dtype of the output's partial sums.
+    The errors are the same as for `all_gather_matmul`, and so are the arguments that
+    are not listed.
+
+    Args:
+        x_shard: This device's shard along a contracted dim.
+        w_shard: This device's shard along the same contracted dim.
+        axis: The manual mesh axis.
+        dim: The dim of x along which the output is split. It is not contracted, and
+            ``x_shard`` has all of it.
+        contracting: The same as for `all_gather_matmul`.
+        mode: The same as for `all_gather_matmul`.
+        sum_dtype: dtype in which the partial sums of the output travel.
 
     Returns:
-        This device's shard along ``dim``: the kept dims of x, then of w.
+        This device's shard of the output along ``dim``. It has the dims of x that are
+        not contracted, followed by the dims of w that are not contracted.
 
     Raises:
         IndivisibleDimError: If the axis does not divide ``dim``.
@@ -140,11 +150,11 @@ def matmul_reduce_scatter(
         (16, 4)
 
     References:
-        [1], [2] As of `all_gather_matmul`.
+        [1], [2]: see `all_gather_matmul`.
     """
     x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
     size = jax.lax.axis_size(axis)
-    # The product has the other dims of x_shard, of which it scatters one.
+    # The product keeps the other dims of x_shard, and scatters one of them.
     check_divides(axis, size, ("a product of x_shard", x_shard, dim % x_shard.ndim))
     return _scattering(*plan)(x, w)
 
@@ -163,15 +173,18 @@ def column_parallel_matmul(
 ) -> jax.Array:
     """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
 
-    It runs in a region manual over that one axis: other mesh axes stay automatic, so
-    that a batch split over ``data`` or weights over ``pipe`` need no argument. Inside
-    a region that is manual over other axes it nests, over that region's mesh instead of
-    ``mesh``. Other arguments and errors are the same as for `all_gather_matmul`; x is
-    split over the axis along ``dim`` and w along ``w_dim``, kept dims, or brought
-    there.
+    It runs in a region that is manual only over that axis. Other mesh axes stay
+    automatic, so that a batch split over ``data`` or weights over ``pipe`` need no
+    argument. It can be called in a region that is manual over other axes: then it uses
+    that region's mesh instead of ``mesh``.
+
+    The axis splits x along ``dim`` and w along ``w_dim``, which must not be contracted;
+    arrays that are placed otherwise are moved. The other arguments and errors are the
+    same as for `all_gather_matmul`.
 
     Returns:
-        The kept dims of x, then of w: global, split where ``w_dim`` went.
+        The global array. It has the dims of x that are not contracted, followed by the
+        dims of w that are not contracted, and is split along the place of ``w_dim``.
 
     Raises:
         UnknownAxisError: If there is no mesh, or none with the axis, or the code is
@@ -203,9 +216,10 @@ def column_parallel_matmuls(
 ) -> list[jax.Array]:
     """`column_parallel_matmul` of one x with several w, which share its ring.
 
-    x is gathered once, and its gradient, the sum of theirs, is scattered once. Each of
-    ``kernels`` is a w with its ``w_dim`` and its ``contracting``; all contract the same
-    dims of x. The other arguments are the same as for `column_parallel_matmul`.
+    x is gathered once. Its gradient is summed over the products, and scattered once.
+    Each of ``kernels`` is a w with its ``w_dim`` and its ``contracting``; all contract
+    the same dims of x. The other arguments are the same as for
+    `column_parallel_matmul`.
     """
     sides = [_operands(x, w, contracting) for w, _, contracting in kernels]
     dim, kept = sides[0][0].kept_dim("dim", dim), sides[0][0].kept
@@ -242,13 +256,14 @@ def row_parallel_matmul(
 ) -> jax.Array:
     """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
 
-    Arguments and errors are the same as for `column_parallel_matmul`, but for these: of
-    the contracted dims the one counted ``split`` is split over the axis, in x and in w;
-    ``dim``, a kept dim of x, is the one that the output is split along; ``sum_dtype``
-    is the dtype of the output's partial sums.
+    The axis splits one contracted dim of x and of w: ``split`` is its index among the
+    contracted dims. It splits the output along ``dim``, a dim of x that is not
+    contracted. Partial sums of the output travel in ``sum_dtype``. The other arguments
+    and errors are the same as for `column_parallel_matmul`.
 
     Returns:
-        The kept dims of x, then of w: global, split along ``dim``.
+        The global array. It has the dims of x that are not contracted, followed by the
+        dims of w that are not contracted, and is split along ``dim``.
 
     Example:
         >>> import jax.numpy as jnp
@@ -274,7 +289,7 @@ def row_parallel_matmul(
 
 
 def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``all_gather(x) @ w`` of each w, from its first ``num`` dims and x's last."""
+    """``all_gather(x) @ w`` for each w, over x's last and w's first ``num`` dims."""
 
     def products(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
         def of_shard(x: jax.Array) -> list[jax.Array]:
@@ -291,8 +306,8 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
             return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
 
         dx, gathered = ring.scatter_sum_and_gather(partial_sum, dys, x)
-        # One product of the whole x, not one a hop: other axes that split the batch
-        # then sum the gradient of w once.
+        # One product with the whole x instead of one per hop: then other axes that
+        # split the batch sum the gradient of w only once.
         pairs = zip(ws, dys, strict=True)
         dws = [_w_gradient(gathered, dy, num).astype(w.dtype) for w, dy in pairs]
         return dx.astype(x.dtype), dws
@@ -301,7 +316,7 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
 
 def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``reduce_scatter(x @ w)``, from the first ``num`` dims of w and the last of x."""
+    """``reduce_scatter(x @ w)``, over x's last and w's first ``num`` dims."""
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         # (*kept, *contracted) by (*contracted, *others), one shard of x at a time
@@ -320,8 +335,8 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 def _with_gradient(product: Callable, gradient: Callable[..., tuple]) -> Callable:
     """A product of x and w that keeps both for ``gradient(x, w, dy)``.
 
-    Written out, since JAX's transpose of a ring keeps all that passed by, and has the
-    hops wait for products.
+    JAX's transpose of a ring would keep every shard that passed by, and make hops wait
+    for products.
     """
     function = jax.custom_vjp(product)
     function.defvjp(
@@ -371,9 +386,9 @@ def _prepare(
         sum_dtype = jnp.promote_types(jnp.result_type(x, w), jnp.float32)
     x = jnp.transpose(x, (*x_side.kept, *x_side.contracted))
     w = jnp.transpose(w, (*w_side.contracted, *w_side.kept))
-    # Where JAX tracks along which axes values differ (`check_vma`), a gradient must
-    # differ as its array does; the gradient of this cast is the sum over the axes that
-    # it adds.
+    # JAX may track the axes along which values differ (`check_vma`). A gradient must
+    # then have the same axes as its array: the casts add the missing axes to x and w,
+    # and the gradient of a cast is the sum over the axes that it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
     every = varied[0] | varied[1] | {axis}
     for_x, for_w = (tuple(sorted(every - axes)) for axes in varied)
@@ -394,7 +409,7 @@ class _Operand(NamedTuple):
         return [d for d in range(len(self.shape)) if d not in self.contracted]
 
     def kept_dim(self, label: str, dim: int) -> int:
-        """``dim`` counted from the front, once it is known to be kept."""
+        """``dim`` counted from the front; raises an error if it is contracted."""
         ndim = len(self.shape)
         if not -ndim <= dim < ndim or dim % ndim not in self.kept:
             raise CollectiveProductError(

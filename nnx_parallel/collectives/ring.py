@@ -1,7 +1,8 @@
-"""Rings of devices: shards that pass by, and sums that are added to on their way.
+"""Rings of devices, along which shards travel and sums grow.
 
-Written out hop by hop: a transfer needs nothing of the product computed meanwhile, so
-that a compiler with asynchronous collectives runs both at once (`all_gather_matmul`).
+Each hop is a separate operation. It does not depend on the product that is computed
+meanwhile, so a compiler with asynchronous collectives runs both at once
+(`all_gather_matmul`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ Exchange = Literal["ring", "all_to_all", "gather"]
 
 - ``ring``: keys and values travel from device to device; each piece is sent on before
   the matmuls with it.
-- ``all_to_all``: each device gets the whole sequence of its share of the heads.
+- ``all_to_all``: each device gets the whole sequence for its share of the heads.
 - ``gather``: each device gets all keys and values, and keeps its queries.
 """
 
@@ -41,8 +42,12 @@ class SequenceAxis(NamedTuple):
 
 
 TokenExchange = Literal["gather", "ragged"]
-"""``gather``: tokens of all devices to all, outputs added and scattered back.
-``ragged``: each row to the device of its expert, and back."""
+"""Communication of the tokens of a mixture whose experts a mesh axis splits.
+
+- ``gather``: each device gets the tokens of all devices; outputs are summed and
+  scattered back.
+- ``ragged``: each row travels to the device of its expert and back.
+"""
 
 
 class ExpertAxis(NamedTuple):
@@ -60,7 +65,7 @@ class ExpertAxis(NamedTuple):
         size = mesh.shape[self.axis]
         if self.exchange is not None:
             return self.exchange, "as the strategy says"
-        # A mesh without devices is of accelerators that are not at hand.
+        # A mesh without devices describes accelerators that this machine lacks.
         if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
             return "gather", "CPUs have no ragged all-to-all"
         if top_k < size - 1:
@@ -69,9 +74,9 @@ class ExpertAxis(NamedTuple):
 
 
 Pointwise = Callable[[Any], Any]
-"""Treats every position of a ring's dim by itself, and keeps the dim.
+"""A function that treats each position along a ring's dim separately and keeps the dim.
 
-It maps an array, or a list of arrays, to the same.
+Its argument and its result are an array or a list of arrays.
 """
 
 
@@ -84,7 +89,7 @@ class Ring:
     """
 
     axis: str
-    dim: int  # that the axis splits
+    dim: int  # the dim that the axis splits
     mode: Mode
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class Ring:
     def hops(self, shard: jax.Array) -> list[jax.Array]:
         """The shards that pass by, hop after hop: this device's shard first."""
         passed = [shard]
-        # Sent on before it is used, so that the transfer needs no product.
+        # A shard is sent on before it is used: its transfer does not need a product.
         for _ in range(self.size - 1):
             passed.append(self._send(passed[-1]))
         return passed
@@ -108,14 +113,14 @@ class Ring:
         """The gathered array from the shards of `hops`."""
         gathered = self._buffer(passed[0])
         for hop, x in enumerate(passed):
-            # Written where its owner is along the ring.
+            # The owner's position along the ring gives the place of its shard.
             gathered = self._write(gathered, x, self._start(-hop, x))
         return gathered
 
     def gather_through(
         self, function: Pointwise, shard: jax.Array
     ) -> tuple[Any, jax.Array]:
-        """``function`` of the gathered array, and the gathered array, from a shard."""
+        """Returns ``function`` of the gathered array, and the gathered array."""
         if self._is_bulk:
             gathered = self._all_gather(shard)
             return function(gathered), gathered
@@ -133,7 +138,7 @@ class Ring:
     def scatter_sum_and_gather(
         self, function: Pointwise, x: Any, shard: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """`scatter_sum`, and the gathered array of a shard that travels meanwhile."""
+        """Returns `scatter_sum`, and the array gathered from ``shard`` meanwhile."""
         if self._is_bulk:
             return self.scatter_sum(function, x), self._all_gather(shard)
         passed = self.hops(shard)
@@ -142,10 +147,11 @@ class Ring:
     def scatter_sum(
         self, function: Pointwise, x: Any, passed: Sequence[jax.Array] = ()
     ) -> jax.Array:
-        """This device's shard of the sum over devices of ``function(x)``, one array.
+        """This device's shard of the sum of ``function(x)`` over all devices.
 
-        Meanwhile ``passed`` travels: the `hops` of another array with as long a
-        shard.
+        The result of ``function`` is one array. The shards in ``passed`` travel
+        meanwhile: they are the `hops` of another array whose shards have the same
+        length.
         """
         if self._is_bulk:
             return jax.lax.psum_scatter(
@@ -156,22 +162,22 @@ class Ring:
         for hop in range(self.size):
             arriving = None if total is None else self._send(total)
             if passed:
-                # XLA's scheduler for TPUs starts a hop as late as it may: behind the
-                # last product, 5 to 10 % of all bytes. So this product waits for the
-                # hop before it, and hides the next; that leaves none exposed, for
-                # 1.7 % more temporaries (v5p, 4 chips). The hops themselves wait for no
-                # product: rings of products with one input would otherwise not be
-                # merged.
+                # XLA's scheduler for TPUs starts a hop as late as it can, so that 5 to
+                # 10 % of all bytes travel after the last product. So each product waits
+                # for the hop before it, and hides the next hop. Then no bytes are
+                # exposed, for 1.7 % more temporaries (v5p, 4 chips). The hops do not
+                # wait for products: otherwise XLA would not merge the rings of products
+                # that share an input.
                 here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
-            # The sum for a device is begun by the next one along the ring, and comes to
+            # The sum for a device starts at the next device along the ring, and reaches
             # its owner with the last hop.
             start = (jax.lax.axis_index(self.axis) - hop - 1) % self.size * length
             cut = partial(self._slice, start=start, length=length)
             total = function(jax.tree.map(cut, x))
             if arriving is not None:
                 # XLA for TPUs would fuse the addition with its product, which then
-                # waits for the hop: 18 % of a ring's bytes exposed instead of 5 %.
+                # waits for the hop: 18 % of a ring's bytes are exposed instead of 5 %.
                 total, arriving = jax.lax.optimization_barrier((total, arriving))
                 total = total + arriving
         assert total is not None
@@ -194,11 +200,12 @@ class Ring:
         return jax.lax.ppermute(x, self.axis, pairs)
 
     def _buffer(self, like: jax.Array) -> jax.Array:
-        """A buffer for such a shard from each device."""
+        """An uninitialized array that has room for the shards of all devices."""
         shape = list(like.shape)
         shape[self.dim] *= self.size
-        # Every part is written. Zeros would be written first: 13 % of the estimated
-        # cycles of a step (Llama-2 7B, TensorParallel(4), FSDP(16), 64 v5p chips).
+        # Every part is overwritten. Filling it with zeros first would take 13 % of the
+        # estimated cycles of a step (Llama-2 7B, TensorParallel(4), FSDP(16), 64 v5p
+        # chips).
         return jax.lax.empty(tuple(shape), like.dtype)
 
     def _slice(self, x: jax.Array, start: int | jax.Array, length: int) -> jax.Array:
@@ -218,10 +225,17 @@ def on_shards(
     out_dim: int | Sequence[int] | None,
     *splits: tuple[str, jax.Array, int],
 ) -> Callable:
-    """A function of shards as one of global arrays, each split along one dim.
+    """Turns a function of shards into a function of global arrays.
 
-    So is its output, along ``out_dim``, or each of several; ``None``: it is not split.
-    It runs on ``mesh``; in a region that is manual over other axes, on that region's.
+    Args:
+        function: Takes one shard of each array.
+        axis: The mesh axis that splits the arrays.
+        mesh: The mesh; a region that is manual over other axes has a mesh that is used
+            instead.
+        in_dims: The split dim of each argument.
+        out_dim: The split dim of the output, or of each of several outputs; ``None`` if
+            the output is not split.
+        *splits: Name, array and dim for each check that the axis divides a dim.
 
     Raises:
         UnknownAxisError: If there is no mesh, or none with the axis, or the code is
@@ -250,16 +264,16 @@ def on_shards(
         if out_dim is None or isinstance(out_dim, int)
         else [*map(split_at, out_dim)]
     )
-    # Manual over one axis: the partitioner goes on splitting the others.
+    # Manual over only one axis: the partitioner still splits the others.
     in_specs = tuple(map(split_at, in_dims))
     region = manual_region(function, found, in_specs, out_specs, axes={axis})
-    # Outside a trace JAX runs no region that leaves axes automatic
+    # Outside a trace JAX cannot run a region that leaves axes automatic
     # (docs/library-notes.md, "Tracing and compiling").
     return jax.jit(region, inline=True)
 
 
 def check_divides(axis: str, size: int, *splits: tuple[str, jax.Array, int]) -> None:
-    """Refuses dims of arrays, each with the array's name, that an axis cannot split."""
+    """Raises an error unless an axis divides the dim of each (name, array, dim)."""
     for name, array, dim in splits:
         length = array.shape[dim]
         if length % size:

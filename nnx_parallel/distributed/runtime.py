@@ -32,7 +32,7 @@ PEER_LOST = 75
 """Exit code of a process that ends because another is lost: try again."""
 
 INTERRUPT = "Ctrl-C"
-"""Argument of the KeyboardInterrupt with which all processes end a fit alike."""
+"""Argument of the KeyboardInterrupt that ends a fit on all processes."""
 
 HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
@@ -121,8 +121,9 @@ def make_interrupt(text: str) -> KeyboardInterrupt:
     A script then ends as after any Ctrl-C: by SIGINT, which shells report as code 130.
     A notebook, or Python's prompt, has control again.
     """
-    # Not a subclass: Python ends by SIGINT only after this very class; and IPython
-    # asks for the lines to show (docs/library-notes.md, "Python" and "Notebooks").
+    # A subclass would not do: Python ends by SIGINT only after a KeyboardInterrupt.
+    # IPython calls `_render_traceback_` for the lines to show (docs/library-notes.md,
+    # "Python" and "Notebooks").
     error = KeyboardInterrupt(text)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {text}"]
     return error
@@ -151,7 +152,7 @@ def _show(
     if line is None:
         assert _excepthook is not None
         _excepthook(kind, error, place)
-    # In a script the fit's last messages have said it.
+    # In a script, the last messages of the fit have already said this.
     elif error.args != (INTERRUPT,) or hasattr(sys, "ps1"):
         write_error(line)
 
@@ -173,7 +174,7 @@ def _end_by_exception(
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
     reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
-    # A fit has said that it ends, on all processes.
+    # The fit ends on all processes, so the others need no reason.
     is_alike = error.args == (INTERRUPT,)
     text = "".join(traceback.format_exception(error))
     _end(
@@ -268,7 +269,7 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def arm(self, step: int, awaited: str = "step") -> None:
-        """Restarts the clock, for waits after ``step`` was dispatched."""
+        """Restarts the clock; its message names ``awaited`` and the last step."""
         if self._timeout is None:
             return
         self.disarm()
@@ -391,7 +392,7 @@ class Termination:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Makes the block end by the Ctrl-C or exit that comes in it, not by other errors.
+    """Raises a Ctrl-C or exit that came during the block, instead of later errors.
 
     An interrupt may be lost on its way: JAX's callback of the garbage collector
     swallows it, and libraries raise other errors from it. So an exception of a signal's
@@ -446,7 +447,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """The line that Python runs: for a run that hangs, a traceback shows no more."""
+    """The line that Python runs, which is all that a traceback of a hang would show."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

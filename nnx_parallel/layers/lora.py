@@ -110,7 +110,7 @@ class AdaptedSource:
         return model
 
     def read_arrays(self, arrays: Mapping) -> dict:
-        """The arrays that the source reads from files, if it does."""
+        """The arrays that the source reads from files; empty if it reads nothing."""
         source: Any = self.source
         return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 
@@ -144,13 +144,14 @@ def lora(
     `Stack` each layer has separate factors.
 
     Args:
-        model: A model: a copy that shares its arrays is adapted. Or a function of
-            ``nnx.Rngs``, as a Trainer takes it: then a function is returned.
+        model: A model, or a function of ``nnx.Rngs`` that builds one, as a Trainer
+            takes it. For a model, the result is an adapted copy that shares its
+            arrays; for a function, it is a function.
         targets: A regex, searched in the dotted path of each layer:
             ``r"attention\.(query|value)"``.
         rank: Width of the factors.
         alpha: Strength; ``None``: the rank, so that the factor is 1.
-        rngs: Keys of the factors, for a model that is built.
+        rngs: Keys for the factors of a model; a function gets keys when it is called.
 
     Raises:
         ModelError: If no layer matches, or a matching layer cannot be adapted or is
@@ -188,8 +189,8 @@ def lora(
 def merge_lora(model: Model) -> Model:
     """The model with plain layers again, and its adapters added to the kernels.
 
-    It is a new model, which shares arrays that were not adapted with the given one. A
-    kernel keeps its dtype and its sharding.
+    The given model does not change. The result shares its arrays, except the kernels
+    that had adapters; these keep their dtype and sharding.
 
     Raises:
         ModelError: If the model has no adapters.

@@ -26,8 +26,8 @@ from nnx_parallel.sharding.specs import dim_axes
 class LabelRange(NamedTuple):
     """Least and greatest label of a call of a loss, without labels of weight 0.
 
-    For the lookup of a table the labels are tokens, or as ``name`` says, and the
-    classes are the table's rows.
+    The lookup of a table is observed too: its labels are tokens, unless ``name`` says
+    otherwise, and its classes are the table's rows.
     """
 
     lowest: int
@@ -87,8 +87,8 @@ def cross_entropy(
     logit.
 
     Args:
-        logits: ``(*leading, vocab)``, any floating-point dtype; summed in float32, or
-            in float64 if they have it.
+        logits: ``(*leading, vocab)``, any floating-point dtype; summed in float64
+            if they have it, otherwise in float32.
         labels: int ``(*leading)``, from 0 to vocab - 1. Any other label gives NaN,
             unless its weight is 0.
         weights: ``(*leading)``; 0 leaves a label out. By default all count 1.
@@ -120,11 +120,16 @@ def cross_entropy(
 
 
 def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
-    """Losses in nats from wide logits ``(*leading, vocab)``, NaN without a class.
+    """Losses of tokens, and the values from which their gradient is computed.
 
-    The further results are needed for the gradient: the log-normaliser, and True where
-    the label is a class, both ``(*leading)``; True at the label's logit,
-    ``(*leading, vocab)``.
+    Args:
+        logits: ``(*leading, vocab)``, in float32 or float64.
+        labels: int32 ``(*leading)``.
+
+    Returns:
+        The losses in nats, NaN for a label that is not a class; the log-normalisers;
+        True for each label that is a class, all ``(*leading)``; and
+        ``(*leading, vocab)``, True at the label's logit.
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     # The label is compared with all classes: along a `vocab` that is split, a gather of
@@ -132,7 +137,7 @@ def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Ar
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    # A label outside of these matches no class: the loss would silently be the
+    # A label that is not a class matches nothing: its loss would silently be the
     # log-normaliser.
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(is_class, losses, jnp.nan)

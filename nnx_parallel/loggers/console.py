@@ -95,7 +95,7 @@ class ConsoleLogger:
         """Update the line; print a plain one if it is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
-        if training:  # metrics of only an evaluation must not make a plain line due
+        if training:  # an evaluation does not make a plain line due
             self._line.update(step, training)
             # The last step is due too: a log ends with the final numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
@@ -111,7 +111,7 @@ class ConsoleLogger:
         self._print([text])
 
     def shorten(self, num_steps: int) -> None:
-        """Make this the run's last step: its data had fewer batches than its length."""
+        """Make this the last step of the run, because the data has ended early."""
         self._line.num_steps = num_steps
 
     def finish(self) -> None:
@@ -125,8 +125,8 @@ class ConsoleLogger:
 
     def _print(self, fields: list[str]) -> None:
         console = self._console = self._console or Console()
-        # A Text, since brackets in a plain string would be read as markup.
-        # And soft_wrap, since a log's line must be one however narrow the console.
+        # A plain string would be read as markup, because of its brackets. `soft_wrap`
+        # keeps a log's line in one piece on a narrow console.
         console.print(Text(_separator(console.options).join(fields)), soft_wrap=True)
 
 
@@ -155,7 +155,7 @@ class _StatusLine:
     def fields(self, width: int | None = None) -> list[str]:
         """All fields, from loss to clock, or the most important ones that fit."""
         found = list(self._ranked_fields())
-        # The first stays at any width; of fields with equal rank the last is dropped.
+        # The first field stays at any width; among equal ranks the last one is dropped.
         while width is not None and len(found) > 1:
             if sum(len(text) + 3 for _, text in found) - 3 <= width:
                 break

@@ -1,4 +1,4 @@
-"""Any pytree onto a mesh and back, by a tree of rules, specs, shardings or ``None``."""
+"""Moves any pytree onto a mesh and back, given rules, specs or shardings for it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -85,9 +85,9 @@ def named_tree_map(
 def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
     """The sharding of every array of a pytree.
 
-    Only shapes are looked at: the tree may be abstract. An array without dims, about
-    which no rule is asked, is replicated, and so is one that no rule answers for. Paths
-    start at the node that has the rule.
+    Only shapes are looked at: the tree may be abstract. Arrays without dims are
+    replicated without asking a rule. Arrays that no rule answers for are replicated
+    too. The path that a rule gets starts at the node that has the rule.
 
     Args:
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct``; the Variables of an NNX
@@ -108,8 +108,8 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
         TypeError: If a leaf is not an array.
 
     Warns:
-        ParallelWarning: If a path rule matches no array, or the reverse, or an array
-            that `FSDPRules` would shard has no dim that its axis divides.
+        ParallelWarning: If a path rule matches no array, if an array matches no path
+            rule, or if `FSDPRules` finds no dim of a large array that its axis divides.
 
     Example:
         >>> from nnx_parallel import FSDPRules, make_mesh
@@ -142,7 +142,7 @@ def has_rules(placements: Any) -> bool:
 
 
 def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
-    """Placements with every spec on the mesh, its axes checked."""
+    """Placements with a ``NamedSharding`` for every spec, whose axes are checked."""
 
     def place(entry: Any) -> Any:
         if not is_placeable(entry):
@@ -168,7 +168,7 @@ def resolve_leaves(
     """One sharding for each leaf of ``tree``, whose name in messages is ``root``."""
     parts: list[tuple[Any, ...]] = []  # (key path, entry, the tree below it)
     try:
-        # `is_placeable` makes a leaf of None, which to JAX is a node without leaves.
+        # `is_placeable` makes None a leaf; JAX takes it for a node without leaves.
         jax.tree.map_with_path(
             lambda *part: parts.append(part), placements, tree, is_leaf=is_placeable
         )
@@ -178,7 +178,7 @@ def resolve_leaves(
             "are one rule, spec, sharding or None for all of it, or a tree that starts "
             f"like it: {jax.tree.structure(tree)}."
         ) from None
-    # Apart from the above: an error of rules is not a misfit of the two trees.
+    # Outside the `try`: if a rule raises an error, the two trees may still fit.
     return [
         sharding
         for keys, entry, below in parts
@@ -187,7 +187,7 @@ def resolve_leaves(
 
 
 def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
-    """Shardings of a tree: every leaf by rules, or the prefix itself, checked."""
+    """A sharding for every leaf if there are rules; otherwise the checked prefix."""
     leaves = resolve_leaves(placements, tree, mesh, root)
     if not has_rules(placements):
         return placements
@@ -209,7 +209,7 @@ def _shardings(entry: Any, tree: Any, mesh: Mesh, where: str) -> list[Sharding |
 
 
 def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
-    """Each leaf as rules see it, its path starting at ``tree``, and its full path."""
+    """Yields each leaf as rules see it, with a path in ``tree``, and its full path."""
 
     def is_variable(x: Any) -> bool:
         # A Variable brings names and kind along. One that holds several arrays, or
@@ -225,7 +225,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
         elif isinstance(leaf, bool | int | float | complex):
             yield ArrayInfo(path=path, shape=(), dtype=np.result_type(leaf)), full
         elif hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-            # As on the device: NumPy's float64 takes the place of float32.
+            # The dtype on the device, where NumPy's float64 becomes float32.
             dtype: Any = jax.dtypes.canonicalize_dtype(leaf.dtype, True)
             yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=dtype), full
         else:
@@ -258,7 +258,7 @@ def _by_rules(
 def _warn_replicated(
     rules: tuple[Rules, ...], infos: list[tuple[ArrayInfo, str]], mesh: Mesh
 ) -> None:
-    """Warns of arrays for which no rule answers, where that may not be meant."""
+    """Warns about arrays that no rule answers for, unless that looks intended."""
     kind = "arrays match no path rule and"
     remedy = "End with (r'.*', P()) if this is meant; strict=True refuses them."
     found = [f"`{path}` {info.shape}" for info, path in infos if info.is_param]
@@ -267,12 +267,12 @@ def _warn_replicated(
         found = []
         for info, path in infos:
             # Smaller arrays are left whole on purpose. All dims are free: in a tree one
-            # rule decides, and names do not claim dims.
+            # rule decides for an array, and names do not claim dims.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")
     elif not any(isinstance(r, PathRules) and r.strict is None for r in rules):
-        return  # a policy that passes, or only names, may be meant
+        return  # other rules may leave arrays replicated on purpose
     if found:
         shown = "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")
         text = f"{len(found)} {kind} stay replicated: {shown}. {remedy}"
@@ -328,8 +328,8 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
 
     Args:
         tree: A pytree. With several processes all of them call this.
-        to_host: True to return NumPy arrays; False to return arrays of which each
-            device of their mesh has a copy, without touching the host.
+        to_host: True to return NumPy arrays; False to return replicated arrays, which
+            do not pass through the host.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -394,11 +394,11 @@ def process_local_to_global(
     if axes is None:
         axes = layout.claims.batch or layout.mesh.axis_names
     spec = P(*[None] * dim, axes if isinstance(axes, str) else tuple(axes))
-    # Checked first as a whole: a leaf that is not an array is named by its path.
+    # The whole batch is checked first: an error gives the path of a wrong leaf.
     paths = [path for _, path in array_infos(batch, "batch")]
     leaves, tree = jax.tree.flatten(batch)
     pairs = zip(leaves, paths, strict=True)
-    # Unflattened once, with arrays: a class of the user's may accept nothing else.
+    # Unflattened only with arrays: a user's pytree class may accept nothing else.
     return tree.unflatten(_from_local(x, path, spec, layout.mesh) for x, path in pairs)
 
 

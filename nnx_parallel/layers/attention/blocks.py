@@ -3,8 +3,8 @@
 Queries meet keys one block at a time, and a block's part of the output is merged with
 the earlier parts by the log-sum-exp of its scores [1]. The backward pass computes the
 scores of a block again, from the log-sum-exp that the forward pass kept [2]. Masks are
-computed from positions and segment ids within a block; blocks that causality, a window
-or the ends of documents empty are skipped.
+computed from positions and segment ids within a block. A block is skipped if causality,
+a window or the ends of documents hide all its keys.
 
 A ring calls `forward_block`, `merge` and `backward_block` for each piece of the keys
 that passes by. The arrays here belong to one device: nothing communicates.
@@ -104,7 +104,7 @@ class Cut(NamedTuple):
         """Cuts a sequence into as few blocks of at most ``most`` tokens as it needs."""
         count = -(-length // most)
         size = -(-length // count)
-        # Several blocks fill whole vector registers.
+        # Several blocks have multiples of 8 tokens, to fill whole vector registers.
         return cls(count, size if count == 1 else min(most, -(-size // 8) * 8))
 
     def __call__(self, x: Array, mode: Any = "constant") -> Array:
@@ -116,7 +116,7 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
-        """Tokens by block; if a side is padded, with segments that mark the padding."""
+        """The tokens in blocks; if queries or keys are padded, segments mark it."""
         segments = tokens.segments
         if segments is None and is_padded:  # padding will have segment 0
             segments = jnp.ones((1, tokens.positions.shape[1]), jnp.int32)
@@ -234,7 +234,7 @@ class Grid:
 
 
 def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
-    """Least and greatest valid value per block and row; an empty range without one."""
+    """Range of the valid values of each block and row; empty if nothing is valid."""
     limits = jnp.iinfo(x.dtype)
     least = jnp.min(x, -1, initial=limits.max, where=valid)
     return least, jnp.max(x, -1, initial=limits.min, where=valid)

@@ -20,7 +20,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
 
 AT_ONCE = 2048
-"""Most queries, and most keys, whose scores plain operations hold all at once.
+"""Largest number of queries, and of keys, whose scores are all held at once.
 
 With more of them, the scores and their softmax, which are kept for the backward pass,
 are most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks.

@@ -35,13 +35,14 @@ from nnx_parallel.precision import sum_dtype
 NUM_CHUNKS = 2
 """Number of parts of a device's tokens that travel separately.
 
-Each further part hides more of the exchanges, and adds tiles of 128 rows to the grouped
-products that are not full: one for each further expert of a device.
+Each further part hides more of the exchanges. But it adds tiles of 128 rows to the
+grouped products that are only partly full: one for each expert of a device but the
+first.
 """
 
 
 class Moves(NamedTuple):
-    """Rows from here to each device, as `jax.lax.ragged_all_to_all` takes it.
+    """Rows from here to each device, as arguments of `jax.lax.ragged_all_to_all`.
 
     Attributes:
         starts: int ``(devices,)``, the index at which the rows for each device begin.
@@ -63,7 +64,7 @@ class RowExchange(NamedTuple):
         there: The moves to the devices of the experts.
         back: The moves back.
         expert: int ``(rows,)``, the expert of each row that comes, as an index into
-            this device's experts; the number of these where no row comes.
+            this device's experts; the number of its experts where no row comes.
     """
 
     there: Moves
@@ -79,11 +80,12 @@ class RowExchange(NamedTuple):
         first: Array | int,
         num_rows: int,
     ) -> "RowExchange":
-        """Plans the moves from the rows ``(devices, experts)`` of each device.
+        """Plans the moves, given the number of each device's rows for each expert.
 
-        Rows are sorted by expert at the sender, hence by receiver, and by sender at the
-        receiver. At most ``num_rows`` rows are sent to each receiver: the ones that it
-        has from index ``first`` on.
+        ``counts`` is int ``(devices, experts)``. A sender has its rows in the order of
+        their experts, and so of their receivers; a receiver has them in the order of
+        their senders. Only ``num_rows`` rows are sent to a receiver, from index
+        ``first`` on.
         """
         num_devices = counts.shape[0]
         # (from, to, expert of the receiver)
@@ -130,7 +132,7 @@ class RowExchange(NamedTuple):
 def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
     """Picks, from one number per row of all devices, the numbers of the rows here.
 
-    An exchange of rows of one number would send 128, because TPUs pad them.
+    In an exchange, TPUs would pad each row of one number to 128 numbers.
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
     first = jnp.arange(len(table)) * len(numbers) + moves.places
@@ -168,7 +170,7 @@ def ragged(
     routed: Routed,
     alongside: Array | None = None,
 ) -> Array:
-    """Outputs of tokens, each row of which goes to its expert and comes back.
+    """Outputs of tokens, whose rows go to the devices of their experts and come back.
 
     It does not run on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A
     device has room for a few more rows than it sends; further rows come in further

@@ -35,7 +35,7 @@ from nnx_parallel.sharding.nnx_arrays import is_inexact, name_dim, variables_of
 from nnx_parallel.sharding.specs import dim_axes
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
-"""Runs all layers of a call: the output, the other variables after it, the slots."""
+"""Runs all layers of a call; returns the output, the other variables and the slots."""
 
 Step = Callable[..., tuple[Any, Any]]
 """``(block, x, slice, *args, **kwargs) -> (x, out)``, for one block."""
@@ -71,8 +71,8 @@ class Stack(nnx.Module):
             follows the Trainer.
 
     Raises:
-        StackError: If a block shares one Variable between two of its modules, or with
-            a module outside the stack, which would silently untie, or if N < 1.
+        StackError: If N < 1, or if a block shares a Variable between two of its modules
+            or with a module outside the stack: the copies would silently train apart.
 
     Example:
         >>> def make_block(rngs):
@@ -121,8 +121,8 @@ class Stack(nnx.Module):
             remat: The argument of `Stack`, for a group.
 
         Raises:
-            StackError: If two blocks differ in anything else, with the first
-                difference; if they share a Variable; if N is not a multiple of the
+            StackError: If two blocks differ in anything else (the message has the first
+                difference), if they share a Variable, or if N is not a multiple of the
                 period.
 
         Example:
@@ -189,12 +189,12 @@ class Stack(nnx.Module):
     def scan(
         self, step: Step, x: Any, xs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """``jax.lax.scan`` over blocks that take or return more than `Stack` passes.
+        """``jax.lax.scan`` over the blocks, with a step that can take and return more.
 
         Args:
             step: The body of a loop over the blocks:
                 ``(block, x, slice, *args, **kwargs) -> (x, out)``. Arrays from outside
-                reach it as arguments.
+                must reach it as arguments.
             x: Passed from step to step.
             xs: A pytree with a leading dim of N, or a list of N equal modules (one
                 cache each): each step gets its ``slice``.
@@ -284,7 +284,7 @@ class Stack(nnx.Module):
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
-        # Prefetching has a custom gradient, only by x and the arguments.
+        # The custom gradient of prefetching covers only x and the arguments.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and xs is None and self.num_layers > 1
         prefetches = bool(layout and layout.prefetches and prefetches)
