@@ -88,8 +88,8 @@ class CheckpointWriter:
         is_preempted: True once jax has announced a preemption (a SIGTERM, possibly one
             that came before the fit could handle it), at the same step on all
             processes.
-        report: Called with a line for people once a checkpoint is on the disk, where a
-            power cut leaves it.
+        report: Called with a message once a checkpoint is on the disk and would
+            survive a power cut.
 
     Example:
         >>> import tempfile, jax.numpy as jnp
@@ -168,8 +168,8 @@ class CheckpointWriter:
             # The directory is tried first: if Orbax cannot make a step's directory, its
             # writers wait for 5 minutes (docs/library-notes.md, "Orbax: directories").
             check_directory(directory)
-            # The lock is taken before Orbax opens the directory, which deletes another
-            # run's save in progress.
+            # The lock is taken first, because Orbax deletes another run's save in
+            # progress when it opens the directory.
             lock = lock_directory(directory)
             with reading(f"the steps in '{directory}'"):
                 self._orbax = open_directory(directory)
@@ -216,10 +216,11 @@ class CheckpointWriter:
     ) -> None:
         """Saves a state under its step; its arrays may be donated once this returns.
 
-        With ``once``, does nothing if this object has saved or restored the step. With
-        ``may_skip`` and ``on_save_error="warn"``, saves nothing while an earlier save
-        that failed on one of several processes has not been given up. ``progress`` has
-        JSON values: the position in the data, and the states of callbacks.
+        With ``once``, does nothing if this object has saved or restored the step. If an
+        earlier save failed on one of several processes, the others wait for it for up
+        to 20 minutes. Meanwhile this saves nothing, given ``may_skip`` and
+        ``on_save_error="warn"``. ``progress`` has JSON values: the position in the
+        data, and the states of callbacks.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.
@@ -278,12 +279,12 @@ class CheckpointWriter:
             metrics: Values at this step, for ``keep_best``.
             overwrite: Replace the latest step, if it is ``step``: it is deleted before
                 the new one is written.
-            base: Arrays by path that are named by checksum, and not written.
+            base: Arrays by path whose checksums are saved instead of their values.
 
         Raises:
             CheckpointError: If the step is not later, or an argument cannot be saved.
-            CheckpointSaveError: If this save could not begin, or an earlier one
-                failed in the background: then this one was not tried, unless
+            CheckpointSaveError: If this save could not begin. Also if an earlier save
+                failed in the background: then this save does not begin, unless
                 ``on_save_error="warn"``.
         """
         # This waits for the last save: otherwise Orbax replaces its inner checkpointer.
@@ -294,15 +295,15 @@ class CheckpointWriter:
         check_groups(groups)
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(step, groups, meta, metrics, base or {})
-        # The check comes before any read there: an unavailable disk is a failed save,
-        # but a process that is lost in the exchange is not.
+        # The directory is checked before anything is read there. An unavailable disk is
+        # a failed save, but a process that is lost during the check is not.
         try:
             check_writable(directory, lambda: self._prepare(directory, replaced))
         except CheckpointDirectoryError as error:
             raise save_error(step, directory, error) from error
         # Hashing begins now, because the fit may donate the arrays once this returns.
-        # With several processes Orbax's barriers, programs on the devices, queue behind
-        # the hashes.
+        # With several processes, Orbax's barriers are programs on the devices: they
+        # queue behind the hashes.
         hashed = {**groups, **({BASE: base} if base else {})}
         pending = start_checksums(hashed, "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
@@ -311,9 +312,9 @@ class CheckpointWriter:
         if replaced is not None:
             orbax.reload()
         try:
-            # The save begins in this thread: begun in another, from pinned host copies,
-            # 513 MB delayed the steps by 90 ms instead of 160 ms, but the next call did
-            # not know of the save.
+            # The save begins in this thread. A save of 513 MB in another thread, from
+            # pinned host copies, delayed the steps by 90 ms instead of 160 ms, but the
+            # next call did not know of the save.
             save.start(
                 lambda: orbax.save_checkpointables_async(
                     step,
@@ -417,7 +418,7 @@ class CheckpointWriter:
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
         """The newest intact state, the metadata, and a line per corrupt step.
 
-        ``None`` without a directory, or a checkpoint in it. All processes call it;
+        ``None`` if there is no directory or no checkpoint in it. All processes call it;
         errors are the same as for `CheckpointReader.restore_newest`. With
         ``read_only``, nothing is written or moved: the run may be alive.
         """
@@ -442,7 +443,7 @@ class CheckpointWriter:
         return state, meta, notes
 
     def is_newest(self, step: int) -> bool:
-        """True if a fit continues from this step, which was read."""
+        """True if a fit would continue from ``step``, the step that was read."""
         return not self.saved.corrupt_steps and self.latest_step == step
 
     def set_aside(self, step: int) -> str:
@@ -454,7 +455,7 @@ class CheckpointWriter:
         """
         saved = self.saved
         steps = {*saved.steps, *saved.corrupt_steps} - saved.listing.foreign
-        # A later step of the same number is a different one, which has to be saved.
+        # The later steps are trained again, and then have to be saved again.
         self.last_saved = step
         later = sorted(x for x in steps if x > step)
         if not later:

@@ -102,7 +102,7 @@ def warn_of_skipping(data: object, num_batches: int) -> None:
 
 
 class Repeated:
-    """The first batches of data, over and over; can be iterated over again."""
+    """The first batches of data, repeated without end; each loop starts again."""
 
     def __init__(self, data: Iterable[Any], count: int) -> None:
         first = itertools.islice(data, count)
@@ -148,7 +148,7 @@ class Epochs:
                 f"{found} one pass uses up an iterator ({kind}). Pass the object that "
                 "it was made from, such as a list or a DataLoader, or num_steps=."
             )
-        if not 0 < self.num_batches < sys.maxsize:  # of Grain's endless datasets
+        if not 0 < self.num_batches < sys.maxsize:  # Grain's endless data
             length = "is empty" if self.num_batches == 0 else "has no length"
             raise DataError(
                 f"{found} {kind} {length}. Pass data with a len(), the number of its "
@@ -171,19 +171,19 @@ class Epochs:
         return getattr(self.data, "set_epoch", getattr(sampler, "set_epoch", None))
 
     def num_steps(self, last_batch: LastBatch | None) -> int:
-        """Batches of all passes that a fit uses, as far as is known before."""
+        """Number of batches that a fit uses in all passes, as far as it is known."""
         num_rows, last = rows_at_ends(self.data)
         dropped = SmallerBatches(last_batch).drops(last, num_rows)
         return self.count * (self.num_batches - dropped)
 
     @property
     def is_numbered(self) -> bool:
-        """True if a pass can be read without those before it."""
+        """True if a pass can be read without reading the earlier passes."""
         is_list = isinstance(self.data, list | tuple)
         return not self.repeats and (self._set_epoch is not None or is_list)
 
     def begin(self, epoch: int) -> None:
-        """Tells data that shuffles by the number of the pass which one begins."""
+        """Tells data that shuffles by pass number which pass begins."""
         if self._set_epoch is not None:
             self._set_epoch(epoch)
 
@@ -193,7 +193,7 @@ _newest: list[Any] = [None, deque()]
 
 
 def returned_batches(data: Iterator[Any]) -> deque[Any]:
-    """Batches that were read of a one-shot iterator and not used, for its next reader.
+    """Batches read from a one-shot iterator but not used, for its next reader.
 
     Example:
         >>> batches = (x for x in ())
@@ -212,8 +212,8 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
 def encode_state(state: Any) -> Any:
     """Returns a position as JSON can hold it; `decode_state` reverses it.
 
-    ``bytes`` become ``{"bytes": base64}``, NumPy numbers Python's. Tuples and arrays
-    become lists, and stay so.
+    ``bytes`` become ``{"bytes": base64}``. NumPy numbers become Python numbers, tuples
+    and arrays become lists; `decode_state` leaves these as they are.
 
     Raises:
         DataError: If JSON cannot hold a value, or a key is not a string.

@@ -146,7 +146,7 @@ def lora(
     Args:
         model: A model, or a function of ``nnx.Rngs`` that builds one, as a Trainer
             takes it. For a model, the result is an adapted copy that shares its
-            arrays; for a function, it is a function.
+            arrays. For a function, the result is a function.
         targets: A regex, searched in the dotted path of each layer:
             ``r"attention\.(query|value)"``.
         rank: Width of the factors.
@@ -189,8 +189,8 @@ def lora(
 def merge_lora(model: Model) -> Model:
     """The model with plain layers again, and its adapters added to the kernels.
 
-    The given model does not change. The result shares its arrays, except the kernels
-    that had adapters; these keep their dtype and sharding.
+    The given model does not change. The result is a new model that has the same arrays,
+    except for kernels that had adapters. These keep their dtype and sharding.
 
     Raises:
         ModelError: If the model has no adapters.

@@ -168,7 +168,7 @@ def resolve_leaves(
     """One sharding for each leaf of ``tree``, whose name in messages is ``root``."""
     parts: list[tuple[Any, ...]] = []  # (key path, entry, the tree below it)
     try:
-        # `is_placeable` makes None a leaf; JAX takes it for a node without leaves.
+        # `is_placeable` makes None a leaf; to JAX it is a node without leaves.
         jax.tree.map_with_path(
             lambda *part: parts.append(part), placements, tree, is_leaf=is_placeable
         )

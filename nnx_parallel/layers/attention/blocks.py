@@ -116,7 +116,7 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
-        """The tokens in blocks; if queries or keys are padded, segments mark it."""
+        """The tokens in blocks; if there is padding, segments mark it."""
         segments = tokens.segments
         if segments is None and is_padded:  # padding will have segment 0
             segments = jnp.ones((1, tokens.positions.shape[1]), jnp.int32)

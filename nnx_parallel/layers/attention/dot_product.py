@@ -149,10 +149,10 @@ def attention(
 
     Heads are independent: split over ``tensor``, they need no communication. A fused
     kernel runs on each device's rows and heads, under any strategy, and holds no scores
-    [3]; whatever the remat policy, it is computed again for the backward pass unless
-    everything is kept. The same holds for ``xla`` in blocks, which computes packed
-    documents, windows, soft caps, sinks, and more than 2048 x 2048 scores: it makes no
-    array of queries x keys, and blocks that are not seen cost nothing.
+    [3]. It is computed again for the backward pass, under every remat policy except the
+    one that keeps everything. The same holds for ``xla`` in blocks, which computes
+    packed documents, windows, soft caps, sinks, and more than 2048 x 2048 scores: it
+    makes no array of queries x keys, and blocks that are not seen cost nothing.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.

@@ -20,7 +20,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
 
 AT_ONCE = 2048
-"""Largest number of queries, and of keys, whose scores are all held at once.
+"""Most queries, and most keys, for which plain operations hold all scores at once.
 
 With more of them, the scores and their softmax, which are kept for the backward pass,
 are most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks.
@@ -270,7 +270,8 @@ def _late_queries(call: AttentionCall) -> Iterator[str]:
     """The reason to refuse queries that are past the window of every key."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
-        yield f"a window over {queries} queries and {keys} keys; it takes no fewer keys"
+        lengths = f"{queries} queries and {keys} keys"
+        yield f"a window over {lengths}; it takes at most {keys} queries"
 
 
 def _unsupported(call: AttentionCall, *names: str) -> Iterator[str]:

@@ -35,9 +35,8 @@ from nnx_parallel.precision import sum_dtype
 NUM_CHUNKS = 2
 """Number of parts of a device's tokens that travel separately.
 
-Each further part hides more of the exchanges. But it adds tiles of 128 rows to the
-grouped products that are only partly full: one for each expert of a device but the
-first.
+Each further part hides more of the exchanges. But it also adds partly filled tiles of
+128 rows to the grouped products: one for each expert of a device after the first.
 """
 
 
@@ -84,7 +83,7 @@ class RowExchange(NamedTuple):
 
         ``counts`` is int ``(devices, experts)``. A sender has its rows in the order of
         their experts, and so of their receivers; a receiver has them in the order of
-        their senders. Only ``num_rows`` rows are sent to a receiver, from index
+        their senders. At most ``num_rows`` rows are sent to a receiver, from index
         ``first`` on.
         """
         num_devices = counts.shape[0]

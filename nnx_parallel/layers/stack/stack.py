@@ -189,7 +189,7 @@ class Stack(nnx.Module):
     def scan(
         self, step: Step, x: Any, xs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """``jax.lax.scan`` over the blocks, with a step that can take and return more.
+        """``jax.lax.scan`` over the blocks, with a step that the caller writes.
 
         Args:
             step: The body of a loop over the blocks:
