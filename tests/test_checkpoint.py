@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -335,6 +336,49 @@ def test_repeated_or_descending_step_raises(options):
         writer.save_groups(20, weights(3), {}, overwrite=True)
         restored, _ = writer.saved.restore(abstract(weights()))
     assert_same(restored, weights(3))
+
+
+def test_replaced_step_that_cannot_be_deleted_is_not_listed(options, monkeypatch):
+    def fail(path):
+        raise OSError(f"cannot delete {path}")
+
+    with CheckpointWriter(options) as writer:
+        writer.save_groups(20, weights(1), {})
+        writer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", fail)
+            with pytest.raises(CheckpointSaveError, match="Cannot delete step 20"):
+                writer.save_groups(20, weights(2), {}, overwrite=True)
+        assert writer.saved.steps == []  # it was renamed before
+        writer.save_groups(20, weights(3), {})
+        assert writer.saved.steps == [20]
+
+
+def test_steps_that_were_moved_are_saved_again(tmp_path):
+    options = Checkpoint(tmp_path, keep_last=None, on_damage="previous")
+    with CheckpointWriter(options) as writer:
+        for step in (1, 2, 3):
+            writer.save_groups(step, weights(step), {})
+        writer.set_aside(1)
+        writer.save_groups(2, weights(20), {})
+        writer.save_groups(3, weights(30), {})
+        writer.wait()
+        shutil.rmtree(tmp_path / "3" / "params")
+        writer.saved.restore_newest(abstract(weights()), quarantines=True)
+        writer.save_groups(3, weights(300), {})
+        for step, value in ((1, 1), (2, 20), (3, 300)):
+            restored, _ = writer.saved.restore(abstract(weights()), step)
+            assert_same(restored, weights(value))
+
+
+def test_notice_of_preemption_ends_with_close(options, monkeypatch):
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda step: step == 2
+    )
+    with CheckpointWriter(options) as writer:
+        found = [(writer.is_due(step), writer.is_preempted) for step in (1, 2, 3)]
+        assert found == [(False, False), (True, True), (False, True)]
+    assert not writer.is_preempted
 
 
 def test_save_is_due_every_n_steps(tmp_path):

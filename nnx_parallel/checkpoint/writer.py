@@ -301,6 +301,9 @@ class CheckpointWriter:
             check_writable(directory, lambda: self._prepare(directory, replaced))
         except CheckpointDirectoryError as error:
             raise save_error(step, directory, error) from error
+        finally:
+            if replaced is not None:  # deleted, perhaps in part
+                saved.reload()
         # Hashing begins now, because the fit may donate the arrays once this returns.
         # With several processes, Orbax's barriers are programs on the devices: they
         # queue behind the hashes.
@@ -309,20 +312,23 @@ class CheckpointWriter:
         checksums = PendingChecksums(header["digest"], pending)
         superseded = self._superseded(saved, step, metrics)
         save = BackgroundSave(step, directory, metrics, superseded)
-        if replaced is not None:
+
+        def begin() -> ocp.AsyncResponse[bool] | None:
+            # Orbax refuses a step that it has saved before, also if the step was moved
+            # or deleted since.
             orbax.reload()
+            return orbax.save_checkpointables_async(
+                step,
+                to_write(groups) | {PART: checksums},
+                force=True,  # `is_due` or the user has decided
+                custom_metadata=header,
+            )
+
         try:
             # The save begins in this thread. A save of 513 MB in another thread, from
             # pinned host copies, delayed the steps by 90 ms instead of 160 ms, but the
             # next call did not know of the save.
-            save.start(
-                lambda: orbax.save_checkpointables_async(
-                    step,
-                    to_write(groups) | {PART: checksums},
-                    force=True,  # `is_due` or the user has decided
-                    custom_metadata=header,
-                )
-            )
+            save.start(begin)
         except CheckpointSaveError:
             self._clean_after_failure()
             raise
@@ -395,7 +401,6 @@ class CheckpointWriter:
             orbax.wait()  # Orbax raises a failure once in each thread
         discard_unfinished(reader.directory)
         self._has_remains = True  # late threads may still write
-        orbax.reload()
         reader.reload()
 
     @contextlib.contextmanager
@@ -522,6 +527,7 @@ class CheckpointWriter:
         finally:
             orbax, is_pending = self._orbax, self._save is not None
             self._reader = self._orbax = self._save = None
+            self.is_preempted = False  # the notice was for the fit that ends here
             # Orbax would wait for the other processes of a pending save. After a failed
             # one it raises the error again.
             ignored = (Exception,) if self._has_remains else ()
