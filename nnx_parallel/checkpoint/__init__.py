@@ -6,7 +6,8 @@ strategy on any number of devices can read another strategy's checkpoint. A save
 the arrays to the host and returns; the files are written in the background, and the
 checkpoint appears complete or not at all.
 
-A run has one `CheckpointWriter`; any number of `CheckpointReader` read beside it.
+A run has one `CheckpointWriter`. Any number of `CheckpointReader` objects can read the
+directory at the same time.
 """
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint

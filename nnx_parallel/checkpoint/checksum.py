@@ -1,11 +1,13 @@
-"""Checksums of arrays: one number each, the same on every mesh, and their file.
+"""Checksums of arrays, which are the same on every mesh, and the file that holds them.
 
-A checksum is a sum modulo 2**32 over all elements, of a hash of the element's bits and
-its index in the global array. Each device hashes its shard, so that only the sums move
-to the host. The host adds them: they are exact integers, for which neither layout nor
-order matters. One changed element always changes the checksum; other changes escape
-once in 2**32. Orbax itself checks no values: of 36 single flipped bits in the files of
-a checkpoint, 33 were restored as wrong weights without an error (Orbax 0.12.8).
+A checksum is a sum modulo 2**32 over all elements of an array. Each term is a hash of
+the element's bits and of the element's index in the global array. Each device hashes
+its shard, so that only the sums move to the host. The host adds the sums. They are
+exact integers, so neither the layout nor the order of the sum matters. A change of one
+element always changes the checksum. Any other change goes unnoticed with a probability
+of 1 in 2**32. Orbax itself does not check values: of 36 single flipped bits in the
+files of a checkpoint, 33 were restored as wrong weights without an error (Orbax
+0.12.8).
 """
 
 import asyncio
@@ -40,16 +42,19 @@ from nnx_parallel.sharding.specs import dim_axes
 Checksums = dict[str, dict[str, int]]
 
 _EXCHANGE_SECONDS = 900.0
-"""Less than the 1200 s after which Orbax gives up a save: this error comes first."""
+"""Seconds to wait for the other processes.
+
+Orbax gives up a save after 1200 s. This limit is shorter, so its error comes first.
+"""
 
 
 def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
-    """The checksum of each array: an integer of 32 bits, by group and path.
+    """Returns the checksum of each array: an integer of 32 bits, by group and path.
 
-    In a run of several processes all call this function, with the same paths.
+    In a run of several processes, all of them call this function, with the same paths.
 
     Raises:
-        ReplicaError: On all processes, if copies of an array differ.
+        ReplicaError: On all processes, if copies of the same array differ.
 
     Example:
         >>> x = jnp.arange(6.0)
@@ -65,26 +70,27 @@ def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
 def start_checksums(
     groups: Mapping[str, Mapping[str, Any]], name: str
 ) -> Callable[[], Checksums]:
-    """Starts the checksums on the devices; the arrays may be donated at once.
+    """Starts to compute checksums on the devices; the arrays may be donated at once.
 
-    Returns a function that waits for the checksums, from any thread, and compares the
-    copies as `checksums` does. ``name`` is the name of the exchange between processes.
+    Returns a function that waits for the checksums and compares the copies as
+    `checksums` does. Any thread may call it. ``name`` names the exchange between
+    processes.
     """
     arrays, structure = jax.tree.flatten({k: dict(x) for k, x in groups.items()})
     names = [f"{k}: {path}" for k in sorted(groups) for path in sorted(groups[k])]
     places = [Place(n, x.sharding, x.shape) for n, x in zip(names, arrays, strict=True)]
     counted = [_counted_devices(x) for x in arrays]
     hashes = start_hashes(arrays)
-    # The exchanges are reserved now, on the main thread, in the same order on all
-    # processes; the values follow from the thread that waits for the devices.
+    # Every process reserves the exchanges here, on its main thread, so that their order
+    # is the same everywhere. Another thread sends the values once the devices are done.
     exchange_sums = reserve_allgather(name, _EXCHANGE_SECONDS)
     exchange_copies = reserve_allgather(f"{name} of copies", _EXCHANGE_SECONDS)
 
     def wait() -> Checksums:
         found = hashes()
-        # The sum over each part once, and the sum over all copies. Neither wraps
-        # around: if copies are equal, the second is exactly the number of copies times
-        # the first.
+        # The first sum counts each part of the array once, the second counts every
+        # copy. Neither wraps around. If the copies are equal, the second sum is exactly
+        # the first sum times the number of copies.
         mine = [
             (sum(own[device] for device in devices), sum(own.values()))
             for devices, own in zip(counted, found, strict=True)
@@ -104,7 +110,7 @@ def start_checksums(
 
 
 class Place(NamedTuple):
-    """The name of an array, and its parts on devices; keeps no array alive."""
+    """The name of an array and its parts on devices; does not refer to the array."""
 
     name: str
     sharding: jax.sharding.Sharding
@@ -112,7 +118,7 @@ class Place(NamedTuple):
 
     @property
     def num_copies(self) -> int | None:
-        """Number of devices that hold the same part; ``None`` without a mesh."""
+        """Number of devices that hold the same part; ``None`` if there is no mesh."""
         if not isinstance(self.sharding, NamedSharding):
             return None
         axes = chain(*dim_axes(self.sharding.spec, len(self.shape)))
@@ -125,9 +131,9 @@ def raise_if_copies_differ(
     exchange: Callable[[Any], list],
     when: str = "",
 ) -> None:
-    """Compares the hashes of all parts of arrays, by their devices' ids.
+    """Compares the hashes of all parts of arrays; the hashes are keyed by device id.
 
-    All processes call it; ``exchange`` gathers the hashes that they have found.
+    All processes call it. ``exchange`` gathers the hashes of all processes.
 
     Raises:
         ReplicaError: On all processes, if parts that should be equal are not.
@@ -146,7 +152,7 @@ def raise_if_copies_differ(
     copies: dict[str, dict[str, int]] = defaultdict(dict)
     for part, device, value in chain(*exchange(mine)):
         copies[part][device] = value
-    # The same lines on all processes, so that all of them raise.
+    # All processes make the same lines, so all of them raise.
     lines = [
         f"{part}: {_odd_ones(hashes)}"
         for part, hashes in copies.items()
@@ -164,7 +170,7 @@ def raise_if_copies_differ(
 
 
 def _odd_ones(hashes: Mapping[str, int]) -> str:
-    """The devices whose hash differs from the majority's, as text."""
+    """Returns text that names the devices whose hash differs from the majority."""
     common, count = Counter(hashes.values()).most_common(1)[0]
     if 2 * count <= len(hashes):
         return f"{', '.join(hashes)} do not agree"
@@ -173,11 +179,11 @@ def _odd_ones(hashes: Mapping[str, int]) -> str:
 
 
 def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int]]]:
-    """Starts the hash of each shard, of arrays on any meshes or on single devices.
+    """Starts to hash each shard of arrays, on any meshes or on single devices.
 
-    Returns a function that waits for the hashes, from any thread: for each array the
-    hashes of this process's shards, by the device's id. A hash has 32 bits; all shards
-    that hold the same part of an array have the same hash.
+    Returns a function that waits for the hashes; any thread may call it. It gives, for
+    each array, a dict from device id to hash for the shards of this process. A hash has
+    32 bits. All shards that hold the same part of an array have the same hash.
     """
     # `finish` refers only to these two lists: it keeps no array alive.
     found: list[dict[int, int]] = [{} for _ in arrays]
@@ -193,8 +199,8 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
             _hash_shards(mesh, arrays[i].sharding.spec)(_data(arrays[i]))  # pyright: ignore[reportAttributeAccessIssue]
             for i in indices
         ]
-        # The host adds, not the devices: many programs with an all-reduce each,
-        # dispatched without waiting, can deadlock simulated devices.
+        # The host adds the hashes. On devices, each array would need a program with an
+        # all-reduce, and many such programs in flight can deadlock simulated devices.
         started.append((indices, _stack(mesh)(hashes)))
 
     def wait() -> list[dict[int, int]]:
@@ -209,7 +215,10 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
 
 
 def _counted_devices(x: jax.Array) -> set[int]:
-    """Ids of this process's devices whose shard counts: each part of an array once."""
+    """Returns ids of this process's devices whose shards are counted.
+
+    If several devices hold the same part of an array, only one of them is counted.
+    """
     if not isinstance(x.sharding, NamedSharding):
         return {x.addressable_shards[0].device.id}  # it holds the whole array
     return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
@@ -217,10 +226,10 @@ def _counted_devices(x: jax.Array) -> set[int]:
 
 @lru_cache(maxsize=4096)
 def _hash_shards(mesh: Mesh, spec: P) -> Any:
-    """A compiled function from a global array to the hash of each device's shard."""
+    """Returns a compiled function from a global array to the hash of each shard."""
     out = P(*mesh.axis_names)  # one element on each device, in the shape of the mesh
 
-    # Replicas have equal hashes but are not summed, which `check_vma` cannot know.
+    # Replicas have equal hashes without a sum over them; `check_vma` cannot prove that.
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     def hash_shard(shard: jax.Array) -> jax.Array:
         dims = []
@@ -229,13 +238,13 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
             dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
         return _hash(shard, dims).reshape((1,) * len(mesh.shape))
 
-    # An offloaded array comes in from the host's memory, one array at a time.
+    # Arrays that are offloaded to host memory are moved to the device one at a time.
     return jax.jit(lambda x: hash_shard(jax.device_put(x, jax.memory.Space.Device)))
 
 
 @lru_cache(maxsize=64)
 def _stack(mesh: Mesh) -> Any:
-    """A compiled function that stacks the hashes of many arrays, each on its device."""
+    """Returns a compiled function that stacks hashes of many arrays on each device."""
     sharding = NamedSharding(mesh, P(*mesh.axis_names))
     return jax.jit(partial(jnp.stack, axis=-1), out_shardings=sharding)
 
@@ -246,9 +255,12 @@ def _hash_whole(x: jax.Array) -> jax.Array:
 
 
 def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
-    """Sum of the hashes of a shard's elements; ``dims``: starts and global sizes."""
+    """Returns the sum of the hashes of a shard's elements.
+
+    ``dims`` has the shard's start in the global array and the global size of each dim.
+    """
     words = _words(x)
-    # The words of types wider than 32 bits have one more dim.
+    # For types wider than 32 bits, the array of words has one more dim.
     dims += [(jnp.uint32(0), size) for size in words.shape[x.ndim :]]
     index, stride = jnp.zeros(words.shape, jnp.uint32), 1
     for dim, (start, size) in reversed([*enumerate(dims)]):
@@ -259,7 +271,7 @@ def _hash(x: jax.Array, dims: list[tuple[jax.Array, int]]) -> jax.Array:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of 32 bits in which each input bit flips about half the output bits.
+    """Applies a bijection of 32 bits: each input bit flips about half the output bits.
 
     References:
         Chris Wellons, "Prospecting for Hash Functions", 2018 (``lowbias32``):
@@ -271,13 +283,13 @@ def _mix(x: jax.Array) -> jax.Array:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits as uint32, with one more dim for types that are wider."""
+    """Returns the bits as uint32; types wider than 32 bits get one more dim."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
-    if info(x.dtype).bits < 8:  # no bitcast to a byte; float32 holds every value
+    if info(x.dtype).bits < 8:  # it has no bitcast to a byte; float32 holds its values
         return x.astype(jnp.float32).view(jnp.uint32)
     if x.dtype.itemsize >= 4:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)  # (..., words) if wider
@@ -302,15 +314,16 @@ class PendingChecksums:
 
 
 class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]):
-    """Has Orbax write `PendingChecksums` in the background of a save.
+    """Makes Orbax write `PendingChecksums` in the background of a save.
 
     Orbax writes ``custom_metadata`` when a save begins, before the devices have hashed
-    anything. So the checksums are a separate part, without which no checkpoint is
-    complete.
+    anything. So the checksums are a separate part of the checkpoint. A checkpoint
+    without this part is incomplete.
     """
 
-    # Orbax writes a handler's full name into the checkpoint, looks for it in its
-    # registry when it reads, and warns if it is missing: the first release's name.
+    # Orbax writes a handler's full name into the checkpoint. When Orbax reads, it looks
+    # for that name in its registry and warns if it is missing. So the name stays the
+    # name of the first release.
     __module__ = "nnx_parallel.checkpoint.fingerprint_file"
     __qualname__ = "FingerprintHandler"
 
@@ -332,24 +345,25 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: None = None
     ) -> Awaitable[PendingChecksums]:
-        """Not supported; see `read_checksums`."""
+        """Is not supported; `read_checksums` reads them."""
         raise NotImplementedError(f"'{directory}' is read by `read_checksums`.")
 
     async def metadata(self, directory: ocp.path.Path) -> None:
-        """Returns nothing: Orbax would take an error here for "no metadata"."""
+        """Returns nothing, because Orbax takes an error here for missing metadata."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
-        """True for objects that `save` writes."""
+        """Returns True for objects that `save` can write."""
         return isinstance(checkpointable, PendingChecksums)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Always False: Orbax reads no checksums."""
+        """Returns False always: Orbax does not read checksums."""
 
 
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:
-    """The checksums that were saved with a header, read without Orbax.
+    """Reads the checksums that were saved with a header, without Orbax.
 
-    Raises ``OSError`` if that fails, ``ValueError`` if they belong to another header.
+    Raises ``OSError`` if they cannot be read, and ``ValueError`` if they belong to
+    another header.
     """
     content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
     if not matches(content, _CONTENT) or content.get("digest") != digest(content):
@@ -360,6 +374,6 @@ def read_checksums(step_directory: str, header_digest: str) -> Checksums:
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """SHA-256 of a JSON object without its entry ``"digest"``."""
+    """Returns the SHA-256 of a JSON object without its entry ``"digest"``."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

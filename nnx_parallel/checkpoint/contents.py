@@ -1,14 +1,14 @@
 """Contents of a checkpoint: groups of arrays and a header, and how they may differ.
 
-A header records contents that Orbax refuses or hides (empty groups, random keys) and
-the user's metadata, as Orbax's ``custom_metadata``, which is JSON: a dict saved as a
-separate part would become a tree of arrays.
+The header records the user's metadata, and contents that Orbax refuses or hides: empty
+groups and random keys. It is saved as Orbax's ``custom_metadata``, which is JSON. A
+dict saved as a separate part would become a tree of arrays.
 
-Parameters that are not trained may be named only by checksum. Adapters are small, but
-their base is large. With ``Checkpoint(frozen="checksum")`` the arrays of the base are
-not written: the header has their shapes, and the file of checksums has one number for
-each, in a separate group. A run that restores brings its base along, which must be the
-same, bit for bit.
+A checkpoint may name parameters that are not trained by checksum only. Adapters are
+small, but their base model is large. With ``Checkpoint(frozen="checksum")`` the arrays
+of the base are not written. Instead the header has their shapes, and the file of
+checksums has one number for each of them, in a separate group. A run that restores such
+a checkpoint must provide the same base, bit for bit.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ T = TypeVar("T")
 BASE = "base"  # the group of checksums without arrays
 
 Base = Callable[[], Mapping[str, jax.Array]]
-"""Returns the arrays of a run's model by path; they are built when it is called."""
+"""Returns the arrays of a run's model by path; each call builds them."""
 
-_FORMAT = 3  # grows when a change would make an older reader misread the files
+_FORMAT = 3  # increases when a change would make an older reader misread the files
 _HEADER = {
     "sizes": {"*": int},
     "keys": {"*": {"*": str}},
@@ -64,9 +64,9 @@ _RESERVED = ("metrics", PART)  # names of parts that are not groups
 class StoredCheckpoint:
     """The contents of one checkpoint, without its arrays.
 
-    ``groups`` are the global shape and dtype of each array by group and path;
-    ``metrics`` are empty if none were saved. ``base`` has dtypes and shapes of arrays
-    that it names only by checksum.
+    ``groups`` has the global shape and dtype of each array, by group and path.
+    ``metrics`` is empty if no metrics were saved. ``base`` has the dtypes and shapes of
+    arrays of which only the checksum was saved.
     """
 
     step: int
@@ -77,14 +77,14 @@ class StoredCheckpoint:
     base: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-# On disk the layout does not depend on the strategy. All arrays of the model are one
-# group, trained or not, so that a run that trains other arrays finds them.
+# The layout on disk does not depend on the strategy. All arrays of the model are in one
+# group, whether they are trained or not. So a run that trains other arrays finds them.
 _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
 _PROGRESS = ("step", "key", "loss_scale")  # one group; others have separate ones
 
 
 def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:
-    """The arrays of a state, concrete or abstract, by group and dotted path."""
+    """Returns the arrays of a state, concrete or abstract, by group and dotted path."""
     groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "progress": {}}
     for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
         group, path = _place(keys)
@@ -93,9 +93,9 @@ def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def from_groups(state: TrainState, groups: Groups) -> TrainState:
-    """The state with the arrays of some groups; the rest is unchanged.
+    """Returns the state with the arrays of the given groups; the rest is unchanged.
 
-    Without the group ``ema``, a moving average starts from the parameters.
+    If the group ``ema`` is missing, a moving average starts from the parameters.
     """
 
     def find(keys: tuple[Any, ...], leaf: Any) -> Any:
@@ -148,12 +148,12 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
 
 
 def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
-    """The groups that Orbax writes while the next steps run, without empty ones.
+    """Returns the groups without empty ones, safe to write while the next steps run.
 
-    Orbax copies arrays by ``np.asarray`` before a save returns. For an array in host
-    memory this gives a view, which a step that gets the array as donated would
-    overwrite, or refuse to take. So these arrays are copied within host memory, one
-    shard at a time.
+    Orbax copies arrays with ``np.asarray`` before a save returns. For an array in host
+    memory, ``np.asarray`` gives a view instead of a copy. A step that gets the array as
+    a donated argument would overwrite that memory, or refuse to take it. So arrays in
+    host memory are copied within host memory, one shard at a time.
     """
     return {
         name: {path: _copy_if_on_host(x) for path, x in group.items()}
@@ -165,7 +165,7 @@ def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
 def _copy_if_on_host(x: jax.Array) -> jax.Array:
     if x.sharding.memory_kind != HOST:
         return x
-    # JAX copies a whole array only if one process can address it.
+    # JAX can copy an entire array only if this process can address all of it.
     shards = [
         jax.device_put(shard.data, shard.data.sharding, may_alias=False)
         for shard in x.addressable_shards
@@ -180,9 +180,9 @@ def make_header(
     metrics: Mapping[str, float],
     base: Mapping[str, jax.Array],
 ) -> dict[str, Any]:
-    """The header that is saved with the arrays, as JSON values."""
-    # JSON is written and read back: the hash is of the reader's values, with lists for
-    # tuples.
+    """Returns the header that is saved with the arrays, as JSON values."""
+    # JSON turns tuples into lists. It is written and read back here, so that the hash
+    # is of the values that a reader will see.
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
@@ -195,7 +195,7 @@ def make_header(
         "step": int(step),  # a directory may be renamed or copied
         # This includes empty groups, which Orbax refuses: only the header knows them.
         "sizes": {name: len(group) for name, group in groups.items()},
-        # Orbax shows them as uint32 words (docs/library-notes.md, "Orbax: contents").
+        # Orbax shows keys as uint32 words (docs/library-notes.md, "Orbax: contents").
         "keys": {
             name: {
                 path: str(jax.random.key_impl(array))
@@ -215,7 +215,7 @@ def make_header(
         header["base"] = {path: spell(array) for path, array in base.items()}
     text = json.dumps({"custom_metadata": header}).encode()  # as in Orbax's file
     problem = f"They hold {len(text):,} bytes; at most {MAX_BYTES // 2:,} are read."
-    if len(text) <= MAX_BYTES // 2:  # Orbax adds some
+    if len(text) <= MAX_BYTES // 2:  # the other half is for the entries of Orbax
         problem = ""
         try:
             parse_object(text, METADATA)
@@ -226,13 +226,13 @@ def make_header(
             f"Cannot save the metadata: it could not be read back. {problem} Save "
             "fewer arrays, or less metadata (such as the state of the data's iterator)."
         )
-    # The digest protects it: Orbax reads a flipped bit in JSON as another value.
+    # The digest protects the header: Orbax does not notice a flipped bit in JSON.
     return header | {"digest": digest(header)}
 
 
 def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
-    """Raises ``CheckpointDamagedError`` if an array that was read has changed."""
-    # Orbax has no checksum on values: a flipped bit restores silently.
+    """Raises ``CheckpointDamagedError`` if an array's checksum is not the saved one."""
+    # Orbax does not check values: it restores a flipped bit without an error.
     found, saved = checksums(read), stored.checksums
     lines = [
         f"{name}: `{path}` has checksum {value:08x} instead of {saved[name][path]:08x}"
@@ -250,7 +250,9 @@ def check_checksums(stored: StoredCheckpoint, read: Groups, where: str) -> None:
 def check_header(
     header: dict[str, Any] | None, step: int, where: str
 ) -> dict[str, Any]:
-    """Returns the header of a step, found ``where``, if it is the one that was saved.
+    """Returns the header of a step, if it is the header that was saved.
+
+    ``where`` says where the header was found, for messages.
 
     Raises:
         CheckpointFormatError: If another program or version has written it.
@@ -262,7 +264,7 @@ def check_header(
             "another directory; nothing here deletes or renames it."
         )
     found = header.get("format")
-    # This comes first: another version may compute the digest in another way.
+    # This check comes first: another version may compute the digest in another way.
     if isinstance(found, int) and found != _FORMAT:
         raise CheckpointFormatError(
             f"{where} has format {found}; this version of nnx_parallel reads format "
@@ -288,7 +290,10 @@ def check_header(
 def read_stored(
     step: int, header: dict[str, Any], found: dict[str, Any], checksums: Checksums
 ) -> StoredCheckpoint:
-    """Joins header and Orbax's metadata of its groups, or raises ``ValueError``."""
+    """Joins a header and Orbax's metadata of the header's groups.
+
+    Raises ``ValueError`` if they do not belong together.
+    """
     groups = {}
     for name, size in header["sizes"].items():
         arrays, keys = found.get(name) or {}, header["keys"][name]
@@ -302,7 +307,8 @@ def read_stored(
         }
         for path, array in arrays.items():
             _check_chunks(path, array)
-        # The digest covers our header, not Orbax's metadata, from which these come.
+        # These shapes and dtypes come from Orbax's metadata, which the digest of our
+        # header does not cover.
         for path, saved in header["arrays"][name].items():
             found_here = spell(groups[name][path]) if path in arrays else "nothing"
             if found_here != saved:
@@ -322,7 +328,7 @@ def read_stored(
 def _check_chunks(path: str, array: Any) -> None:
     """Raises ``ValueError`` if a chunk is larger than its array.
 
-    Chunks are read whole: one that does not fit in memory ends the process.
+    Orbax reads a chunk at once: a chunk that exceeds the memory ends the process.
     """
     storage = array.storage_metadata
     inner, outer = storage.chunk_shape, getattr(storage, "zarr_metadata", None)
@@ -339,13 +345,13 @@ def check_match(
 ) -> None:
     """Compares requested arrays with a checkpoint's arrays in ``directory``.
 
-    Orbax without this check takes the saved layout or casts another dtype silently, and
-    does not name arrays whose shapes differ.
+    Without this check, Orbax silently restores the saved layout or casts to another
+    dtype. It does not name the arrays whose shapes differ.
 
     Raises:
-        CheckpointError: If an array is asked for without a sharding.
-        CheckpointMismatchError: With one line for each array that differs in path,
-            shape or dtype.
+        CheckpointError: If a requested array has no sharding.
+        CheckpointMismatchError: If arrays differ in path, shape or dtype; the message
+            has one line for each.
     """
     for name, group in wanted.items():
         for path, array in group.items():
@@ -380,11 +386,13 @@ def check_states(
 ) -> None:
     """Compares the kinds of the optimizer's states with a checkpoint's kinds.
 
-    Arrays of two optimizers may have the same paths and shapes and another meaning.
-    Checkpoints of earlier versions do not name the kinds: they are not compared.
+    Two optimizers may have arrays with the same paths and shapes but different
+    meanings. Checkpoints of earlier versions do not name the kinds, so these are not
+    compared.
 
     Raises:
-        CheckpointMismatchError: With one line for each state of another kind.
+        CheckpointMismatchError: If kinds differ; the message has one line for each
+            state.
     """
     here = description.get("optimizer_states", {})
     there = stored.meta.get("optimizer_states", {})
@@ -407,15 +415,15 @@ def group_differences(
     stored: Mapping[str, jax.ShapeDtypeStruct] | None,
     wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
 ) -> Iterator[str]:
-    """A line for each array that differs in path, shape or dtype."""
+    """Yields a line for each array that differs in path, shape or dtype."""
     if stored is None:
         yield "the checkpoint has no such group"
         return
     there, here = (
         {p: spell(x) for p, x in group.items()} for group in (stored, wanted)
     )
-    # Nearest names leave out paths that both sides have: such a path is not another
-    # spelling of a missing one.
+    # A path that both sides have is not a misspelling of a missing path, so it is not
+    # among the candidates for the nearest name.
     for path in dict.fromkeys((*here, *there)):
         if path not in there:
             near = _nearest(path, "there", there.keys() - here.keys())
@@ -433,7 +441,7 @@ def _nearest(path: str, where: str, others: Iterable[str]) -> str:
 
 
 def spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
-    """Dtype and shape in one word, such as ``float32[4,8]``."""
+    """Returns dtype and shape in one word, such as ``float32[4,8]``."""
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
@@ -442,7 +450,7 @@ def _abstract(
 ) -> jax.ShapeDtypeStruct:
     if key_impl is None:
         return jax.ShapeDtypeStruct(shape, dtype)
-    # Orbax's shape is the shape of the key's words: (..., words).
+    # Orbax gives the shape of the key's words: (..., words).
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     return jax.ShapeDtypeStruct(shape[:-1], key.dtype)
 
@@ -450,7 +458,7 @@ def _abstract(
 def split_base(
     groups: Mapping[str, Mapping[str, T]], paths: Collection[str]
 ) -> tuple[dict[str, dict[str, T]], dict[str, T]]:
-    """The groups without the model's arrays at ``paths``, and these arrays."""
+    """Returns the groups without the model's arrays at ``paths``, and these arrays."""
     model = groups.get("model", {})
     base = {path: x for path, x in model.items() if path in paths}
     rest = {name: dict(group) for name, group in groups.items()}
@@ -462,7 +470,7 @@ def split_base(
 def check_base_shapes(
     stored: StoredCheckpoint, wanted: Mapping[str, Any], where: str
 ) -> None:
-    """Raises ``CheckpointMismatchError`` if shapes or dtypes belong to another base."""
+    """Raises ``CheckpointMismatchError`` if the base has other shapes or dtypes."""
 
     def differences() -> Iterator[str]:
         for path, saved in stored.base.items():
@@ -479,7 +487,7 @@ def check_base_shapes(
 def same_base(
     stored: StoredCheckpoint, paths: Collection[str], base: Base | None, where: str
 ) -> dict[str, jax.Array]:
-    """The base of the run, if it is the base that the checkpoint names.
+    """Returns the run's base, if it is the base that the checkpoint names.
 
     Raises:
         CheckpointMismatchError: If an array differs, or if the run has no base.

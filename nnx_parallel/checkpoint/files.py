@@ -1,8 +1,8 @@
 """Files of a checkpoint: which directories are steps, and which files may be opened.
 
-A directory of checkpoints may hold files of other programs. So nothing is opened before
-its kind and size are known: a pipe would block, and ``/dev/zero`` or gigabytes of JSON
-would fill the memory.
+A directory of checkpoints may also hold files of other programs. So no file is opened
+before its kind and size are known. A read from a pipe would block, and ``/dev/zero`` or
+gigabytes of JSON would fill the memory.
 """
 
 import contextlib
@@ -25,30 +25,33 @@ from nnx_parallel.errors import CheckpointDirectoryError
 from nnx_parallel.files import MAX_BYTES, check_regular, parse_object, read_object
 
 METADATA = "_CHECKPOINT_METADATA"
-"""Orbax's file in the directory of a step, which holds our header."""
+"""File that Orbax writes in the directory of a step; it holds our header."""
 
 COMMITTED = "commit_success.txt"
-"""Orbax's last file in a step; a step in an object store is not complete without it."""
+"""File that Orbax writes last; without it, a step in an object store is incomplete."""
 
 UNFINISHED = "orbax-checkpoint-tmp"
-"""Part of the name of a step's directory until the step is complete."""
+"""Text in the name of a step's directory until the step is complete."""
 
 QUARANTINED, _DELETED = "damaged-", "deleted-"
 """Prefixes of the names of directories that are no longer steps."""
 
 REWOUND = "rewound-"
-"""Prefix of a directory with the later steps of a run that went back."""
+"""Prefix of a directory that holds the later steps of a run that was set back."""
 
 PART, CHECKSUMS = "fingerprints", "fingerprints.json"
-"""The part next to the groups, and its file; the first release chose these names."""
+"""Name of the part that holds the checksums, and of its file.
 
-# Names that Orbax and this library write into a group, beside the arrays.
+The first release chose these names.
+"""
+
+# Names that Orbax and this library write into a group, in addition to the arrays.
 _SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
 _METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
 
 
-# The class of local paths and of paths in an object store; Orbax exports only the
-# abstract class.
+# The class of all paths, local or in an object store. Orbax exports only its abstract
+# base class.
 _GPath: Any = type(ocp.path.Path("/"))
 
 
@@ -62,21 +65,22 @@ _STEP_METADATA = {
 class LiteralPath(_GPath):
     """A path whose name is not a pattern: a directory may be called ``lr=[0.1,0.2]``.
 
-    Orbax finds the files of all processes by `glob`, to merge them. `glob` takes ``[``,
-    ``*`` and ``?`` in the directory's name for a pattern: a save finds nothing to
-    merge, or the files of another run (docs/library-notes.md, "Orbax: directories").
+    Orbax finds the files of all processes with `glob`, in order to merge them. `glob`
+    treats ``[``, ``*`` and ``?`` in the directory's name as a pattern. A save would
+    then find no files to merge, or the files of another run (docs/library-notes.md,
+    "Orbax: directories").
     """
 
     def glob(self, pattern: str) -> Iterator[Self]:
-        """Yields all files that match, below this very directory."""
+        """Yields all files below this directory that match."""
         literal = _GPath(glob.escape(os.fspath(self)))
         return map(type(self), literal.glob(pattern))
 
     def write_text(self, data: str, *args: Any, **options: Any) -> int:
-        """Writes a file; on other processes than the first, to the disk.
+        """Writes a file; on processes other than the first, it also syncs the file.
 
-        Process 0 syncs a whole step before it appears. But there are file systems that
-        keep a write in a machine's memory until that machine itself syncs it.
+        Process 0 syncs an entire step before the step appears. But some file systems
+        keep a write in a machine's memory until that same machine syncs it.
         """
         size = super().write_text(data, *args, **options)
         if jax.process_index() != 0 and not is_url(os.fspath(self)):
@@ -84,12 +88,12 @@ class LiteralPath(_GPath):
         return size
 
     def rename(self, target: str | os.PathLike[str]) -> Self:
-        """Renames a directory; the disk has the new name when this returns.
+        """Renames a directory; the new name is on the disk when this returns.
 
-        Orbax calls it to give a step its name, once the step is written: here the step
-        is synced (docs/library-notes.md, "Orbax: saving").
+        Orbax calls this to give a step its final name, once the step is written. The
+        step is synced here first (docs/library-notes.md, "Orbax: saving").
         """
-        # A part of a step is synced with the step; an object store is always in sync.
+        # A part of a step is synced with its step. An object store needs no sync.
         if is_url(os.fspath(self)) or UNFINISHED in self.parent.name:
             return super().rename(target)
         rename = publish if UNFINISHED in self.name else move
@@ -98,20 +102,21 @@ class LiteralPath(_GPath):
 
 
 def is_url(path: str) -> bool:
-    """True for a directory of an object store, such as ``gs://...``."""
+    """Returns True for a directory of an object store, such as ``gs://...``."""
     return "://" in path
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a directory of this name holds; ``None`` for ``0020`` or ``²``."""
+    """Returns the step of a directory with this name; ``None`` for ``0020``, ``²``."""
     is_number = name.isascii() and name.isdecimal()
     return int(name) if is_number and name == str(int(name)) else None
 
 
 def read_json(path: LiteralPath) -> dict[str, Any]:
-    """The JSON object in a file, which is local or in an object store.
+    """Reads the JSON object in a file, which is local or in an object store.
 
-    Raises ``OSError`` if it cannot be read, ``ValueError`` if it is not such a file.
+    Raises ``OSError`` if the file cannot be read, and ``ValueError`` if it does not
+    hold a JSON object.
     """
     if not is_url(os.fspath(path)):
         return read_object(path)
@@ -119,7 +124,7 @@ def read_json(path: LiteralPath) -> dict[str, Any]:
 
 
 def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
-    """Orbax's metadata of a step, in which our header is ``"custom_metadata"``.
+    """Reads Orbax's metadata of a step; our header is its ``"custom_metadata"``.
 
     Raises the same errors as `read_json`.
     """
@@ -132,8 +137,8 @@ def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
 def check_files(step_directory: str) -> None:
     """Raises ``ValueError`` unless a step holds only regular files, of sane sizes.
 
-    A file may be a link to a regular file; a directory in a step may not be a link: it
-    could lead anywhere. Object stores have neither.
+    A file may be a link to a regular file. A directory in a step may not be a link,
+    because a link could lead anywhere. Object stores have no links.
     """
     if is_url(step_directory):
         return
@@ -156,8 +161,8 @@ class Listing:
 
     Attributes:
         steps: The complete steps.
-        corrupt: Steps of which only a part is left, each with its problem.
-        foreign: Steps that another program may have written, complete or corrupt: they
+        corrupt: Steps of which only a part exists, each with its problem.
+        foreign: Steps that another program may have written, complete or corrupt. These
             are neither deleted nor renamed.
     """
 
@@ -167,18 +172,18 @@ class Listing:
 
 
 def list_steps(directory: str) -> Listing:
-    """Lists the steps of a directory; ``OSError`` if it cannot be read now.
+    """Lists the steps of a directory; raises ``OSError`` if it cannot be read now.
 
-    Orbax is not asked. It takes every directory with a number as name for a step,
-    treats a file that cannot be read now as missing, and lists nothing if the metadata
-    of one step has an unknown field.
+    Orbax could also list steps, but this does not use it. Orbax takes every directory
+    whose name is a number for a step. It treats a file that cannot be read now as
+    missing. It lists nothing if the metadata of one step has an unknown field.
     """
     found, root = Listing(), LiteralPath(directory)
-    # A rename makes a step of a local directory appear and vanish at once. A step in an
-    # object store exists as long as its commit file, which is written last and deleted
-    # first.
+    # In a local directory a rename makes a step appear or vanish at once. In an object
+    # store, a step exists while its commit file exists: the file that is written last
+    # and deleted first.
     is_local = not is_url(directory)
-    if not is_local and not root.exists():  # it begins to exist with its first file
+    if not is_local and not root.exists():  # it will exist once it holds a file
         return found
     for path in root.iterdir():
         step = parse_step(path.name)
@@ -195,7 +200,7 @@ def list_steps(directory: str) -> Listing:
 
 
 def _judge(path: LiteralPath) -> tuple[str | None, bool]:
-    """The problem of a step, and whether another program may have written it.
+    """Returns the problem of a step, and whether another program may have written it.
 
     The problem is empty if the step is complete, and ``None`` if the directory holds no
     part of a checkpoint.
@@ -205,7 +210,7 @@ def _judge(path: LiteralPath) -> tuple[str | None, bool]:
     except (FileNotFoundError, NotADirectoryError):
         is_step, problem = False, "has no metadata left"
     except ValueError as error:
-        # A directory in place of the file is not a sign of a checkpoint.
+        # A directory with the file's name does not show that this is a checkpoint.
         is_step = (path / METADATA).is_file()
         problem = f"has metadata that cannot be parsed ({error})"
     else:
@@ -218,12 +223,12 @@ def _judge(path: LiteralPath) -> tuple[str | None, bool]:
 
 
 def is_ours(step_path: LiteralPath) -> bool | None:
-    """True if this library wrote a directory that has a step's name and no metadata.
+    """Returns True if this library wrote a step's directory that has no metadata.
 
-    A step of ours has the file of checksums, or its directory beside files or
-    directories with Orbax's names. Returns False if only Orbax's names are there: it
-    may be another program's checkpoint. Returns ``None`` if there is neither: whatever
-    its name, the directory holds no part of a checkpoint.
+    A step of ours has the file of checksums. Or it has the directory of that file, next
+    to files or directories with Orbax's names. Returns False if there are only Orbax's
+    names: the directory may be another program's checkpoint. Returns ``None`` if there
+    are no such names: the directory holds no part of a checkpoint.
     """
     if not step_path.is_dir():
         return None
@@ -236,7 +241,8 @@ def is_ours(step_path: LiteralPath) -> bool | None:
 
 def quarantine(directory: str, step: int) -> str:
     """Renames a corrupt step, so that it is not read again; returns its new path."""
-    # A step of this number may have been damaged, renamed and saved again before.
+    # The name is unique, because an earlier step of this number may have been damaged
+    # and renamed too.
     moved = LiteralPath(directory) / f"{QUARANTINED}{step}-{uuid.uuid4().hex[:8]}"
     if jax.process_index() == 0:
         (LiteralPath(directory) / str(step)).rename(moved)
@@ -245,14 +251,14 @@ def quarantine(directory: str, step: int) -> str:
 
 
 def set_aside(directory: str, step: int, later: Iterable[int]) -> str:
-    """Moves steps into a new directory below theirs; returns its path.
+    """Moves steps into a new directory below ``directory``; returns the new path.
 
-    The newest goes first: after a kill in between, the newest that is left is still the
-    end of the run. The file of metrics, whose later lines a resumed run removes, is
-    copied.
+    The newest step moves first. If the process is killed before all have moved, the
+    newest step that remains is still the end of the run. The file of metrics is copied,
+    because a resumed run removes its later lines.
 
     Raises:
-        CheckpointDirectoryError: On all processes, if process 0 cannot move them.
+        CheckpointDirectoryError: On all processes, if process 0 cannot move the steps.
     """
     aside = LiteralPath(directory) / f"{REWOUND}{step}-{uuid.uuid4().hex[:8]}"
     problem = ""
@@ -283,25 +289,25 @@ def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
         path = LiteralPath(directory) / str(step)
         try:
             if is_url(directory):
-                # A step without this file is not listed, and the next start deletes
-                # the rest.
+                # A step without this file is not listed. If the process is killed now,
+                # the next start deletes the rest.
                 (path / COMMITTED).unlink(missing_ok=True)
             else:
-                # A rename first: a kill then leaves no half-deleted step. The next
-                # start deletes the rest.
+                # The rename comes first, so that a kill leaves no half-deleted step.
+                # The next start deletes the rest.
                 path = path.rename(
                     path.with_name(f"{_DELETED}{step}-{uuid.uuid4().hex[:8]}")
                 )
             _delete(path)
-        except Exception as error:  # an object store's errors are of any class
+        except Exception as error:  # object stores raise errors of various classes
             problems.append(f"step {step} ({type(error).__name__}: {error})")
     return problems
 
 
 def discard_unfinished(directory: str) -> None:
-    """Has process 0 delete the files of failed saves, as far as that is possible now.
+    """Makes process 0 delete the files of failed saves, if they can be deleted now.
 
-    Orbax does so only when the directory is opened again.
+    Orbax deletes them only when the directory is opened again.
     """
     if jax.process_index() != 0:
         return
@@ -312,7 +318,7 @@ def discard_unfinished(directory: str) -> None:
 
 
 def delete_remains(directory: str) -> list[str]:
-    """Deletes the remains of killed deletions; returns a line for each failure."""
+    """Deletes the files that killed deletions left; returns a line for each failure."""
     problems = []
     if not is_url(directory):
         for name in filter(is_deleted, os.listdir(directory)):
@@ -324,27 +330,27 @@ def delete_remains(directory: str) -> list[str]:
 
 
 def is_deleted(name: str) -> bool:
-    """True for the name of a step that a killed process was deleting."""
+    """Returns True for the name of a step that a killed process was deleting."""
     return re.fullmatch(rf"{_DELETED}\d+-[0-9a-f]{{8}}", name) is not None
 
 
 def _delete(path: LiteralPath) -> None:
     if is_url(os.fspath(path)):
         path.rmtree(missing_ok=True)
-    elif os.path.islink(path):  # somebody else's directory
+    elif os.path.islink(path):  # it leads to a directory that we did not make
         os.unlink(path)
     else:
         shutil.rmtree(path)
 
 
 def printable(value: object) -> str:
-    """The text of a value that a stranger may have written, without escape codes."""
+    """Returns a value as text without escape codes; a stranger may have written it."""
     text = str(value)
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
 
 
 def matches(value: object, kind: Any) -> bool:
-    """True if JSON has the types in ``kind``; its key ``"*"`` matches any key."""
+    """Returns True if JSON has the types in ``kind``; key ``"*"`` matches any key."""
     if not isinstance(kind, dict) or not isinstance(value, dict):
         return not isinstance(kind, dict) and isinstance(value, kind)
     if "*" in kind:
@@ -353,5 +359,5 @@ def matches(value: object, kind: Any) -> bool:
 
 
 def is_foreign(header: dict[str, Any]) -> bool:
-    """True if another program has saved it: it lacks all keys of our header."""
+    """Returns True if another program saved the header: it has none of our keys."""
     return not {"format", "digest", "sizes"} & header.keys()

@@ -1,8 +1,9 @@
-"""The lock of a checkpoint directory: one run at a time writes there.
+"""The lock of a checkpoint directory: only one run at a time writes there.
 
-A file names the process that holds the lock. It is created exclusively, which is atomic
-on NFS too, where ``flock`` may work only within one machine. Its modification time is
-renewed as long as that process lives. The clocks of two machines are never compared.
+The lock is a file that names the process that holds it. The file is created
+exclusively. That is atomic on NFS too, where ``flock`` may work only within one
+machine. While the process lives, it renews the file's modification time. The clocks of
+two machines are never compared.
 """
 
 import contextlib
@@ -39,9 +40,9 @@ class DirectoryLock:
         path: Path of the lock's file.
 
     Raises:
-        CheckpointDirectoryError: If a live process holds it. A process of this machine
-            is looked up. For another machine's process the file is watched until it is
-            renewed, for at most 35 s.
+        CheckpointDirectoryError: If a live process holds the lock. If the process is on
+            this machine, the system is asked whether it lives. If it is on another
+            machine, the file is watched until it is renewed, for at most 35 s.
     """
 
     def __init__(self, directory: str) -> None:
@@ -69,8 +70,8 @@ class DirectoryLock:
             if held is not None:
                 _remove(self.path, held)
         stop = threading.Event()
-        # A daemon without a reference to `self`: the lock is released with the last
-        # reference to this object.
+        # The thread is a daemon and has no reference to `self`, so the lock is released
+        # when the last reference to this object goes.
         threading.Thread(
             target=_keep_renewing,
             args=(self.path, self._content, stop),
@@ -99,7 +100,9 @@ _held: weakref.WeakValueDictionary[str, DirectoryLock] = weakref.WeakValueDictio
 
 
 def lock_directory(directory: str) -> DirectoryLock | None:
-    """The lock of a directory, held by process 0 for all; ``None`` on the others.
+    """Returns the lock of a directory on process 0, and ``None`` on other processes.
+
+    Process 0 holds the lock for all processes.
 
     All objects of one process that use the directory share the lock. A directory in an
     object store has no lock.
@@ -123,14 +126,14 @@ def lock_directory(directory: str) -> DirectoryLock | None:
 
 
 def _identify(pid: int) -> tuple[str, str]:
-    """An id of this machine since its boot, and the start time of one of its processes.
+    """Returns an id of this machine's boot, and the start time of one of its processes.
 
-    The id is empty where the system does not tell it, the time if the process has
-    ended.
+    The id is empty if the system does not provide it. The time is empty if the process
+    has ended.
     """
     try:
-        # A host's name does not identify a machine: containers may each have one, or
-        # share one.
+        # A host's name does not identify a machine: each container may have a name, and
+        # containers may share a name.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -159,13 +162,12 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """Content of a lock and the time of its last renewal; ``None`` if it is missing.
+    """Reads a lock and the time of its last renewal; ``None`` if it is missing.
 
-    Raises ``ValueError`` if its name belongs to something that is not a regular file:
-    no run makes such a lock.
+    Raises ``ValueError`` if the path is not a regular file, which no run would create.
     """
     try:
-        # The file is opened, since a network file system may answer `stat` from a
+        # The file is opened, because a network file system may answer `stat` from its
         # cache.
         with open(path, "rb", opener=open_regular) as file:
             return file.read(4096), os.fstat(file.fileno()).st_mtime_ns
@@ -175,7 +177,7 @@ def _read(path: Path) -> tuple[bytes, int] | None:
 
 def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
     owner = _parse(held[0])
-    # The start time counts too: another process may have the number of an ended one.
+    # The start time is compared too: a new process may have the number of an ended one.
     machine, start = _identify(owner["pid"])
     if machine and machine == owner["machine"]:
         return start == owner["start"] != ""
@@ -193,11 +195,12 @@ def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
 
 def _remove(path: Path, held: tuple[bytes, int]) -> None:
     """Removes the lock of a dead process, unless another process has done so."""
-    # One process at a time: a second would remove the lock that the first creates next.
+    # One process at a time does this. A second process would remove the lock that the
+    # first one creates next.
     guard = path.with_name(f"{LOCK}.removing")
     deadline = time.monotonic() + _REMOVE_SECONDS
     while not _create(guard, b""):
-        if time.monotonic() > deadline:  # the process that made it was killed
+        if time.monotonic() > deadline:  # the process that made the guard was killed
             guard.unlink(missing_ok=True)
         time.sleep(0.01)
     try:
@@ -221,7 +224,7 @@ def _renew(path: Path, content: bytes) -> bool:
 def _keep_renewing(path: Path, content: bytes, stop: threading.Event) -> None:
     is_held = True
     while is_held and not stop.wait(_RENEW_SECONDS):
-        # A disk that is unavailable for a moment does not end the lock.
+        # The lock survives a disk that is unavailable for a moment.
         with contextlib.suppress(OSError, ValueError):
             is_held = _renew(path, content)
 
@@ -230,13 +233,14 @@ def _release(pid: int, path: Path, content: bytes, stop: threading.Event) -> Non
     stop.set()
     with contextlib.suppress(OSError, ValueError):
         held = _read(path)
-        # A forked child has a copy of the lock's object, but must not release the lock.
+        # A forked child has a copy of the lock's object, but it must not release the
+        # lock.
         if pid == os.getpid() and held is not None and held[0] == content:
             path.unlink()
 
 
 def _parse(content: bytes) -> dict[str, Any]:
-    """The owner of a lock; fields that are missing or unreadable are question marks."""
+    """Returns the owner of a lock, with question marks for unreadable fields."""
     names = ("host", "pid", "since", "script", "machine", "start")
     owner: dict[str, Any] = dict.fromkeys(names, "?")
     with contextlib.suppress(ValueError):

@@ -1,7 +1,7 @@
 """Options of checkpoints, rules for the steps to keep, and checks of the directory.
 
-An object store (``gs://...``) has no free space to ask for and no file to try: most of
-its checks are left to Orbax.
+An object store (``gs://...``) does not report free space, and a file cannot be written
+there as a test. So Orbax makes most of the checks there.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ Metrics = Mapping[str, float]
 
 
 def check_readable(directory: str) -> None:
-    """Raises ``CheckpointNotFoundError`` if there is no such directory."""
+    """Raises ``CheckpointNotFoundError`` if the directory does not exist."""
     if is_url(directory):
         check_url(directory)
     elif not os.path.isdir(directory):
@@ -40,15 +40,15 @@ def check_readable(directory: str) -> None:
 
 
 def check_directory(directory: str) -> None:
-    """Makes the directory and writes a file there.
+    """Creates the directory and writes a file there.
 
-    Raises ``CheckpointDirectoryError`` if that fails.
+    Raises ``CheckpointDirectoryError`` if either fails.
     """
     if is_url(directory):
         check_url(directory)
         return
-    # Root may write where the mode forbids it, and a disk may be full or read-only:
-    # only a file that is written tells.
+    # Only an actual write shows whether the directory can be written: root may write
+    # where the mode forbids it, and a disk may be full or read-only.
     try:
         make_directory(directory)
         tempfile.TemporaryFile(dir=directory).close()
@@ -61,14 +61,14 @@ def check_directory(directory: str) -> None:
 
 def check_url(url: str) -> None:
     """Raises ``CheckpointDirectoryError`` if an object store cannot be written to."""
-    # Orbax's specs for TensorStore know no other store (docs/library-notes.md).
+    # Orbax's specs for TensorStore know only this store (docs/library-notes.md).
     if not url.startswith("gs://"):
         raise CheckpointDirectoryError(
             f"Cannot write checkpoints to '{url}': Orbax writes arrays to Google Cloud "
             "Storage (gs://bucket/run) and to file systems. Mount another object store "
             "as a file system, and give the path."
         )
-    # The files to delete there are found by gcsfs, which takes the name for a pattern.
+    # gcsfs finds the files to delete there, and treats the name as a pattern.
     if glob.has_magic(url):
         raise CheckpointDirectoryError(
             f"Cannot write checkpoints to '{url}': in an object store a name may hold "
@@ -76,7 +76,7 @@ def check_url(url: str) -> None:
         )
     try:
         importlib.import_module("google.cloud.storage")
-        # If TensorFlow is installed, Orbax reads and lists with it instead.
+        # If TensorFlow is installed, Orbax reads and lists with it instead of gcsfs.
         if importlib.util.find_spec("tensorflow") is None:
             importlib.import_module("gcsfs")
     except ImportError as error:
@@ -89,8 +89,8 @@ def check_url(url: str) -> None:
 def check_name(directory: str) -> None:
     """Raises ``CheckpointError`` if TensorStore would write to another directory.
 
-    It takes a backslash for a slash, and a name with the suffix of its locks for a
-    lock.
+    TensorStore treats a backslash as a slash. It treats a name that has the suffix of
+    its lock files as a lock file.
     """
     is_utf8 = directory == directory.encode(errors="replace").decode()
     is_lock = any(part.endswith(".__lock") for part in directory.split(os.sep))
@@ -102,18 +102,19 @@ def check_name(directory: str) -> None:
 
 
 def check_writable(directory: str, prepare: Callable[[], None]) -> None:
-    """Raises ``CheckpointDirectoryError`` on all unless process 0 can and may write.
+    """Raises ``CheckpointDirectoryError`` on all processes if process 0 may not write.
 
-    Process 0 calls ``prepare``, whose ``OSError`` is an error on all processes.
+    Process 0 calls ``prepare``. If that raises ``OSError``, it is an error on all
+    processes.
     """
-    # Process 0 makes the directory of a step, in the background. Where it cannot, the
-    # writers of all processes would wait for it for 5 minutes.
+    # Process 0 makes the directory of a step in the background. If that failed, the
+    # writers of all processes would wait 5 minutes for the directory.
     problem = ""
     if jax.process_index() == 0:
         try:
             check_directory(directory)
             prepare()
-        except OSError as error:  # a CheckpointDirectoryError is one
+        except OSError as error:  # CheckpointDirectoryError is a subclass
             problem = str(error)
     problem = allgather_object("directory of a save", problem)[0]
     if problem:
@@ -123,10 +124,10 @@ def check_writable(directory: str, prepare: Callable[[], None]) -> None:
 def check_step(
     directory: str, step: int, latest: int | None, *, overwrite: bool
 ) -> None:
-    """Raises ``CheckpointError`` unless ``step`` is later than all, and its place free.
+    """Raises ``CheckpointError`` unless ``step`` is the latest and its path is free.
 
-    Orbax without this check skips an older step silently, and finds a directory that is
-    in its way only after all writes.
+    Without this check, Orbax silently skips an older step. It reports a directory in
+    the way only after it has written everything.
     """
     where = f"step {step} in '{directory}'"
     if step == latest:
@@ -148,7 +149,7 @@ def check_step(
 
 
 def check_space(directory: str, needed_bytes: int) -> None:
-    """Checks that a checkpoint fits on the disk; a URL has no limit to ask for."""
+    """Raises an error if a checkpoint exceeds the disk's space; does not check URLs."""
     if is_url(directory):
         return
     free = shutil.disk_usage(directory).free
@@ -165,7 +166,7 @@ _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "
 
 
 def grows(metric: str) -> bool:
-    """True if a metric, by its name, is best when it is largest."""
+    """Returns True if a metric's name says that its largest value is the best."""
     return bool(set(re.split(r"[^a-z0-9]+", metric.lower())) & _GROWING)
 
 
@@ -180,36 +181,35 @@ _CHOICES = {
 @suggests_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Options of checkpoints: their directory, intervals, and rules for steps to keep.
+    """Options of checkpoints: the directory, the intervals, and which steps to keep.
 
-    A checkpoint is kept while any rule asks for it; the newest is always kept.
+    A checkpoint is kept while any rule asks for it. The newest is always kept.
 
     Attributes:
-        directory: Root of the run's checkpoints, made absolute; or a URL. One run at a
-            time writes to a path, which a lock ensures.
+        directory: Root of the run's checkpoints: a path, which is made absolute, or a
+            URL. A lock ensures that only one run at a time writes to a path.
         every: Steps between saves.
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
-        keep_every: Saved steps that this divides are never deleted.
+        keep_every: Saved steps that are multiples of this number are never deleted.
         keep_best: Name of the metric by which the best checkpoints are kept.
-            Checkpoints without it, or with a value that is not finite, never count as
-            best.
+            Checkpoints that lack it, or whose value is not finite, never count as best.
         best_mode: ``"min"`` (the default) if the smallest value is the best, ``"max"``
-            if the largest is. It is required for a metric that grows, such as an
-            accuracy.
+            if the largest is. It must be given for a metric whose name suggests that
+            larger is better, such as an accuracy.
         num_best: Number of the best checkpoints that are kept.
         asynchronous: True if a save returns before its files are written.
         resume: True if a fit continues from the latest checkpoint.
-        frozen: Treatment of parameters that are not trained (``wrt=``): ``"save"``
-            writes them; ``"checksum"`` writes only their checksums, so that a
-            checkpoint of adapters holds the adapters and their optimizer's state. It
-            restores into a Trainer whose model has the same untrained parameters, bit
-            for bit.
-        on_damage: Effect of a corrupt latest checkpoint on a fit: it raises an error
-            (``"error"``), or quarantines the checkpoint and continues from the newest
-            intact one (``"previous"``).
-        on_save_error: Effect of a failed save: it ends the fit (``"raise"``), or it is
-            a warning (``"warn"``), like a logger's ``OSError``, and training goes on. A
-            save of copies that differ between devices always ends the fit.
+        frozen: Treatment of parameters that are not trained (``wrt=``). ``"save"``
+            writes them. ``"checksum"`` writes only their checksums, so that a
+            checkpoint of adapters holds only the adapters and their optimizer state. It
+            can be restored only into a Trainer whose model has the same untrained
+            parameters, bit for bit.
+        on_damage: Effect of a corrupt latest checkpoint on a fit. ``"error"`` raises an
+            error. ``"previous"`` quarantines the checkpoint and continues from the
+            newest intact one.
+        on_save_error: Effect of a failed save. ``"raise"`` ends the fit. ``"warn"``
+            gives a warning, as for an ``OSError`` of a logger, and training goes on. If
+            a save finds copies that differ between devices, it always ends the fit.
 
     Raises:
         CheckpointError: If a number is below 1, a choice is unknown, or the directory
@@ -269,7 +269,7 @@ class Checkpoint:
 
 
 def given_options(options: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint:
-    """The options, also from only a directory; an error if there are none."""
+    """Returns the options; a directory becomes options, ``None`` raises an error."""
     if options is None:
         raise CheckpointNotFoundError(
             "This Trainer has no checkpoint directory. Pass checkpoint='runs/name'."
@@ -278,17 +278,17 @@ def given_options(options: Checkpoint | str | os.PathLike[str] | None) -> Checkp
 
 
 BEST_RULE = "best_by"
-"""Name of the `best_rule` in a checkpoint's metadata."""
+"""Key of the `best_rule` in a checkpoint's metadata."""
 
 
 def best_rule(options: Checkpoint) -> list[str] | None:
-    """The metric and the mode by which the best step is found, for JSON."""
+    """Returns the metric and the mode that determine the best step, for JSON."""
     best = options.keep_best
     return None if best is None else [best, options.best_mode or "min"]
 
 
 def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
-    """Options that rank by the `best_rule` of a checkpoint, unless they have a rule."""
+    """Returns the options, with a checkpoint's `best_rule` if they have no rule."""
     match options.keep_best, rule:
         case None, [str(metric), "min" | "max" as mode]:
             return dataclasses.replace(options, keep_best=metric, best_mode=mode)
@@ -296,22 +296,23 @@ def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
 
 
 def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
-    """The steps with a finite ``keep_best``: the best first, ties by latest."""
+    """Returns the steps with a finite ``keep_best``: best first, ties latest first."""
     if options.keep_best is None:
         return []
     sign = 1 if options.best_mode == "min" else -1
     scores = {k: sign * x.get(options.keep_best, math.nan) for k, x in metrics.items()}
-    # NaN has no order: a NaN would make the sort arbitrary.
+    # NaN is not ordered: with a NaN, the result of the sort would be arbitrary.
     finite = [step for step, score in scores.items() if math.isfinite(score)]
     return sorted(finite, key=lambda step: (scores[step], -step))
 
 
 def superseded_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
-    """The saved steps that no rule keeps; ``metrics`` has all saved steps.
+    """Returns the saved steps that no rule keeps; ``metrics`` has all saved steps.
 
-    Orbax has such rules too. Its ``BestN`` reads a separate metrics file, orders NaN
-    arbitrarily, and keeps every step while there are at most ``n`` steps, also steps
-    without the metric. A failed deletion makes the save fail.
+    Orbax has such rules too, but they are not used. Its ``BestN`` reads a separate
+    metrics file and orders NaN arbitrarily. While there are at most ``n`` steps it
+    keeps all of them, even steps without the metric. A failed deletion makes the save
+    fail.
     """
     steps = sorted(metrics)
     kept = set(steps if options.keep_last is None else steps[-options.keep_last :])

@@ -1,8 +1,8 @@
-"""Calls of Orbax, the lines that it logs, and every workaround for Orbax 0.12.8.
+"""Calls of Orbax, filters for its log, and every workaround for Orbax 0.12.8.
 
-Orbax's v1 API writes and reads the arrays; the rest of the package sees it through this
-file. A comment at each workaround names the symptom, and the upstream issue if one is
-known; the workaround can go once the symptom is gone.
+Orbax's v1 API writes and reads the arrays. The rest of the package uses Orbax only
+through this file. A comment at each workaround names the symptom, and the upstream
+issue if one is known. A workaround can be deleted once its symptom is gone.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ from nnx_parallel.errors import (
 )
 
 GIVE_UP_SECONDS = 1200
-"""Time after which Orbax gives up a save that has not ended or failed on a process."""
+"""Seconds after which Orbax gives up a save that has not ended or has failed."""
 
 
 class _NoSteps:
-    """Names a step by its number, and lists none: Orbax deletes and reads no step.
+    """Names a step by its number but lists no steps, so Orbax deletes and reads none.
 
-    Steps are listed by `files.list_steps`, and deleted by `files.delete_steps`: Orbax's
-    deletions are not atomic, and a failed deletion would fail the save.
+    `files.list_steps` lists steps and `files.delete_steps` deletes them. Orbax's
+    deletions are not atomic, and a failed deletion would make the save fail.
     """
 
     def build_name(self, step: int) -> str:
@@ -48,31 +48,33 @@ class _NoSteps:
 
 
 def open_directory(directory: str) -> ocp.training.Checkpointer:
-    """Opens a directory with Orbax for saves, and deletes the remains of killed ones.
+    """Opens a directory with Orbax for saves, and deletes the files of killed saves.
 
-    Orbax refuses a step that it has saved before, until its ``reload`` is called.
+    Orbax refuses to save a step that it has saved before, until ``reload`` is called.
     """
     context = _make_context()
     context.async_options.timeout_secs = GIVE_UP_SECONDS
     registry = ocp.handlers.local_registry()
     registry.add(ChecksumHandler)
     context.checkpointables_options.registry = registry
-    # The header and the reader's shardings suffice; no mesh goes to disk.
+    # The header and the reader's shardings suffice, so no mesh is written to disk.
     context.array_options.saving.enable_write_sharding_file = False
-    # Each replica of an array writes a slice of it, cut by a program that is compiled
-    # for each shape while the fit waits: https://github.com/google/orbax/issues/2934.
-    # Below this size one replica writes the whole array.
+    # By default each replica of an array writes a slice of the array. The program that
+    # cuts the slice is compiled for each shape while the fit waits:
+    # https://github.com/google/orbax/issues/2934. Below this size one replica writes
+    # the entire array.
     context.array_options.saving.min_slice_bytes_for_replica_parallel = 2**20
-    # The fit does not wait for a directory that is made in the background. If it cannot
-    # be made, Orbax's writers wait 5 minutes for it, and the interpreter's exit waits
-    # for them: so `options.check_writable` tries first. It cannot try a URL.
+    # The directory is made in the background, so that the fit does not wait for it. If
+    # it cannot be made, Orbax's writers wait 5 minutes for it, and the interpreter's
+    # exit waits for the writers. So `options.check_writable` tries to write first; it
+    # cannot do so for a URL.
     context.async_options.create_directories_asynchronously = not is_url(directory)
     names: Any = _NoSteps()
     return ocp.training.Checkpointer(
         LiteralPath(directory),
         context=context,
         step_name_format=names,
-        cleanup_tmp_directories=True,  # by default Orbax would leave the bytes
+        cleanup_tmp_directories=True,  # by default Orbax would keep these files
     )
 
 
@@ -83,9 +85,9 @@ def _make_context() -> ocp.Context:
 
 
 def can_write(dtype: Any) -> bool:
-    """True if TensorStore, which writes Orbax's arrays, knows a type.
+    """Returns True if TensorStore, which writes Orbax's arrays, supports a dtype.
 
-    It has ``int4`` and not ``uint4``, and most of the 8-bit floats.
+    It supports ``int4`` but not ``uint4``, and most of the 8-bit floats.
     """
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return True  # written as uint32
@@ -97,7 +99,7 @@ def can_write(dtype: Any) -> bool:
 
 
 def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Reads the arrays of a step, placed as asked, without waiting for any process."""
+    """Reads and places the arrays of a step, without waiting for another process."""
     if not wanted:
         return {}
     with _context_of_one():
@@ -105,10 +107,11 @@ def load(path: str, wanted: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _context_of_one() -> ocp.Context:
-    """A context in which this process waits for no other."""
+    """Returns a context in which this process does not wait for other processes."""
     context = _make_context()
-    # Orbax makes all processes meet once each has read its shards: they would wait for
-    # a process that cannot read. So each process is a separate job for Orbax.
+    # In Orbax, all processes wait for one another after each has read its shards. They
+    # would wait for a process that cannot read. So Orbax is told that each process is a
+    # separate job.
     if jax.process_count() > 1:
         me, options = jax.process_index(), context.multiprocessing_options
         options.primary_host, options.active_processes = me, {me}
@@ -117,13 +120,13 @@ def _context_of_one() -> ocp.Context:
 
 
 def describe_plain(path: str) -> Any:
-    """Orbax's metadata of the one tree in a plain checkpoint."""
+    """Returns Orbax's metadata of the one tree in a plain checkpoint."""
     with _context_of_one():
         return ocp.metadata(LiteralPath(path)).metadata
 
 
 def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Reads a part of a plain checkpoint, placed as asked; waits for no process."""
+    """Reads and places part of a plain checkpoint, without waiting for a process."""
     context = _context_of_one()
     context.pytree_options.loading.partial_load = True
     with context:
@@ -131,10 +134,10 @@ def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_group(directory: str, group: str) -> Any:
-    """Orbax's metadata of the arrays of a group, or the error that hides it.
+    """Returns Orbax's metadata of the arrays of a group, or raises the actual error.
 
-    When Orbax describes a whole step, it takes any error for "no metadata", also a
-    temporary one.
+    Orbax can also describe an entire step. But then it treats every error, even a
+    temporary one, as missing metadata.
     """
     path = LiteralPath(directory) / group
     with ThreadPoolExecutor(1) as pool:  # the caller may be running an event loop
@@ -149,7 +152,7 @@ _OF_A_SAVE = re.compile(r"_SignalingThread|Handler Commit|metadata=|Save Finaliz
 
 
 def hide_log(record: logging.LogRecord) -> bool:
-    """Filter of a logger: hides warnings and errors of Orbax.
+    """Hides warnings and errors of Orbax, as the filter of a logger.
 
     They go to ``logging.getLogger("nnx_parallel.checkpoint")``, for debugging.
     """
@@ -160,12 +163,12 @@ def hide_log(record: logging.LogRecord) -> bool:
 
 
 def hide_stragglers(record: logging.LogRecord) -> bool:
-    """`hide_log` for records of Orbax's writing threads after their save has failed."""
+    """Hides records as `hide_log`, if Orbax's threads log them after a failed save."""
     return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
 
 
 def hide_lost_reads(record: logging.LogRecord) -> bool:
-    """Filter of asyncio's logger: hides errors of arrays whose read failed before."""
+    """Hides, in asyncio's log, errors of arrays whose read has already failed."""
     error = record.exc_info[1] if record.exc_info else None
     if not isinstance(error, ValueError) or 'Error opening "zarr' not in str(error):
         return True
@@ -177,9 +180,10 @@ def hide_lost_reads(record: logging.LogRecord) -> bool:
 def hide_late_failures() -> None:
     """Hides tracebacks of transfers that end after their save or restore has failed.
 
-    TensorStore then calls the event loop of Orbax's thread, which is closed, and Python
-    prints that error; asyncio logs the exceptions of that loop's tasks. Both happen for
-    every array (docs/library-notes.md, "Orbax: saving" and "reading").
+    TensorStore then calls the event loop of Orbax's thread, which is closed by then,
+    and Python prints the resulting error. asyncio also logs the exceptions of that
+    loop's tasks. Both happen for every array (docs/library-notes.md, "Orbax: saving"
+    and "reading").
     """
     logging.getLogger("asyncio").addFilter(hide_lost_reads)
     show = sys.unraisablehook
@@ -194,7 +198,7 @@ def hide_late_failures() -> None:
 
 
 _ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Codes in the text of jax's and TensorStore's errors, whose class does not tell.
+# Codes in the texts of errors of JAX and TensorStore; the classes do not distinguish.
 _TRANSIENT = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
@@ -202,17 +206,17 @@ _TRANSIENT = re.compile(
 
 
 def root_cause(error: BaseException) -> str:
-    """The last error of a chain, as text: Orbax wraps the cause in unrelated errors."""
+    """Returns a chain's last error as text; Orbax wraps causes in unrelated errors."""
     error = _last(error)
     if isinstance(error, ParallelError):
         return f"{type(error).__name__}: {error}"
-    # TensorStore adds its whole spec, and lines of its source; both are cut off.
+    # TensorStore appends its entire spec and lines of its source; both are cut off.
     text, *_ = re.split(r" \[(?:tensorstore_spec|source locations)=", str(error))
     return f"{type(error).__name__}: {printable(text)}"
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The last error of a chain, without the stacks of Orbax's threads."""
+    """Returns the last error of a chain, without the stacks of Orbax's threads."""
     error = _last(error)
     error.__context__ = None
     return error.with_traceback(None)
@@ -224,18 +228,18 @@ def _last(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
-    """Names the cause of an Orbax error: corrupt files, or a condition that passes.
+    """Turns an Orbax error into one that says whether the files are corrupt.
 
-    An interrupt is raised unchanged, also if Orbax has turned it into another error.
+    An interrupt is raised unchanged, even if Orbax has turned it into another error.
 
     Args:
         where: The files that are read, for messages.
-        steps: The saved steps, for messages. Without them an error says nothing about
-            the files, and is raised unchanged.
+        steps: The saved steps, for messages. Without them, an error that says nothing
+            about the files is raised unchanged.
 
     Raises:
         CheckpointReadError: If the files are corrupt.
-        CheckpointUnavailableError: If they may be intact, and can be read later.
+        CheckpointUnavailableError: If the files may be intact, and readable later.
     """
     hide_late_failures()
     LOGGER.addFilter(hide_log)
@@ -245,7 +249,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
     except ParallelError:
         raise
     except Exception as error:
-        # Raised without the chain of Orbax's internal tracebacks, which goes to the
+        # The new error has no chain of Orbax's internal tracebacks; they go to the
         # debug log.
         DEBUG.debug("Cannot read %s", where, exc_info=error)
         if is_transient(error) or _are_files_short():
@@ -264,7 +268,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """True if an error is about a condition that may pass, not about the files.
+    """Returns True if the cause of an error may pass, and so is not in the files.
 
     Examples are exhausted memory or file handles, a disk or network that does not
     answer, and a directory without permission.
@@ -273,15 +277,15 @@ def is_transient(error: BaseException) -> bool:
     if (is_io and not isinstance(error, _ABOUT_FILES)) or _TRANSIENT.search(str(error)):
         return True
     if isinstance(error, CancelledError | asyncio.CancelledError):
-        return True  # the read was ended from outside
+        return True  # something outside ended the read
     return error.__cause__ is not None and is_transient(error.__cause__)
 
 
 def _are_files_short() -> bool:
-    """True if hardly any file can be opened: this may then cause any other error.
+    """Returns True if hardly any file can be opened, which may cause any other error.
 
-    C++ code reports it in other words (``random_device: device not available``),
-    without ``EMFILE``.
+    C++ code reports this state in other words (``random_device: device not
+    available``), without ``EMFILE``.
     """
     with contextlib.ExitStack() as opened:
         for _ in range(64):  # a healthy process can still open this many

@@ -1,4 +1,4 @@
-"""Plain checkpoints, which Orbax wrote without this library, read as weights."""
+"""Reads weights from plain checkpoints, which Orbax wrote without this library."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -29,10 +29,11 @@ from nnx_parallel.sharding.names import dotted
 def read_weights(
     path: str | os.PathLike, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
-    """The arrays of a plain checkpoint that a model asks for, placed like the model's.
+    """Returns the arrays of a plain checkpoint that a model needs, placed like them.
 
-    ``wanted`` has arrays of the shape, dtype and sharding to read, by dotted path; the
-    checkpoint may hold all ``known`` paths. All processes call it, and raise together.
+    ``wanted`` has arrays of the shape, dtype and sharding to read, by dotted path. The
+    checkpoint may hold all paths in ``known``. All processes call this function. If one
+    raises, all raise.
 
     Raises:
         CheckpointNotFoundError: If the directory does not exist.
@@ -70,8 +71,8 @@ def _read(
             "restore(directory=..., weights_only=True)."
         ) from error
     leaves = {keys: x for keys, x in found.items() if hasattr(x, "shape")}
-    # A Variable is saved as a node with one array, `kernel.value`; in a pure dict it is
-    # the array itself (docs/library-notes.md, "Orbax: reading").
+    # A Variable is saved as a node with one array, `kernel.value`. In a pure dict, the
+    # node is the array itself (docs/library-notes.md, "Orbax: reading").
     keys = {
         name if (name := dotted(k)) in known else name.removesuffix(".value"): k
         for k in leaves
@@ -97,8 +98,8 @@ def _read(
 
 
 def _as_asked(leaf: Any, wanted: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array on disk; a float has the dtype that is asked for."""
+    """Returns an array's shape on disk with the dtype to read; only floats are cast."""
     dtypes = [x.dtype for x in (wanted, leaf) if x is not None]
     are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
-    # Orbax casts while it reads.
+    # Orbax casts while it reads the array.
     return jax.ShapeDtypeStruct(tuple(leaf.shape), dtypes[0 if are_floats else -1])

@@ -1,7 +1,8 @@
-"""The checkpoints of a directory: found, described, checked, read. Nothing is written.
+"""Finds, describes, checks and reads the checkpoints of a directory.
 
-A run that is alive may be read at any time: a step appears complete or not at all. Only
-the run that writes there has corrupt steps renamed, once an older one is restored.
+Nothing is written here, so a directory can be read while a run writes to it: a step
+appears complete or not at all. Only the run that writes there renames corrupt steps,
+after it has restored an older one.
 """
 
 import contextlib
@@ -69,11 +70,11 @@ class CheckpointReader:
 
     Args:
         options: A `Checkpoint`, or only the directory.
-        description: Description of the run that reads, with which `restore_state`
-            compares a checkpoint's optimizer.
+        description: Description of the run that reads. `restore_state` compares a
+            checkpoint's optimizer with it.
 
     Attributes:
-        options: The given options; a directory is a `Checkpoint` here.
+        options: The given options; a directory has become a `Checkpoint`.
         directory: A path, or a URL such as ``gs://...``.
 
     Raises:
@@ -89,7 +90,7 @@ class CheckpointReader:
         self.options = given_options(options)
         self.directory = str(self.options.directory)
         self._description = dict(description or {})
-        self._metrics: dict[int, Metrics] = {}  # of steps that were read or saved
+        self._metrics: dict[int, Metrics] = {}  # for steps that were read or saved
         self._rules: dict[int, object] = {}  # the `best_rule` of each step
         check_readable(self.directory)
         self._listing: Listing | None = self._list()
@@ -100,37 +101,37 @@ class CheckpointReader:
 
     @property
     def listing(self) -> Listing:
-        """The steps in the directory when it was opened, or after a `reload`."""
+        """The steps that were in the directory when it was opened or reloaded."""
         if self._listing is None:
             self._listing = self._list()
         return self._listing
 
     @property
     def steps(self) -> list[int]:
-        """The complete steps, ascending."""
+        """The complete steps, in ascending order."""
         return sorted(self.listing.steps)
 
     @property
     def corrupt_steps(self) -> dict[int, str]:
-        """Steps of which only a part is left, each with its problem."""
+        """Steps of which only a part exists, each with its problem."""
         return self.listing.corrupt
 
     def reload(self) -> None:
-        """Makes the next use list the steps again: another program may change them."""
+        """Forgets the listing; the next use lists again, and sees others' changes."""
         self._listing = None
 
     def note_save(self, step: int, metrics: Metrics, deleted: Collection[int]) -> None:
-        """Adds a saved step to the listing, and removes the steps deleted for it."""
+        """Adds a saved step to the listing, and removes the steps that it replaced."""
         self._metrics[step] = metrics
         self.listing.steps.add(step)
         self.listing.steps.difference_update(deleted)
 
     def metrics(self) -> dict[int, Metrics]:
-        """The metrics of each saved step; empty if the step cannot be read."""
+        """The metrics of each saved step; empty for steps that cannot be read."""
         steps = self.steps
         for step in steps:
             if step not in self._metrics:
-                # A corrupt step is never among the best; a fit that saves goes on.
+                # A corrupt step never counts as best, and it does not end the fit.
                 errors = (CheckpointReadError, CheckpointFormatError)
                 with contextlib.suppress(*errors), self._reading(step):
                     header = self._read_header(step)
@@ -140,10 +141,9 @@ class CheckpointReader:
 
     @property
     def best_step(self) -> int | None:
-        """The step that is best by ``keep_best``, or ``None``.
+        """The best step by ``keep_best``, or ``None`` if there is none.
 
-        Without that option the best is found by the option of the run that saved the
-        newest step.
+        Without ``keep_best``, the rule of the run that saved the newest step decides.
         """
         metrics = self.metrics()
         newest = max(self._rules.keys() & metrics.keys(), default=None)
@@ -151,9 +151,10 @@ class CheckpointReader:
         return next(iter(best_steps(with_rule(self.options, rule), metrics)), None)
 
     def find(self, step: int | Literal["best"] | None) -> int:
-        """Returns a saved step, or raises ``CheckpointNotFoundError``.
+        """Returns the number of a saved step.
 
-        ``"best"`` is the best by ``keep_best``, ``None`` the latest.
+        ``"best"`` asks for the best step by ``keep_best``, and ``None`` for the latest.
+        Raises ``CheckpointNotFoundError`` if there is no such step.
         """
         steps = self.steps
         found = self.best_step if step == "best" else step
@@ -183,26 +184,26 @@ class CheckpointReader:
         raise CheckpointNotFoundError(problem)
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
-        """Returns the contents of a step, or of the latest; reads no arrays.
+        """Returns the contents of a step, by default of the latest; reads no arrays.
 
         Raises:
             CheckpointNotFoundError: If the step does not exist.
-            CheckpointReadError: If its files are corrupt.
-            CheckpointFormatError: If another program or a later version wrote them.
-            CheckpointUnavailableError: If they cannot be read now.
+            CheckpointReadError: If the step's files are corrupt.
+            CheckpointFormatError: If another program or a later version wrote the step.
+            CheckpointUnavailableError: If the step cannot be read now.
         """
         step = self.find(step)
         path = f"{self.directory}/{step}"
         with self._reading(step):
             header = self._read_header(step)
-            check_files(path)  # Orbax and TensorStore open whatever has the right name
+            check_files(path)  # Orbax and TensorStore open any file of the right name
             groups = {
                 name: describe_group(path, name)
                 for name, size in header["sizes"].items()
                 if size
             }
-            # The header's digest is compared, so that another save's checksums are
-            # refused.
+            # The checksums have the digest of their header, so the checksums of another
+            # save are refused.
             checksums = read_checksums(path, header["digest"])
             return read_stored(step, header, groups, checksums)
 
@@ -217,32 +218,32 @@ class CheckpointReader:
         step: int | Literal["best"] | None = None,
         base: Base | None = None,
     ) -> Restored:
-        """Returns the arrays of some groups, placed as asked, and the metadata.
+        """Returns the arrays of some groups, placed as requested, and the metadata.
 
-        Each device reads only its shards, so that an array is never whole on a device
-        that holds a part. Values equal the saved values, bit for bit.
+        Each device reads only its shards, so no device holds more of an array than its
+        part. Values equal the saved values, bit for bit.
 
         Args:
             wanted: Shape, dtype and sharding of each array, for all groups or some
                 (``{"params": ...}`` reads only the weights).
             step: The same as for `find`.
-            base: Has the arrays that the checkpoint names only by checksum.
+            base: Returns the arrays of which the checkpoint has only the checksum.
 
         Raises:
             CheckpointError: If an array has no sharding.
             CheckpointMismatchError: If paths, shapes or dtypes differ from the saved
-                ones, before any array is read.
-            CheckpointDamagedError: If an array is not the one that was saved.
+                ones. This is raised before any array is read.
+            CheckpointDamagedError: If an array differs from the saved one.
             CheckpointNotFoundError, CheckpointReadError, CheckpointUnavailableError:
-                The same as for `describe`. Corruption that one process finds is an
-                error on all.
+                The same as for `describe`. If one process finds corrupt files, the
+                error is raised on all.
         """
         step = self.find(step)
         where = f"Checkpoint {step} in '{self.directory}'"
         problem, stored, read = "", None, dict[str, Any]()
         lent: dict[str, Any] = {}
         try:
-            # All differences are found before an array is read.
+            # All differences are found before any array is read.
             stored = self.describe(step)
             if wanted.keys() >= _STATE:
                 wanted = self._adapt(stored, wanted)
@@ -255,21 +256,21 @@ class CheckpointReader:
                 read = load(f"{self.directory}/{step}", groups)
         except CheckpointReadError as error:
             if jax.process_count() == 1:
-                raise  # with its cause
+                raise  # a single process raises the error with its cause
             problem = str(error)
-        # Nothing above waits for other processes, so that all come to this exchange.
+        # Nothing above waits for other processes, so all of them reach this exchange.
         problems = allgather_object("read checkpoint", problem)
         bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
         if bad or stored is None:
             raise CheckpointReadError("\n".join(bad))
         with reading(where):
-            # This follows the exchange, because it gathers the sums of all processes'
-            # shards.
+            # This comes after the exchange, because it gathers the checksums of the
+            # shards of all processes.
             check_checksums(stored, read, where)
         if lent:
             own = same_base(stored, lent.keys(), base, where)
             read["model"] = read.get("model", {}) | own
-        # Empty groups were not read, but they belong to the requested groups.
+        # Empty groups are not in the files, but they belong to the requested groups.
         return {name: read.get(name, {}) for name in wanted}, stored.meta
 
     def _reading(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -282,23 +283,24 @@ class CheckpointReader:
         *,
         quarantines: bool = False,
     ) -> tuple[Restored, list[str]] | None:
-        """Restores the latest step; or the latest intact one, if the options say so.
+        """Restores the latest step, or the latest intact one if ``on_damage`` says so.
 
-        With ``quarantines``, later steps, which are corrupt, are renamed.
+        With ``quarantines``, corrupt steps that are later than the restored step are
+        renamed.
 
         Returns:
-            The result of `restore`, and a line for each corrupt step; ``None`` if the
+            The result of `restore`, and a line for each corrupt step. ``None`` if the
             directory holds no step.
 
         Raises:
-            CheckpointError: If it holds a step, but ``resume=False``: a fresh run would
-                write into the directory of another run.
+            CheckpointError: If the directory holds a step but ``resume=False``: a fresh
+                run would write into the directory of another run.
             CheckpointFormatError: If another program or a later version wrote a step
-                that is not passed over as corrupt.
+                that cannot be skipped as corrupt.
             CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
-                ``"error"``, or no step is intact.
-            CheckpointMismatchError: If an array differs, before any array is read: that
-                is not corruption.
+                ``"error"``, or if no step is intact.
+            CheckpointMismatchError: If the arrays of the run differ from the saved
+                arrays. This is not corruption, and no array is read.
             DisagreementError: If the processes see different steps.
         """
         self._check_same_steps()
@@ -317,7 +319,7 @@ class CheckpointReader:
             else:
                 found = self._try_restore(wanted, step, base)
                 if not isinstance(found, CheckpointReadError):
-                    # Nothing is moved until a step is known to be intact.
+                    # No step is renamed until an intact step is known.
                     notes = self._pass_over(problems, step, quarantines=quarantines)
                     if "ema" in wanted and "ema" not in found[0]:
                         notes.append(
@@ -341,7 +343,7 @@ class CheckpointReader:
     def _pass_over(
         self, problems: Mapping[int, str], step: int, *, quarantines: bool
     ) -> list[str]:
-        """Quarantines corrupt steps after ``step``, or not; a line for each."""
+        """Returns a line for each corrupt step after ``step``; may quarantine them."""
         notes = []
         for bad, problem in problems.items():
             note = f"Step {step} is read instead of step {bad}."
@@ -355,7 +357,7 @@ class CheckpointReader:
         return notes
 
     def _describe_remains(self, step: int) -> str:
-        """The problem of a step of which a part is left, unless it may be foreign."""
+        """Returns an incomplete step's problem; raises an error if it is foreign."""
         problem = f"Checkpoint {step} in '{self.directory}' {self.corrupt_steps[step]}."
         if step in self.listing.foreign:
             raise CheckpointFormatError(
@@ -368,10 +370,10 @@ class CheckpointReader:
         self, wanted: AbstractGroups, step: int, base: Base | None
     ) -> Restored | CheckpointReadError:
         """Restores a step, or returns the error of the last try if it is corrupt."""
-        # The outcome is the same on all processes without another exchange: `restore`
-        # raises on all processes if one cannot read a file, and compares checksums of
-        # all. A step that may be moved is read twice, because a network disk may return
-        # a torn file once.
+        # The outcome is the same on all processes without another exchange. `restore`
+        # raises on all processes if one cannot read a file, and it compares the
+        # checksums of all. Before a step is renamed, it is read twice, because a
+        # network disk may return a torn file once.
         num_tries = 1 if self.options.on_damage == "error" else 2
         while True:
             num_tries -= 1
@@ -382,8 +384,8 @@ class CheckpointReader:
                     return error
 
     def _check_same_steps(self) -> None:
-        # Otherwise they would wait for one another, or take parts of two steps for
-        # corruption.
+        # If the processes saw different steps, they would wait for one another, or
+        # mistake parts of two steps for corruption.
         mine = [self.steps, sorted(self.corrupt_steps)]
         seen = allgather_object("steps in the directory", mine)
         spelt = [
@@ -405,9 +407,9 @@ class CheckpointReader:
         step: int | Literal["best"] | None = None,
         base: Base | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The state of a step in the layout of ``abstract``, and the metadata.
+        """Returns the state of a step in the layout of ``abstract``, and the metadata.
 
-        Steps, ``base`` and errors are the same as for `restore`.
+        ``step``, ``base`` and the errors are the same as for `restore`.
         """
         groups, meta = self.restore(to_groups(abstract), step, base)
         return from_groups(abstract, groups), meta
@@ -415,9 +417,9 @@ class CheckpointReader:
     def restore_weights(
         self, state: TrainState, step: int | Literal["best"] | None = None
     ) -> TrainState:
-        """The state with a checkpoint's parameters and variables; reads nothing else.
+        """Returns the state with a checkpoint's parameters and variables.
 
-        A moving average starts from the restored parameters.
+        Nothing else is read. A moving average starts from the restored parameters.
         """
         own = to_groups(state)["model"]
         wanted = jax.tree.map(
@@ -430,9 +432,10 @@ class CheckpointReader:
     def _adapt(
         self, stored: StoredCheckpoint, wanted: AbstractGroups
     ) -> AbstractGroups:
-        """The groups of a state to read, after a check of the optimizer.
+        """Returns the groups of a state to read, after a check of the optimizer.
 
-        A run that begins to keep a moving average starts it from the parameters.
+        If the checkpoint has no moving average but the run does, the average will start
+        from the parameters.
         """
         where = f"Checkpoint {stored.step} in '{self.directory}'"
         check_states(stored, self._description, where)

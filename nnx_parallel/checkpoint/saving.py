@@ -1,4 +1,4 @@
-"""One save in the background: its end on all processes, or its failure on this one."""
+"""One save in the background: its end on all processes, or a failure on this one."""
 
 import logging
 import threading
@@ -23,25 +23,25 @@ from nnx_parallel.errors import CheckpointSaveError
 
 
 def save_error(step: int, directory: str, error: BaseException) -> CheckpointSaveError:
-    """The error to raise when a save cannot start or does not end well."""
+    """Returns the error to raise if a save cannot begin or fails."""
     why = f"{root_cause(error).rstrip('.')}. No other checkpoint was deleted."
     return CheckpointSaveError(f"Saving step {step} in '{directory}' failed: {why}")
 
 
 class BackgroundSave(logging.Filter):
-    """One save in progress, and its result; it filters the log of the writing thread.
+    """A save in progress and its result; also a filter of the log of its thread.
 
-    With several processes Orbax reports a failure only after a barrier that the others
-    never reach: it gives up 20 minutes after the save began (a barrier that some never
-    reach is also in https://github.com/google/orbax/issues/2934). But the process that
-    fails logs its error at once, from the thread that writes, perhaps before Orbax has
-    returned to the caller.
+    With several processes, Orbax reports a failure only after a barrier that some
+    processes never reach. It gives up 20 minutes after the save began
+    (https://github.com/google/orbax/issues/2934 has another barrier that some never
+    reach). But the process that fails logs its error at once, from the thread that
+    writes. This may happen before Orbax has returned to the caller.
 
     Attributes:
         step, metrics: The saved step and its metrics.
         superseded: Older steps, which are deleted once this step is saved.
         seconds: Duration of the save, once it has ended.
-        error: Error with which the save has ended on all processes, or ``None``.
+        error: The error that ended the save on all processes, or ``None``.
         problems: A line for each older step that could not be deleted.
     """
 
@@ -68,13 +68,14 @@ class BackgroundSave(logging.Filter):
         Raises ``CheckpointSaveError`` if it cannot begin.
         """
         hide_late_failures()
-        # A filter that hides a record hides it from later filters too.
+        # If this filter ran after one that hides a record, it would not see the record.
         LOGGER.removeFilter(hide_stragglers)
         LOGGER.addFilter(self)
         try:
             response = begin()
             assert response is not None, "a forced save is never skipped"
-            # A daemon: the interpreter must not wait 20 minutes for a failed save.
+            # The thread is a daemon, because the interpreter must not wait 20 minutes
+            # for a failed save.
             threading.Thread(
                 target=self._follow,
                 args=(response,),
@@ -88,7 +89,7 @@ class BackgroundSave(logging.Filter):
     def _follow(self, response: ocp.AsyncResponse[bool]) -> None:
         try:
             response.result()
-            # Only now: no step is deleted before this one is saved.
+            # This step is saved, so the older steps may be deleted now.
             if jax.process_index() == 0:
                 self.problems = delete_steps(self._directory, self.superseded)
         except BaseException as error:  # any error that ended Orbax's thread
@@ -103,23 +104,23 @@ class BackgroundSave(logging.Filter):
         self._has_ended.set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Keeps the error that Orbax's writing thread logs; hides Orbax's lines."""
+        """Keeps the error that Orbax's writing thread logs; hides Orbax's records."""
         error = record.exc_info and record.exc_info[1]
-        # Orbax writes in a thread of this name; other threads and libraries log too.
+        # Orbax writes in a thread of this name. Other threads and libraries log too.
         if record.threadName == "async_save" and isinstance(error, Exception):
             self._logged = error
         return hide_log(record)
 
     def join(self, *, patiently: bool) -> None:
         """Waits until the save has ended; calls `check` if not ``patiently``."""
-        # A loop: a failure of this process is logged while Orbax's barrier waits.
+        # The loop sees a failure that is logged while Orbax waits at its barrier.
         while not self._has_ended.wait(0.5):
             if not patiently:
                 self.check()
 
     def check(self) -> None:
-        """Raises, once, ``error`` or this process's error while others wait for it."""
-        # A single process waits for no other: its save ends with an error.
+        """Raises, only once, ``error`` or the error that this process logged."""
+        # A single process waits for no other process, so its save ends with an error.
         logged = self._logged if jax.process_count() > 1 else None
         error = self.error or logged
         if error is not None and not self._is_reported:
@@ -127,16 +128,19 @@ class BackgroundSave(logging.Filter):
             raise save_error(self.step, self._directory, error) from first_cause(error)
 
     def state(self) -> str:
-        """``"ended"``, ``"failed"`` (others wait) or ``"running"``, after 0.5 s."""
+        """Returns ``"ended"``, ``"failed"`` or ``"running"`` after at most 0.5 s.
+
+        ``"failed"`` means that other processes still wait for this one.
+        """
         if self._has_ended.wait(0.5):
             return "ended"
         return "running" if self._logged is None else "failed"
 
 
 def wait_on_all_processes(save: BackgroundSave | None) -> bool:
-    """Waits until a save has ended on all processes (True), or failed on one (False).
+    """Waits for a save on all processes; returns False if it failed on one of them.
 
-    After a failure on one process it ends on no process before Orbax gives up.
+    After a failure on one process, the save ends on no process until Orbax gives up.
     """
     states = ["running"]
     while "failed" not in states and set(states) != {"ended"}:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved asynchronously, kept by rules, and resumed from."""
+"""The checkpoints of one run: saves them, deletes old ones, and resumes from them."""
 
 import contextlib
 import os
@@ -66,29 +66,30 @@ from nnx_parallel.state import TrainState
 class CheckpointWriter:
     """Saves the training state of one run, and resumes from it.
 
-    The directory is opened at the first use and stays open until `close`. Use it as a
-    context manager: a process that ends without `close` loses the save in progress, and
-    its error. All processes make the same calls in the same order, from the main
-    thread: Orbax's checkpointer is only for that thread.
+    The directory is opened at the first use and stays open until `close`. Use the
+    writer as a context manager: a process that ends without `close` loses the save in
+    progress and its error. All processes make the same calls in the same order, from
+    the main thread, because Orbax's checkpointer works only in that thread.
 
     Args:
-        options: A `Checkpoint`: directory, intervals, and rules for the steps to keep;
-            or only the directory. With ``None`` no step is due, and saving and
-            restoring are errors.
+        options: A `Checkpoint`, with the directory, the intervals and the rules for the
+            steps to keep; or only the directory. With ``None`` no step is due, and
+            saving and restoring raise errors.
         description: Description of the run; it is saved as metadata with each state.
         frozen: Paths of parameters that are not trained.
 
     Attributes:
-        options: The given options; a directory is a `Checkpoint` here.
+        options: The given options; a directory has become a `Checkpoint`.
         description: The given description.
         directory: A path, or a URL such as ``gs://...``.
-        local_directory: The directory if it is not a URL: other files can go there.
-        last_saved: The step that this object has saved or resumed from, which `save`
-            need not save again.
-        is_preempted: True once jax has announced a preemption (a SIGTERM, possibly one
-            that came before the fit could handle it), at the same step on all
-            processes.
-        report: Called with a message once a checkpoint is on the disk and would
+        local_directory: The directory, if it is not a URL. Other files can go there.
+        last_saved: The last step that this object has saved or resumed from. `save`
+            need not save it again.
+        is_preempted: True once jax has announced a preemption, at the same step on all
+            processes. The cause is a SIGTERM, which may have come before the fit could
+            handle it.
+        report: Function that is called with a message once a checkpoint is on the disk
+            and would survive a power cut.
             survive a power cut.
 
     Example:
@@ -116,7 +117,7 @@ class CheckpointWriter:
         self.report: Callable[[str], object] = str
         only_hashed = self.options is not None and self.options.frozen == "checksum"
         self._frozen = frozen if only_hashed else ()
-        self._reader: CheckpointReader | None = None  # once the directory is open
+        self._reader: CheckpointReader | None = None  # set once the directory is open
         self._orbax: ocp.training.Checkpointer | None = None
         self._lock: DirectoryLock | None = None
         self._save: BackgroundSave | None = None
@@ -125,12 +126,12 @@ class CheckpointWriter:
 
     @property
     def ranks_by_eval(self) -> bool:
-        """True if the best checkpoint is the best by an evaluation."""
+        """True if ``keep_best`` names a metric of an evaluation."""
         best = self.options and self.options.keep_best
         return (best or "").startswith("eval_")
 
     def check_best(self, metrics: Collection[str], where: str) -> None:
-        """Warns, once, if the metric of ``keep_best`` is not among a step's metrics."""
+        """Warns, once, if a step's metrics lack the metric of ``keep_best``."""
         best = self.options and self.options.keep_best
         if best is None or best in metrics or self._has_warned_of_best:
             return
@@ -150,10 +151,10 @@ class CheckpointWriter:
     def saved(self) -> CheckpointReader:
         """The checkpoints on disk, once the save in progress has ended.
 
-        A save that failed is reported as by `wait`.
+        A failed save is reported in the same way as by `wait`.
 
         Raises:
-            CheckpointNotFoundError: Without options.
+            CheckpointNotFoundError: If there are no options.
             CheckpointDirectoryError: If the directory cannot be written, or another run
                 is writing there.
         """
@@ -165,11 +166,12 @@ class CheckpointWriter:
     def _open(self) -> tuple[CheckpointReader, ocp.training.Checkpointer]:
         if self._reader is None or self._orbax is None:
             directory = str(given_options(self.options).directory)
-            # The directory is tried first: if Orbax cannot make a step's directory, its
-            # writers wait for 5 minutes (docs/library-notes.md, "Orbax: directories").
+            # The directory is checked first. If Orbax cannot make a step's directory,
+            # its writers wait for 5 minutes (docs/library-notes.md, "Orbax:
+            # directories").
             check_directory(directory)
-            # The lock is taken first, because Orbax deletes another run's save in
-            # progress when it opens the directory.
+            # The lock comes before Orbax: when Orbax opens the directory, it deletes
+            # the unfinished save of any other run.
             lock = lock_directory(directory)
             with reading(f"the steps in '{directory}'"):
                 self._orbax = open_directory(directory)
@@ -189,10 +191,11 @@ class CheckpointWriter:
         return None if self.options is None else max(self.saved.steps, default=None)
 
     def is_due(self, step: int) -> bool:
-        """True if ``step`` has to be saved: by ``every``, or before a preemption.
+        """Returns True if ``step`` has to be saved, by ``every`` or for a preemption.
 
-        All processes call it once a step: by these calls they agree on the step at
-        which jax announces a preemption (SIGTERM under ``jax.distributed``).
+        All processes call this once for each step. Through these calls they agree on
+        the step at which jax announces a preemption (SIGTERM under
+        ``jax.distributed``).
         """
         if self.options is None:
             return False
@@ -216,26 +219,33 @@ class CheckpointWriter:
     ) -> None:
         """Saves a state under its step; its arrays may be donated once this returns.
 
-        With ``once``, does nothing if this object has saved or restored the step. If an
-        earlier save failed on one of several processes, the others wait for it for up
-        to 20 minutes. Meanwhile this saves nothing, given ``may_skip`` and
-        ``on_save_error="warn"``. ``progress`` has JSON values: the position in the
-        data, and the states of callbacks.
+        If an earlier save failed on one of several processes, the others wait for it
+        for up to 20 minutes. During that time this saves nothing if ``may_skip`` is set
+        and ``on_save_error="warn"``.
+
+        Args:
+            state: The state to save.
+            step: Number of updates done so far.
+            progress: JSON values: the position in the data, and the states of
+                callbacks.
+            metrics: Values at this step, for ``keep_best``.
+            once: Do nothing if this object has saved or restored the step before.
+            may_skip: Allow that the step is not saved while an earlier save hangs.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.
 
         Warns:
-            UserWarning: If the metric of ``keep_best`` is not among ``metrics`` (once),
-                or the step is not saved.
+            UserWarning: If ``metrics`` lack the metric of ``keep_best`` (only once), or
+                if the step is not saved.
         """
         if once and self.last_saved == step:
             return
-        self._open()  # an error without a directory
+        self._open()  # raises an error if there is no directory
         if self.warns and jax.process_count() > 1:
-            # All processes wait together, because this save begins with barriers: a
-            # process whose last save has failed would wait in them for processes that
-            # still write it.
+            # This save begins with barriers. A process whose last save has failed would
+            # wait in them for processes that still write it. So all processes wait here
+            # for the last save, together.
             while not wait_on_all_processes(self._save):
                 self.poll()
                 if may_skip:
@@ -272,22 +282,25 @@ class CheckpointWriter:
         background, unless ``asynchronous=False``.
 
         Args:
-            step: Updates done so far; later than every saved step.
-            groups: Arrays by group and path; groups may be empty, arrays may not. Two
-                names are reserved: ``metrics`` and ``fingerprints``.
-            meta: Values that JSON can hold (which makes tuples lists and keys strings).
+            step: Number of updates done so far; must be later than every saved step.
+            groups: Arrays by group and path. A group may be empty, an array may not.
+                The names ``metrics`` and ``fingerprints`` are reserved.
+            meta: Values that JSON can hold. JSON turns tuples into lists, and keys into
+                strings.
             metrics: Values at this step, for ``keep_best``.
-            overwrite: Replace the latest step, if it is ``step``: it is deleted before
-                the new one is written.
+            overwrite: Replace the latest step, if it is ``step``. The old step is
+                deleted before the new one is written.
             base: Arrays by path whose checksums are saved instead of their values.
 
         Raises:
-            CheckpointError: If the step is not later, or an argument cannot be saved.
+            CheckpointError: If the step is not later than every saved step, or if an
+                argument cannot be saved.
             CheckpointSaveError: If this save could not begin. Also if an earlier save
                 failed in the background: then this save does not begin, unless
                 ``on_save_error="warn"``.
         """
-        # This waits for the last save: otherwise Orbax replaces its inner checkpointer.
+        # `self.saved` waits for the last save; else Orbax would replace its inner
+        # checkpointer.
         saved, (_, orbax) = self.saved, self._open()
         directory, latest = saved.directory, max(saved.steps, default=None)
         check_step(directory, step, latest, overwrite=overwrite)
@@ -346,25 +359,25 @@ class CheckpointWriter:
     def _superseded(
         self, saved: CheckpointReader, step: int, metrics: Metrics
     ) -> list[int]:
-        """Saved steps to delete once ``step`` is saved, with its metrics."""
+        """Returns saved steps to delete once ``step``, with its metrics, is saved."""
         ranks = saved.options.keep_best is not None
         found = saved.metrics() if ranks else {x: {} for x in saved.steps}
-        # Another program's step is neither a step of this run nor its best step.
+        # A step of another program is not a step of this run, so it cannot be its best.
         ours = {k: v for k, v in found.items() if k not in saved.listing.foreign}
         return superseded_steps(saved.options, {**ours, step: metrics})
 
     def wait(self) -> None:
         """Waits until the save in progress is on disk.
 
-        Each process reports a failure once, here or in `poll`: as ``on_save_error``
-        says, by a ``CheckpointSaveError``, or by a warning once the save has ended on
-        all of them.
+        Each process reports a failure once, here or in `poll`. With
+        ``on_save_error="raise"`` it raises a ``CheckpointSaveError``. With ``"warn"``
+        it warns, once the save has ended on all processes.
         """
         with self._reporting_failures():
             self._join_save()
 
     def poll(self) -> None:
-        """Reports a failure like `wait`, perhaps only on one process; does not wait."""
+        """Reports a failure like `wait` but does not wait; processes may differ."""
         with self._reporting_failures():
             if self._save is not None and self._save.error is None:
                 self._save.check()
@@ -398,9 +411,9 @@ class CheckpointWriter:
     def _clean_after_failure(self) -> None:
         reader, orbax = self._open()
         with contextlib.suppress(Exception):
-            orbax.wait()  # Orbax raises a failure once in each thread
+            orbax.wait()  # Orbax raises a failure once for each thread that waits
         discard_unfinished(reader.directory)
-        self._has_remains = True  # late threads may still write
+        self._has_remains = True  # slow threads may still write
         reader.reload()
 
     @contextlib.contextmanager
@@ -409,7 +422,7 @@ class CheckpointWriter:
             yield
         except CheckpointSaveError as error:
             self.last_saved = None
-            # Copies that differ are not a failure of the disk: their numbers are wrong.
+            # If copies differ, the disk is not at fault: the numbers are wrong.
             if not self.warns or isinstance(error.__cause__, ReplicaError):
                 raise
             warn_user(f"{error} Training goes on.")
@@ -421,11 +434,11 @@ class CheckpointWriter:
         *,
         read_only: bool = False,
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """The newest intact state, the metadata, and a line per corrupt step.
+        """Returns the newest intact state, the metadata, and a line per corrupt step.
 
-        ``None`` if there is no directory or no checkpoint in it. All processes call it;
-        errors are the same as for `CheckpointReader.restore_newest`. With
-        ``read_only``, nothing is written or moved: the run may be alive.
+        Returns ``None`` if there is no directory or no checkpoint in it. All processes
+        call this. The errors are the same as for `CheckpointReader.restore_newest`.
+        With ``read_only``, nothing is written or renamed, because the run may be alive.
         """
         if self.options is None:
             return None
@@ -448,11 +461,11 @@ class CheckpointWriter:
         return state, meta, notes
 
     def is_newest(self, step: int) -> bool:
-        """True if a fit would continue from ``step``, the step that was read."""
+        """Returns True if a fit would continue from ``step``, which was just read."""
         return not self.saved.corrupt_steps and self.latest_step == step
 
     def set_aside(self, step: int) -> str:
-        """Moves the steps after one into a directory; returns a line about it, or "".
+        """Moves the steps after ``step`` into a directory; returns a line, or "".
 
         Raises:
             CheckpointDirectoryError: If the directory cannot be written, or another run
@@ -474,13 +487,13 @@ class CheckpointWriter:
 
     def check_options(self) -> None:
         """Raises ``DisagreementError`` on all processes if their options differ."""
-        # Otherwise they would wait for one another: one saves, or deletes a step,
-        # others do not.
+        # With different options they would wait for one another: one process would save
+        # or delete a step, and the others would not.
         options = strip_addresses(repr(self.options))
         check_consistent("checkpoints", {"checkpoint": options})
 
     def check_ahead(self, step: int) -> None:
-        """Raises ``CheckpointError`` if a saved step is later than the run's."""
+        """Raises ``CheckpointError`` if a saved step is later than ``step``."""
         latest = self.latest_step
         if latest is not None and latest > step:
             raise CheckpointError(
@@ -493,8 +506,9 @@ class CheckpointWriter:
     def check_state(self, abstract: TrainState) -> None:
         """Checks that such a state can be saved, before the first step is trained.
 
-        Raises ``CheckpointError`` if it holds an array that has no elements or a type
-        that files lack; ``CheckpointDirectoryError`` if it does not fit on the disk.
+        Raises ``CheckpointError`` if the state holds an array that has no elements or a
+        dtype that cannot be written. Raises ``CheckpointDirectoryError`` if the state
+        does not fit on the disk.
         """
         if self.directory is not None:
             groups, _ = split_base(to_groups(abstract), self._frozen)
@@ -504,7 +518,7 @@ class CheckpointWriter:
             check_space(self.directory, needed)
 
     def exit_message(self, step: int) -> str:
-        """The last message of a run that ends early, at ``step``."""
+        """Returns the last message of a run that ends early, at ``step``."""
         if self.directory is None:
             return "Nothing is saved: this Trainer has no checkpoint directory."
         latest = self.latest_step
@@ -515,13 +529,14 @@ class CheckpointWriter:
         return f"{where}: resume with the same command.{lost}"
 
     def abandon_if_shared(self) -> None:
-        """Drops the directory without waiting for a save of several processes."""
-        # The others may never take part: the next start deletes the unfinished files.
+        """Lets go of the directory without waiting for a save of several processes."""
+        # The other processes may never take part in that save. The next start deletes
+        # its unfinished files.
         if jax.process_count() > 1:
             self._reader = self._orbax = self._lock = self._save = None
 
     def close(self) -> None:
-        """Waits as `wait` does, and closes the directory in any case."""
+        """Waits as `wait` does, and then closes the directory even after an error."""
         try:
             self.wait()
         finally:
@@ -529,16 +544,16 @@ class CheckpointWriter:
             self._reader = self._orbax = self._save = None
             self.is_preempted = False  # the notice was for the fit that ends here
             # Orbax would wait for the other processes of a pending save. After a failed
-            # one it raises the error again.
+            # save it would raise the error again.
             ignored = (Exception,) if self._has_remains else ()
             try:
                 if orbax is not None and not is_pending:
                     with contextlib.suppress(*ignored):
                         orbax.close()
-                    if self._has_remains:  # threads that were late have ended now
+                    if self._has_remains:  # the slow threads have ended by now
                         discard_unfinished(str(self.directory))
             finally:
-                self._lock = None  # released with the last reference in this process
+                self._lock = None  # the last reference in this process releases it
 
     def __enter__(self) -> Self:
         return self
@@ -547,7 +562,8 @@ class CheckpointWriter:
         try:
             self.close()
         except CheckpointSaveError as failure:
-            # Python prints no notes of a SystemExit: its code would hide the failure.
+            # Python does not print the notes of a SystemExit, so its exit would hide
+            # the failure.
             if error is None or isinstance(error, SystemExit):
                 raise
             error.add_note(f"Besides: {failure}")
