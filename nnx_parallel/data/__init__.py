@@ -1,4 +1,4 @@
-"""Batches: read, checked and placed ahead of the step that needs them."""
+"""Batches: reads, checks and places them before the step that needs them."""
 
 from nnx_parallel.data.batches import BatchAgreement as BatchAgreement
 from nnx_parallel.data.batches import check_batch as check_batch

@@ -1,4 +1,4 @@
-"""Batches: checked on the host, the same on all processes, placed on the mesh."""
+"""Checks batches on the host, compares them between processes, and places them."""
 
 import math
 import zlib
@@ -32,12 +32,12 @@ Signature = dict[str, tuple[tuple[int, ...], str]]
 def check_batch(batch: Any, *, index: int = 0) -> int:
     """Checks a pytree of arrays whose dim 0 is the rows, and returns their number.
 
-    Arrays without dims, and those in a `Shared`, belong to all rows.
+    Arrays without dims, and arrays in a `Shared`, belong to all rows.
 
     Raises:
-        DataError: If a leaf is not an array of numbers, or holds integers beyond the 32
-            bits to which JAX would silently wrap them.
-        BatchShapeError: If there are no rows, or leaves disagree about their number.
+        DataError: If a leaf is not an array of numbers, or if it holds integers that
+            do not fit in 32 bits: JAX would wrap them silently.
+        BatchShapeError: If there are no rows, or leaves have different numbers of rows.
 
     Example:
         >>> check_batch({"x": np.zeros((4, 2)), "y": np.zeros(4, int)})
@@ -71,7 +71,7 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
 
 
 def batch_signature(batch: Any) -> Signature:
-    """Returns the shape and dtype, as JAX will hold it, of each array by its path.
+    """Returns the shape of each array, and the dtype that it will have in JAX, by path.
 
     Example:
         >>> batch_signature({"x": np.zeros((4, 2))})
@@ -84,7 +84,10 @@ def batch_signature(batch: Any) -> Signature:
 
 
 def check_same(batch: Any, first: Signature | None, *, index: int) -> Signature:
-    """Returns a batch's signature, checked to be the first one's if there is one."""
+    """Returns a batch's signature; raises an error if it differs from ``first``.
+
+    ``first`` is the signature of the first batch, or ``None`` for the first batch.
+    """
     found = batch_signature(batch)
     first = first or found
     if found.keys() != first.keys():
@@ -141,7 +144,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
             "arrays: convert it with `np.asarray`, dim 0 being the rows. An array "
             f"without dims, such as np.asarray(0.5), is shared by all rows.{place}"
         )
-    kinds = (np.number, np.bool_, jax.dtypes.extended)  # extended: typed random keys
+    kinds = (np.number, np.bool_, jax.dtypes.extended)  # typed random keys are extended
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
         raise DataError(
             f"{name} has dtype {leaf.dtype}. Leaves must hold booleans or numbers: "
@@ -154,7 +157,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
             f"x.astype({leaf.dtype.name!r})."
         )
     # `jax.device_put(np.array([2**40]))` gives 0, without an error or a warning
-    # (https://github.com/jax-ml/jax/issues/18385). A JAX array fits by its nature.
+    # (https://github.com/jax-ml/jax/issues/18385). A JAX array always fits.
     narrow = _narrow(leaf.dtype)
     if isinstance(leaf, jax.Array) or narrow == leaf.dtype.name or leaf.size == 0:
         return
@@ -176,14 +179,16 @@ def _narrow(dtype: Any) -> str:
 
 @dataclass(frozen=True)
 class BatchAgreement:
-    """Compares the next batch of each process before it is placed, without a device.
+    """Compares the next batches of all processes before they are placed.
 
-    A process without a batch, or with one of another shape, would compile another
-    program or none: the others would wait in a collective that it never enters.
+    It uses no device. If a process had no batch, or a batch of another shape, it would
+    compile a different program or none. The other processes would then wait in a
+    collective that this process never enters.
 
     Attributes:
-        name: Name of the batches; two iterators that read at once need two names.
-        stop_reason: Returns why this process wants to stop, or ``None``.
+        name: Name of the batches. Two iterators that read at the same time need
+            different names.
+        stop_reason: Function that returns why this process wants to stop, or ``None``.
     """
 
     name: str = "batch"
@@ -192,22 +197,24 @@ class BatchAgreement:
     def check(
         self, batch: Any, *, index: int, num_read: int
     ) -> tuple[int | None, str | None]:
-        """Waits until each process has a batch, or knows that it has none.
+        """Waits until each process either has a batch or has reached the data's end.
 
         Args:
             batch: The batch, `END`, or `DROPPED`.
-            index: Its number, for messages.
+            index: The batch's number, for messages.
             num_read: Batches that this process has read before, for messages.
 
         Returns:
-            Rows of the batch, ``None`` if any process drops its rows and so all do; and
-            why all processes stop before it, ``None`` if they use it, or if the data of
-            all has ended.
+            Two values. The first is the number of rows of the batch; it is ``None`` if
+            any process drops its rows, since then all processes do. The second is the
+            reason why all processes stop before this batch. It is ``None`` if they use
+            the batch, or if the data of all processes has ended.
 
         Raises:
-            DataError: As `check_batch`, on the process whose batch is unusable.
-            BatchShapeError: On all others, and if shapes or dtypes differ.
-            DataExhaustedError: If the data of some processes has ended, but not of all.
+            DataError: If this process's batch is unusable, as for `check_batch`.
+            BatchShapeError: If another process has an unusable batch, or if
+                batches of two processes differ in shape or dtype.
+            DataExhaustedError: If the data has ended on some processes but not on all.
         """
         is_dropped = batch is DROPPED
         if jax.process_count() == 1 and (is_dropped or batch is END):
@@ -220,20 +227,20 @@ class BatchAgreement:
                 num_rows = check_batch(batch, index=index)
                 signature, shared = batch_signature(batch), shared_checksums(batch)
             except DataError as error:
-                problem = error  # raised once the others know of it
+                problem = error  # raised after the other processes know about it
         text = None if problem is None else str(problem)
-        # Not `multihost_utils.process_allgather`: that runs a program, on a thread that
-        # prefetches. Processes that launch programs in different orders deadlock.
+        # `multihost_utils.process_allgather` would run a program on the prefetching
+        # thread. Processes that launch programs in different orders can deadlock.
         mine = [signature, text, self.stop_reason(), shared, is_dropped]
         found = allgather_object(self.name, mine)
         signatures, problems, reasons, all_shared, drops = zip(*found, strict=True)
         for reason in reasons:
-            if reason is not None:  # first of all: a run that stops needs no batch
+            if reason is not None:  # this is first: a run that stops needs no batch
                 return num_rows, reason
         if any(drops):
             return None, None
         if problem is not None:
-            raise problem  # with its traceback; the others quote its text
+            raise problem  # with its traceback; other processes quote the text
         ended = [i for i, x in enumerate(found) if x[:2] == [None, None]]
         if ended and len(ended) < len(found):
             raise DataExhaustedError(
@@ -267,26 +274,27 @@ class BatchAgreement:
 
 
 def shared_checksums(batch: Any) -> dict[str, int]:
-    """A checksum of each array that all rows share, by its path."""
+    """Returns a checksum of each array that all rows share, by its path."""
     with_rows, shared, join = partition(batch)
     leaves = _named_leaves(join([None] * len(with_rows), shared))
     return {name: zlib.crc32(np.asarray(x).tobytes()) for name, x in leaves.items()}
 
 
 Mark = list[Any]
-"""Content of a batch as JSON can hold it: its rows, and checksums of each array."""
+"""Content of a batch in JSON values: the number of rows and checksums of each array."""
 
-_MARK_BYTES = 2**16  # of an array: 0.1 ms, also where a batch is 100 MB
-_MARK_ROWS = 8  # at each end, to compare batches of different sizes
-_ROW_BYTES = 2**10  # of each of these rows
+_MARK_BYTES = 2**16  # hashed of each array: takes 0.1 ms even if a batch has 100 MB
+_MARK_ROWS = 8  # hashed at each end, to compare batches of different sizes
+_ROW_BYTES = 2**10  # hashed of each row at the ends
 
 
 def mark_of(batch: Any) -> Mark | None:
     """Returns checksums of a host batch; ``None`` if no array can be read cheaply.
 
-    For each array with rows: a checksum of all rows, checksums of the first rows and of
-    the last rows, from the end, and whether rows differ. An array of more than 64 KiB
-    is sampled evenly, along all of its rows. Arrays on accelerators are left out.
+    For each array with rows, the mark has four values: a checksum of all rows,
+    checksums of the first rows, checksums of the last rows counted from the end, and
+    whether rows differ. If an array has more than 64 KiB, items are sampled evenly
+    along all rows. Arrays on accelerators are left out.
 
     Example:
         >>> mark_of(np.arange(3)) == mark_of(np.arange(3)) != mark_of(np.arange(1, 4))
@@ -297,7 +305,8 @@ def mark_of(batch: Any) -> Mark | None:
         if not _is_on_host(x):
             continue
         x = np.asarray(x)
-        # From either end, each row sampled in the same way in a batch of any size.
+        # Rows are counted from either end. A row is sampled in the same way whatever
+        # the number of rows in its batch.
         ends = (x[:_MARK_ROWS], x[: -_MARK_ROWS - 1 : -1])
         rows = [[*map(zlib.crc32, _sampled(end, _ROW_BYTES))] for end in ends]
         by_row = -(-len(x) * x.itemsize // _MARK_BYTES) | 1
@@ -316,31 +325,31 @@ def _is_on_host(x: Any) -> bool:
 
 
 def _sampled(x: np.ndarray, row_bytes: int) -> np.ndarray:
-    """Bytes of an array, ``(rows, bytes)``: all of them, or evenly spread items."""
+    """Returns bytes of an array, ``(rows, bytes)``: of all items or of a sample."""
     row_items = x.size // len(x)
-    # Odd: images and tokens repeat at even distances.
+    # The step is odd, because images and tokens often repeat at even distances.
     by_item = -(-row_items // max(1, row_bytes // x.itemsize)) | 1
     if x.flags.c_contiguous or by_item == 1:
         x = x.reshape(len(x), -1)[:, ::by_item]
-    else:  # by index: to flatten a transposed array would copy all of it
+    else:  # items are taken by index: flattening a transposed array would copy it all
         items = np.arange(0, row_items, by_item)
         x = x[(slice(None), *np.unravel_index(items, x.shape[1:]))]
     return np.ascontiguousarray(x).view(np.uint8)
 
 
 def is_same_content(found: Mark, saved: Mark, other: Mark, *, row: int) -> bool:
-    """True if two batches hold the same rows.
+    """Returns True if two batches hold the same rows.
 
-    Arrays that tell no batch from another are passed over, such as a mask of ones. If
-    one of the others agrees the batches are the same: augmentation may change images
-    from pass to pass, but not their labels.
+    Arrays that are alike in all batches, such as a mask of ones, are not compared. The
+    batches are the same if any other array agrees: augmentation may change images from
+    pass to pass, but not their labels.
 
     Args:
         found: Mark of the present batch.
-        saved: Mark of the batch that it should be.
-        other: Mark of another batch of the same data as ``saved``.
-        row: 1 to compare the first rows, 2 the last rows, if the batches have
-            different numbers of rows.
+        saved: Mark of the expected batch.
+        other: Mark of another batch of the data that ``saved`` comes from.
+        row: If the batches have different numbers of rows: 1 compares the first rows, 2
+            the last rows.
     """
     if len(found) != len(saved):
         return False
@@ -353,7 +362,7 @@ def is_same_content(found: Mark, saved: Mark, other: Mark, *, row: int) -> bool:
 
 
 def is_same_array(found: list, saved: list, has_same_size: bool, row: int = 1) -> bool:
-    """True if two arrays of marks agree: as a whole, or in the rows at one end."""
+    """Returns True if two arrays' marks agree; sizes that differ compare one end."""
     if has_same_size:
         return found[0] == saved[0]
     return all(f == s for f, s in zip(found[row], saved[row], strict=False))
@@ -367,13 +376,13 @@ def _format(found: Any) -> str:
 
 
 def data_share(layout: Layout) -> tuple[int, int]:
-    """Part of the rows of each batch that this process gives, as ``(index, count)``.
+    """Returns which part of each batch's rows this process gives, and how many exist.
 
-    Processes that split no rows between them, as under tensor parallelism across
-    machines, give the same part.
+    The result is ``(index, count)``. Processes that hold the same rows give the same
+    part, as with tensor parallelism across machines.
 
     Raises:
-        MeshShapeError: If two processes have some of their rows in common, not all.
+        MeshShapeError: If two processes hold parts that overlap but are not equal.
     """
     parts = _processes_by_part(layout)
     process = jax.process_index()
@@ -381,11 +390,11 @@ def data_share(layout: Layout) -> tuple[int, int]:
 
 
 def _processes_by_part(layout: Layout) -> list[list[int]]:
-    """The processes that give each part of the rows, parts in the order of rows."""
+    """Returns the processes that give each part; parts are in the order of rows."""
     if jax.process_count() == 1:
         return [[0]]
-    # JAX is asked, rather than the order of the mesh: one row for each device is the
-    # finest split that any batch can have.
+    # JAX is asked for the parts, because the order of the mesh does not determine them.
+    # One row for each device is the finest split that a batch can have.
     num_parts = layout.mesh.size
     sharding = layout.sharding(layout.batch_spec(num_parts))
     rows: defaultdict[int, set[int]] = defaultdict(set)
@@ -413,21 +422,22 @@ def place_batch(
 ) -> Any:
     """Puts a host batch on the mesh, its rows split over the batch axes.
 
-    Each device receives only its rows. The host's arrays may be written to again
-    once this returns.
+    Each device receives only its rows. Once this returns, the caller may write to the
+    host's arrays again.
 
     Args:
         batch: A pytree of arrays whose dim 0 is the rows of this process's
-            `data_share`: with one process the rows of the global batch. Shared entries
-            go to every device whole.
+            `data_share`; with one process, these are the rows of the global batch.
+            Shared entries are copied to every device.
         layout: The strategy's claims on the mesh.
-        num_microbatches: Check that the rows divide evenly over microbatches and
-            batch axes. ``None`` (evaluation) splits the rows over as many axes as
-            divide them, none if it must.
-        global_batch_size: Rows to which the shares must add up.
+        num_microbatches: Check that the rows divide evenly over this number and over
+            the batch axes. With ``None`` (evaluation), the rows are split over as many
+            axes as divide them, which may be none.
+        global_batch_size: Number of rows to which the shares must add up.
 
     Raises:
-        BatchShapeError: If the rows do not divide, or are not those stated.
+        BatchShapeError: If the rows do not divide, or if their number is not
+            ``global_batch_size``.
     """
     index, count = data_share(layout)
     rows, shared, join = partition(batch)
@@ -438,13 +448,13 @@ def place_batch(
     sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
     if num_microbatches is not None:
         check_divisible(num_rows, num_microbatches, sizes)
-    # Equal on all processes, so that each places its copy.
+    # Shared entries are equal on all processes, so each process places its copy.
     shared = _place(layout.sharding(P()), shared) if shared else []
     # (share, ...) in this process -> (batch, ...) over the mesh
     sharding = layout.sharding(layout.batch_spec(num_rows))
     if count > 1 and num_rows % math.prod(sizes.values()) != 0:
-        # A device may need rows of another process: all of them get the whole batch.
-        # This runs a collective, and so never on a prefetching thread.
+        # A device may need rows of another process, so all processes get the entire
+        # batch. This runs a collective, so it never happens on a prefetching thread.
         givers = [processes[0] for processes in _processes_by_part(layout)]
         shares = multihost_utils.process_allgather(rows)  # (process, share, ...)
         gathered = jax.tree.map(
@@ -456,12 +466,13 @@ def place_batch(
 
 
 def _place(sharding: NamedSharding, arrays: list) -> list:
-    """Arrays of this process, or its parts of global ones, on the devices."""
+    """Places this process's arrays, or its parts of global arrays, on the devices."""
     if jax.process_count() > 1:
-        # Slicing JAX arrays runs programs.
+        # NumPy slices arrays without a program; JAX would run one for each slice.
         arrays = jax.tree.map(np.asarray, arrays)
-    # `jax.device_put` onto a mesh of several processes runs a collective too, to check
-    # that the values are equal. This does not; with one process it is `device_put`.
+    # On a mesh of several processes, `jax.device_put` runs a collective to check that
+    # the values are equal. The function below does not. With one process both are the
+    # same.
     arrays = jax.tree.map(copy_if_writeable, arrays)
     return jax.make_array_from_process_local_data(sharding, arrays)
 
@@ -469,9 +480,9 @@ def _place(sharding: NamedSharding, arrays: list) -> list:
 def copy_if_writeable(x: Any) -> Any:
     """Copies a NumPy array whose owner could still write to it.
 
-    JAX may read the buffer after `jax.device_put` has returned, and on CPU it takes the
-    buffer over (https://github.com/jax-ml/jax/issues/37830): a loader that fills one
-    buffer again and again would change batches that are placed already.
+    JAX may read the buffer after `jax.device_put` has returned, and on CPU it keeps
+    using the buffer (https://github.com/jax-ml/jax/issues/37830). So a loader that
+    fills one buffer again and again would change batches that are already placed.
     """
     return x.copy() if isinstance(x, np.ndarray) and x.flags.writeable else x
 

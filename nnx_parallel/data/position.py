@@ -1,4 +1,4 @@
-"""Data as a run reads it: passes, iterators that are used up, and saved positions."""
+"""Data as a run reads it: passes, one-shot iterators, and saved positions."""
 
 import base64
 import itertools
@@ -16,7 +16,7 @@ from nnx_parallel.data.batches import copy_if_writeable
 from nnx_parallel.data.rows import LastBatch, SmallerBatches, rows_at_ends
 from nnx_parallel.errors import DataError, warn_user
 
-# The state of a Grain `DataLoader` is bytes, a dataset's is a dict
+# The state of a Grain `DataLoader` is bytes; the state of a Grain dataset is a dict
 # (docs/library-notes.md, "Grain").
 _MARKERS = ({"bytes"}, {"dict"})
 
@@ -34,7 +34,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True)
 class StateDict:
-    """The position of data that has ``state_dict``, as torchdata's loaders do."""
+    """The position of data that has ``state_dict``, such as torchdata's loaders."""
 
     data: Any
 
@@ -43,7 +43,7 @@ class StateDict:
         state = self.data.state_dict()
         try:
             encode_state(state)
-        except DataError:  # such as tensors: the batches are counted instead
+        except DataError:  # it holds tensors, for example: then batches are counted
             return None
         return state
 
@@ -53,7 +53,7 @@ class StateDict:
 
 
 def resumable_of(data: object) -> Resumable | None:
-    """The methods of data, or of an iterator, that give its position and restore it.
+    """Returns the methods of data, or of an iterator, to get and set its position.
 
     Example:
         >>> resumable_of([1, 2]) is None
@@ -66,10 +66,10 @@ def resumable_of(data: object) -> Resumable | None:
 
 
 def is_one_shot(data: object) -> bool:
-    """True if reading the data uses it up and its position cannot be restored.
+    """Returns True if reading uses up the data and its position cannot be restored.
 
-    A generator or another plain iterator is where its last reader left it: a second
-    reader in the same process must not skip again.
+    A generator, or another plain iterator, continues where its last reader stopped. A
+    second reader in the same process must not skip batches again.
 
     Example:
         >>> batches = [np.zeros(4)]
@@ -80,7 +80,7 @@ def is_one_shot(data: object) -> bool:
 
 
 def warn_of_one_shot(data: object) -> None:
-    """Warns of data whose position a checkpoint cannot hold."""
+    """Warns if a checkpoint cannot hold the position of this data."""
     if is_one_shot(data):
         warn_user(
             f"The run saves checkpoints, but its data is a one-shot iterator "
@@ -92,7 +92,7 @@ def warn_of_one_shot(data: object) -> None:
 
 
 def warn_of_skipping(data: object, num_batches: int) -> None:
-    """Warns of a one-shot iterator whose first batches are skipped."""
+    """Warns that the first batches of a one-shot iterator are skipped."""
     warn_user(
         f"Data is a one-shot iterator ({type(data).__name__}), whose position cannot "
         f"be restored: its next {num_batches} batches are skipped, which is right only "
@@ -102,7 +102,7 @@ def warn_of_skipping(data: object, num_batches: int) -> None:
 
 
 class Repeated:
-    """The first batches of data, repeated without end; each loop starts again."""
+    """The first batches of data, repeated without end; a new loop starts over."""
 
     def __init__(self, data: Iterable[Any], count: int) -> None:
         first = itertools.islice(data, count)
@@ -116,10 +116,10 @@ class Repeated:
 
 
 def num_batches_of(data: Any) -> int:
-    """Batches of one pass over data; -1 if its length is not known."""
+    """Returns the number of batches of one pass over data; -1 if it is unknown."""
     try:
         return len(data)
-    except TypeError:  # no length, or one that only some objects of a class have
+    except TypeError:  # no length, or a class of which only some objects have a length
         return -1
 
 
@@ -127,10 +127,10 @@ def num_batches_of(data: Any) -> int:
 class Epochs:
     """Some passes over sized data, one after the other.
 
-    Each pass calls ``data.set_epoch(number)``, or ``data.sampler.set_epoch(number)``,
-    if it exists: data that shuffles only by this number is resumed without reading the
-    passes before. Grain repeats its datasets: it shuffles each pass and saves its
-    position.
+    Each pass calls ``data.set_epoch(number)`` or ``data.sampler.set_epoch(number)``, if
+    one of them exists. If data shuffles only by this number, a run resumes without
+    reading the earlier passes. Grain's datasets repeat by themselves: Grain shuffles
+    each pass and saves its position.
 
     Attributes:
         data: The data of one pass.
@@ -157,7 +157,7 @@ class Epochs:
 
     @property
     def num_batches(self) -> int:
-        """Batches of one pass; -1 if its length is not known."""
+        """Number of batches of one pass; -1 if it is unknown."""
         return num_batches_of(self.data)
 
     @property
@@ -171,7 +171,7 @@ class Epochs:
         return getattr(self.data, "set_epoch", getattr(sampler, "set_epoch", None))
 
     def num_steps(self, last_batch: LastBatch | None) -> int:
-        """Number of batches that a fit uses in all passes, as far as it is known."""
+        """Returns the number of batches that a fit uses in all passes, if known."""
         num_rows, last = rows_at_ends(self.data)
         dropped = SmallerBatches(last_batch).drops(last, num_rows)
         return self.count * (self.num_batches - dropped)
@@ -193,7 +193,7 @@ _newest: list[Any] = [None, deque()]
 
 
 def returned_batches(data: Iterator[Any]) -> deque[Any]:
-    """Batches read from a one-shot iterator but not used, for its next reader.
+    """Returns batches read from a one-shot iterator but not used, for its next reader.
 
     Example:
         >>> batches = (x for x in ())
@@ -203,17 +203,17 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
     try:
         return _returned.setdefault(data, deque())
     except TypeError:
-        # `zip`, `map` and the like take no weak reference: only the newest is known.
+        # `zip`, `map` and others allow no weak references, so only the newest is kept.
         if _newest[0] is not data:
             _newest[:] = data, deque()
         return _newest[1]
 
 
 def encode_state(state: Any) -> Any:
-    """Returns a position as JSON can hold it; `decode_state` reverses it.
+    """Returns a position as values that JSON can hold; `decode_state` reverses it.
 
-    ``bytes`` become ``{"bytes": base64}``. NumPy numbers become Python numbers, tuples
-    and arrays become lists; `decode_state` leaves these as they are.
+    ``bytes`` become ``{"bytes": base64}``. NumPy numbers become Python numbers, and
+    tuples and arrays become lists; `decode_state` leaves these as they are.
 
     Raises:
         DataError: If JSON cannot hold a value, or a key is not a string.
@@ -224,13 +224,13 @@ def encode_state(state: Any) -> Any:
     """
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode("ascii")}
-    if isinstance(state, np.generic | np.ndarray):  # JSON knows neither
+    if isinstance(state, np.generic | np.ndarray):  # JSON supports neither
         return encode_state(state.tolist())
     if isinstance(state, list | tuple):
         return [encode_state(value) for value in state]
     if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         encoded = {key: encode_state(value) for key, value in state.items()}
-        # A dict of the user's that looks like one of our markers is wrapped in one.
+        # If a dict of the user's looks like one of our markers, a marker is added.
         return {"dict": encoded} if encoded.keys() in _MARKERS else encoded
     if state is None or isinstance(state, bool | int | float | str):
         return state

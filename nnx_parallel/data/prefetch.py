@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: read, checked and placed ahead of the step."""
+"""Batches on their way to the devices: read, checked and placed before their step."""
 
 import copy
 import dataclasses
@@ -36,8 +36,8 @@ class PlacedBatch(Position, Generic[T]):
 
     Attributes:
         batch: The batch as ``place`` returned it.
-        wait_seconds: How long the consumer waited for this batch.
-        stop_reason: Why all processes stop instead of using this batch, which is then
+        wait_seconds: Seconds that the consumer waited for this batch.
+        stop_reason: Why all processes stop before this batch; ``batch`` is then
             ``None``.
     """
 
@@ -50,34 +50,39 @@ class PlacedBatch(Position, Generic[T]):
 class PrefetchIterator(Iterator[PlacedBatch[T]]):
     """Iterator over placed batches, which a thread prepares while the step runs.
 
-    At most ``prefetch`` batches are placed and not yet taken, and at most ``limit`` are
-    ever read. Batches of a one-shot iterator that are not taken are kept on the host
-    for the next of these that reads it: none is lost between two fits. An error in the
-    data, in a check or in ``place`` is raised from the iteration, where its batch would
-    have come, with its traceback. Passes may end before the limit.
+    At most ``prefetch`` batches are placed but not yet taken, and at most ``limit`` are
+    read in all. If a one-shot iterator has given batches that are not taken, they are
+    kept on the host for the next ``PrefetchIterator`` that reads it: no batch is lost
+    between two fits. An error in the data, in a check or in ``place`` is raised from
+    the iteration, in place of its batch and with its traceback. A pass may end before
+    the limit.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
-            global batch or of this process's share. An iterable, which is
-            fast-forwarded on resume, or a `Resumable` iterator, as Grain's are. A
-            `Cursor` knows its place, and keeps batches that are read and not taken.
-        place: Puts one host batch on the devices. Called on the thread, where context
-            managers of JAX have no effect; it must not communicate between processes,
-            since the step may do so at the same time.
-        limit: How many batches are needed; ``None`` takes all there are.
-        skip: Batches to drop first if there is no ``state`` to restore.
+            global batch or of this process's share. This is an iterable, which is
+            fast-forwarded on resume, or a `Resumable` iterator such as Grain's. It may
+            also be a `Cursor`, which knows its place and keeps batches that are read
+            but not taken.
+        place: Puts one host batch on the devices. It is called on the thread, where
+            context managers of JAX have no effect. It must not communicate between
+            processes, because the step may do so at the same time.
+        limit: Number of batches that are needed; ``None`` takes all batches.
+        skip: Number of batches to drop first, if there is no ``state`` to restore.
         state: Position to restore, from `PlacedBatch.state`.
-        prefetch: Batches placed ahead. 0 does all work in the caller's thread.
+        prefetch: Number of batches placed ahead. With 0, all work is done in the
+            caller's thread.
         uniform: True if structure, shapes and dtypes must stay the same.
-        smaller: The treatment of a batch of fewer rows.
-        first_step: Steps done before the first batch, for messages; default ``skip``.
+        smaller: The rule for a batch of fewer rows.
+        first_step: Steps done before the first batch, for messages; by default
+            ``skip``.
         agreement: Compares each batch with other processes' batches.
 
     Raises:
-        DataError: If a batch, or the data itself, is not made of usable arrays.
-        BatchShapeError: If rows disagree, or a shape changes under ``uniform``.
-        DataExhaustedError: If the data ends before ``limit`` batches; at once if it is
-            a list or tuple and there is one process.
+        DataError: If a batch, or the data itself, does not consist of usable arrays.
+        BatchShapeError: If numbers of rows differ, or if a shape changes under
+            ``uniform``.
+        DataExhaustedError: If the data ends before ``limit`` batches. For a list or
+            tuple and a single process, this is raised at once.
 
     Example:
         >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]
@@ -105,8 +110,9 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         self._dropped_before = self.smaller.num_dropped
         self._stop = threading.Event()
         self._open()
-        # A copy reads, so that neither it nor the thread refers to this object: an
-        # iterator that is dropped halfway is collected, and its thread ends.
+        # A copy of this object reads, so that neither the copy nor the thread refers to
+        # this object. If the caller drops this object halfway, it is collected and the
+        # thread ends.
         read = copy.copy(self)._read()
         self._items: Iterator[PlacedBatch[T]] = read
         close = self._stop.set
@@ -121,7 +127,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             raise StopIteration
         start = time.perf_counter()
         item = next(self._items)
-        # Who gives a cursor moves it once a batch is used.
+        # The caller who gives a cursor moves it after a batch is used.
         ahead = self._cursor.ahead
         if ahead and item.stop_reason is None and self.data is not self._cursor:
             ahead.popleft()
@@ -138,7 +144,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         self.close()
 
     def _open(self) -> None:
-        """Moves an iterator to the position to restore, if it has one."""
+        """Opens the data, and restores its position if there is one to restore."""
         given = self.data
         if isinstance(given, Cursor):
             cursor = given
@@ -164,10 +170,10 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """Refuses lists that are too short, and last batches, where these are known."""
+        """Refuses lists that are too short, and a last batch if its size is known."""
         cursor, skipped, stop = self._cursor, 0, 0
         data: Any = cursor.data
-        # With several processes all find out together.
+        # Several processes compare their batches, and so find a missing one together.
         if cursor.epochs is None:
             if not isinstance(data, list | tuple) or jax.process_count() > 1:
                 return
@@ -184,15 +190,16 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         """Reads, checks and places batches, in the thread that iterates over them."""
         cursor, num_read, num_used, signature = self._cursor, 0, 0, None
         for read in cursor.skip():
-            if self._stop.is_set():  # skipping may take minutes
+            if self._stop.is_set():  # checked here, because skipping may take minutes
                 return
             if read.batch is END:
                 raise self._exhausted(num_read, num_read)
             num_read += 1
-            # The batch that is read first may be the last, smaller one of an epoch.
+            # The next batch may be the last and smaller one of an epoch, so the rows
+            # of a full batch come from a skipped batch.
             self.smaller.num_rows = self.smaller.num_rows or rows_of(read.batch)
         num_skipped, place = num_read, cursor.place
-        dropped, marks = list[Read](), list[Mark | None]()  # since the last one used
+        dropped, marks = list[Read](), list[Mark | None]()  # since the last used batch
         while num_used != self.limit:
             read = cursor.take()
             if self._keeps:
@@ -222,22 +229,22 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             num_used += 1
             if self.uniform:
                 signature = check_same(batch, signature, index=index)
-            # Not before: one that is refused is not met again.
+            # This comes after the checks: a refused batch is not returned to the data.
             self._keep(marks[0], [*dropped, read])
             dropped.clear()
             marks.clear()
             place = dataclasses.replace(
                 place, num_rows=num_rows, num_dropped=self.smaller.num_dropped
             )
-            # No local name for the placed batch: this frame would keep its device
-            # memory until the next one is read.
+            # The placed batch gets no local name here, because this frame would keep
+            # its device memory until the next batch is read.
             yield PlacedBatch(batch=self.place(batch), **vars(place))
 
     def _keep(self, mark: Mark | None, reads: list[Read]) -> None:
-        """Keeps a batch, with smaller ones before it, until it is used."""
+        """Keeps a batch until it is used, with the smaller batches before it."""
         reads = reads if self._keeps else []
         if self._stop.is_set():
-            # The thread may come here after `close`, from data that took long.
+            # The thread may arrive here after `close`, if reading took long.
             self._cursor.returned.extend(reads)
         else:
             self._cursor.ahead.append((mark, reads))
@@ -245,7 +252,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     def _exhausted(
         self, num_read: int, skipped: int, dropped: int = 0
     ) -> DataExhaustedError:
-        """The error of data that ends, with as many of its batches ``dropped``."""
+        """Returns the error for data that ended; ``dropped`` batches were too small."""
         dropped = dropped or self.smaller.num_dropped - self._dropped_before
         step = self._first_step + num_read - skipped - dropped + 1
         last = "" if self.limit is None else f" of {self._first_step + self.limit}"
@@ -269,15 +276,15 @@ def _close(reader: "_Reader[Any]", cursor: Cursor) -> None:
 
 
 def _freeze(x: Any) -> Any:
-    """A copy of an array that its owner could still write to."""
+    """Returns a copy of an array if its owner could still write to it."""
     x = copy_if_writeable(x)
     if isinstance(x, np.ndarray):
-        x.flags.writeable = False  # so that it is not copied once more to be placed
+        x.flags.writeable = False  # so that placing it does not copy it again
     return x
 
 
 def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None:
-    """Ends the wait for slow data, if the only process is to stop."""
+    """Returns the item that ends the wait for data, if a single process is to stop."""
     # Several processes stop together, before a batch that all of them have.
     reason = stop_reason() if jax.process_count() == 1 else None
     return None if reason is None else PlacedBatch(batch=None, stop_reason=reason)
@@ -286,8 +293,8 @@ def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None
 class _Reader(Iterator[T]):
     """Reads an iterator on a thread, at most ``size`` elements ahead of their use.
 
-    An error is raised in place of its element. The result of ``instead``, if
-    anything, ends the wait for an element. The thread ends once ``stop`` is set.
+    An error is raised in place of its element. If ``instead`` returns a value, the wait
+    for an element ends with that value. The thread ends once ``stop`` is set.
     """
 
     def __init__(
@@ -297,8 +304,8 @@ class _Reader(Iterator[T]):
         stop: threading.Event,
         instead: Callable[[], T | None] = lambda: None,
     ) -> None:
-        # Permits before reading, rather than a bounded queue: a queue of `size` has
-        # one element more in the hands of the thread that waits to put it.
+        # The thread needs a permit before it reads. With a bounded queue, it would read
+        # one more element and hold that element while it waits to put it.
         self._free = threading.Semaphore(size)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stop, self._instead = stop, instead
@@ -311,9 +318,9 @@ class _Reader(Iterator[T]):
     def _fill(self, items: Iterator[T]) -> None:
         try:
             while self._free.acquire() and not self._stop.is_set():
-                # No local name: it would keep an element alive after it was taken.
+                # A local name would keep an element alive after it was taken.
                 self._ready.put(next(items))
-        except BaseException as error:  # `StopIteration` too: the last element
+        except BaseException as error:  # also `StopIteration`, as the last element
             self._ready.put(error)
 
     def __next__(self) -> T:
@@ -339,7 +346,7 @@ class _Reader(Iterator[T]):
         """Ends the thread and drops its batches; safe to call in any thread."""
         self._stop.set()
         self._free.release()
-        # The finalizer may run in the garbage collector, and so on the thread itself.
+        # The finalizer may run in the garbage collector, and so in this very thread.
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -349,11 +356,11 @@ class _Reader(Iterator[T]):
             )
         while not self._ready.empty():
             self._ready.get()
-        self._ready.put(StopIteration())  # for a consumer that waits on another thread
+        self._ready.put(StopIteration())  # for a consumer that waits in another thread
 
 
 def check_data(data: object) -> None:
-    """Checks that data is an iterable of batches; a `DataError` names its type."""
+    """Raises `DataError`, which names the type, unless data can be iterated over."""
     if isinstance(data, Mapping | str | bytes | np.ndarray | jax.Array):
         raise DataError(
             f"Data is one {type(data).__name__}. It must be an iterable of batches; "

@@ -1,8 +1,9 @@
-"""The place of a run in its data: where a fit reads on, and whether it may.
+"""The place of a run in its data: where a fit continues, and whether the data is right.
 
-Data is known by its content, not by its object. A run counts the rows that it has used
-and keeps checksums of three batches: the first, the last that was used, and the one
-after it. The next fit compares them, in the same process or after a restart.
+Data is recognised by its content, not by the identity of its object. A run counts the
+rows that it has used and keeps checksums of three batches: the first batch, the last
+batch that was used, and the batch after that. The next fit compares them, in the same
+process or after a restart.
 """
 
 from collections import deque
@@ -43,8 +44,8 @@ class Read(NamedTuple):
 
     Attributes:
         batch: The batch.
-        epoch: Number of the pass that it belongs to.
-        state: Position of the data after it, as JSON can hold it.
+        epoch: Number of the pass that the batch belongs to.
+        state: Position of the data after the batch, as JSON can hold it.
     """
 
     batch: Any
@@ -60,10 +61,10 @@ class Position:
         num_rows: Rows of the batch in this process.
         state: Position of the data after this batch, as JSON can hold it; ``None`` if
             the data is not resumable.
-        num_dropped: Smaller batches that were left out so far.
+        num_dropped: Number of smaller batches that were left out so far.
         epoch: Number of the pass over the data.
-        pass_rows: Rows of this pass that were read, with this batch.
-        first: Mark of the first batch, of the pass if passes are numbered.
+        pass_rows: Number of rows of this pass that were read, including this batch.
+        first: Mark of the first batch; of this pass, if passes are numbered.
         mark: Mark of this batch.
     """
 
@@ -81,9 +82,9 @@ class Expected:
     """Marks that a continued fit compares with the batches that it reads.
 
     Attributes:
-        first: The first batch.
-        last: The batch that was used last.
-        next: The one after it, if it was read.
+        first: Mark of the first batch.
+        last: Mark of the batch that was used last.
+        next: Mark of the batch after ``last``, if it was read.
         is_restored: True if the data has returned to a position in this pass.
     """
 
@@ -95,24 +96,25 @@ class Expected:
 
 @dataclass(eq=False)
 class Cursor:
-    """Data that is being read, pass after pass; the next fit may read on.
+    """Data that is being read, pass after pass; the next fit may continue with it.
 
-    One thread takes batches. The place is moved by the thread that uses them.
+    One thread takes batches. The thread that uses the batches moves the place.
 
     Attributes:
         data: The data of one pass.
-        epochs: Its passes; ``None`` reads it once.
-        place: The newest batch that was used.
+        epochs: The passes; with ``None`` the data is read once.
+        place: The place of the newest batch that was used.
         step: Step of the run at this place.
-        skips_to: Pass and rows of it to skip first.
-        skips: Batches to skip after that.
-        expected: Marks to compare; ``None`` compares nothing.
-        is_started: True once a fit has begun to read it.
-        is_broken: True if an error came between the batches, or a skip was not done.
-        refusal: Why the run cannot go on in this data, once that is found.
-        returned: Batches that were read and not used, to be read first.
-        ahead: Mark of each batch that is read ahead of its use; with the batch, and
-            smaller ones before it, if they are to be returned when the fit ends.
+        skips_to: Number of a pass, and rows of that pass, to skip to first.
+        skips: Number of batches to skip after that.
+        expected: Marks to compare; with ``None`` nothing is compared.
+        is_started: True once a fit has begun to read the data.
+        is_broken: True if reading raised an error, or if a skip was not completed.
+        refusal: Why the run cannot continue with this data, once that is known.
+        returned: Batches that were read but not used; they are read again first.
+        ahead: For each batch that is read but not yet used, its mark and a list. The
+            list has the batch and the smaller batches before it, if they have to be
+            returned when the fit ends; otherwise it is empty.
     """
 
     data: Any
@@ -126,7 +128,7 @@ class Cursor:
     is_broken: bool = False
     refusal: str | None = None
     _iterator: Any = None
-    _rest: Any = None  # rows of a batch that was cut
+    _rest: Any = None  # rows that are left of a batch that was cut
     _size: int = 0
     _cut_epoch: int = 0
 
@@ -141,17 +143,17 @@ class Cursor:
 
     @property
     def is_numbered(self) -> bool:
-        """True if a pass can be read without those before it."""
+        """True if a pass can be read without the passes before it."""
         return self.epochs is not None and self.epochs.is_numbered
 
     @property
     def is_kept(self) -> bool:
-        """True if the next fit reads on in the same iterator.
+        """True if the next fit continues with the same iterator.
 
-        A list is read again, and so is data after an error. Another iterator of data
-        may return to the position of the first one.
+        A list is read again from its start, and so is data after an error. If another
+        iterator can return to the position, the same iterator is not needed.
         """
-        if self.data is self._iterator:  # it cannot be read from its start
+        if self.data is self._iterator:  # an iterator cannot start again
             return True
         is_read_again = isinstance(self.data, list | tuple) or self.is_broken
         return not is_read_again and self.resumable is not self._iterator
@@ -162,20 +164,20 @@ class Cursor:
         self.step, self.epochs = step, epochs
 
     def advance(self, step: int, place: Position) -> None:
-        """Moves on behind the batch that ``step`` has used."""
+        """Moves the place to the end of the batch that ``step`` has used."""
         self.step, self.place = step, place
         if self.ahead:
             self.ahead.popleft()
 
     def give_back(self) -> None:
-        """Returns what was read ahead, for the next reader."""
+        """Returns the batches that were read ahead, for the next reader."""
         for _, reads in reversed(self.ahead):
             given = [read for read in reads if read.batch is not END]
             self.returned.extendleft(reversed(given))
         self.ahead.clear()
 
     def skip_batches(self, count: int) -> None:
-        """Skips batches of the data, and compares none of them."""
+        """Skips batches of the data without comparing any."""
         self.expected, self.place = None, Position(first=self.place.first)
         epoch = 0
         if self.epochs is not None and self.is_numbered:
@@ -187,13 +189,13 @@ class Cursor:
 
     @property
     def resumable(self) -> Resumable | None:
-        """The methods that give and restore the position, if there are any."""
+        """The methods that get and set the position, or ``None``."""
         if self.epochs is None or self.epochs.repeats:
             return resumable_of(self._iterator) or resumable_of(self.data)
         return resumable_of(self.data)
 
     def open(self, epoch: int | None = None) -> None:
-        """Begins a pass; by default the present one."""
+        """Begins a pass; by default the current pass."""
         self._reading = self._reading if epoch is None else epoch
         if self.epochs and self.epochs.repeats:
             self._iterator = iter(self.data.repeat(self.epochs.count))
@@ -203,7 +205,7 @@ class Cursor:
             self._iterator = iter(self.data)
 
     def restore(self, saved: Any) -> None:
-        """Moves to a position that was saved.
+        """Moves to a saved position.
 
         Raises:
             DataError: If the data has another kind of position.
@@ -217,12 +219,12 @@ class Cursor:
             owner = methods.data if isinstance(methods, StateDict) else methods
             if owner is self._iterator:
                 return
-            # A state is loaded before the iteration begins
+            # A state has to be loaded before the iteration begins
             # (docs/library-notes.md, "torchdata").
             self.open()
             if owner is methods and encode_state(methods.get_state()) != saved:
                 methods.set_state(state)
-        except Exception as error:  # any kind (docs/library-notes.md, "Grain")
+        except Exception as error:  # of any class (docs/library-notes.md, "Grain")
             raise DataError(
                 f"{type(self.data).__name__} cannot return to the position that was "
                 f"saved: {type(error).__name__}: {error}. The position is "
@@ -233,13 +235,13 @@ class Cursor:
             ) from error
 
     def take(self) -> Read:
-        """The next batch, or `END`, with its pass and position."""
+        """Returns the next batch, or `END`, with its pass and position."""
         if self.returned:
             return self.returned.popleft()
         read = self._pending.popleft() if self._pending else self._read()
         if self._rest is None:
             return read
-        # A batch was cut: each one begins with the rows that the one before left.
+        # Once a batch was cut, each batch begins with the rows left from the last one.
         rest, missing = self._rest, self._size - rows_of(self._rest)
         if read.batch is END or read.epoch != self._cut_epoch:
             self._pending.append(read)
@@ -272,7 +274,7 @@ class Cursor:
         return None if methods is None else encode_state(methods.get_state())
 
     def peek(self) -> tuple[Mark | None, int]:
-        """Mark and rows of the next batch, which stays the next one."""
+        """Returns mark and rows of the next batch, without taking the batch."""
         read = self.take()
         if read.batch is END:
             self._pending.appendleft(read)
@@ -281,12 +283,12 @@ class Cursor:
         return mark_of(read.batch), rows_of(read.batch)
 
     def skip(self) -> Iterator[Read]:
-        """Reads the batches before the place, and compares the last ones."""
+        """Reads the batches before the place, and checks that the last one is right."""
         if self.refusal is not None:
             raise DataError(self.refusal)
         if self.skips_to is None and not self.skips:
             return
-        self.is_broken = True  # until the place is reached
+        self.is_broken = True  # until the skip is complete
         epoch, rows = self.skips_to or (0, 0)
         while (self.place.epoch, self.place.pass_rows) < (epoch, rows):
             read = self._pass_by()
@@ -305,7 +307,7 @@ class Cursor:
         self.is_broken = False
 
     def _pass_by(self) -> Read:
-        """Reads the next batch, and moves the place behind it."""
+        """Reads the next batch, and moves the place to the end of it."""
         read, place = self.take(), self.place
         rows = place.pass_rows if read.epoch == place.epoch else 0
         self.place = replace(
@@ -317,7 +319,7 @@ class Cursor:
         return read
 
     def place_after(self, read: Read, place: Position) -> Position:
-        """The place behind a batch that was read after ``place``."""
+        """Returns the place at the end of ``read``, which was read at ``place``."""
         rows = place.pass_rows if read.epoch == place.epoch else 0
         return Position(
             state=read.state,
@@ -328,7 +330,7 @@ class Cursor:
         )
 
     def count_skipped(self) -> int:
-        """Batches of a list that are skipped."""
+        """Returns the number of batches of a list that are skipped."""
         if self.skips_to is None:
             return self.skips
         count = rows = 0
@@ -339,18 +341,22 @@ class Cursor:
         return count + self.skips
 
     def first_of(self, read: Read, epoch: int, first: Mark | None) -> Mark | None:
-        """Mark of the first batch, once ``read`` has followed one of pass ``epoch``."""
+        """Returns the first batch's mark, if ``read`` comes after pass ``epoch``.
+
+        If passes are numbered, each pass has a first batch; otherwise ``first`` remains
+        once it is known.
+        """
         is_first = first is None or (read.epoch != epoch and self.is_numbered)
         return mark_of(read.batch) if is_first else first
 
     def _cut(self, read: Read, over: int) -> Any:
-        """Keeps the last rows of a batch for the next one; returns the others."""
+        """Keeps the last ``over`` rows of a batch for the next; returns the others."""
         self._size, self._cut_epoch = rows_of(read.batch), read.epoch
         self._rest = take_rows(read.batch, self._size - over, self._size)
         return take_rows(read.batch, 0, self._size - over)
 
     def compare_next(self, mark: Mark | None) -> None:
-        """Compares the first batch that is read; raises on all processes alike."""
+        """Compares the first batch that is read; raises an error on all processes."""
         expected, self.expected = self.expected, None
         if expected is None:
             return
@@ -374,10 +380,10 @@ class Cursor:
         return None
 
     def _agree(self, problem: str | None) -> None:
-        """Raises a problem of any process on all of them."""
+        """Raises `DataError` on all processes if any process has a problem."""
         for found in allgather_object("place in the data", problem):
             if found is not None:
-                # The next fit must not take the data because a part of it was read.
+                # The next fit must not continue in data that was partly read.
                 self.refusal, self.is_broken = found, True
                 raise DataError(found)
 
@@ -386,7 +392,7 @@ class Cursor:
 
 
 def order_problem(data: object, step: int, found: str) -> str:
-    """The text of a `DataError` about data that a run cannot go on with."""
+    """Returns the text of a `DataError` about data that a run cannot continue with."""
     return (
         f"At step {step} the run cannot go on in this data ({type(data).__name__}): "
         f"{found}. Each batch is used once, in order. If the order has changed (an "
@@ -398,32 +404,33 @@ def order_problem(data: object, step: int, found: str) -> str:
 
 _COUNTS = ("first_step", "num_steps", "num_dropped", "num_rows")
 _PLACE = ("step", "epoch", "pass_rows", "shares")
-"""Fields of a `DataState` in a checkpoint; fields that differ by process are apart."""
+"""Fields of a `DataState` in a checkpoint that are the same on all processes."""
 
 
 @dataclass
 class DataState:
-    """Position in the data of a run.
+    """The position of a run in its data.
 
-    Rows are counted from the step at which a run began to read its present data.
+    Rows are counted from the step at which the run began to read its present data.
 
-    Data that a later fit brings is the same data if its first batch, and its length if
-    it has one, are the same: the fit goes on where the run was, also with another
-    object. After a restart, and if it is the same object, it must be the same data.
-    Other data, in the same process, begins at its start.
+    A later fit may bring data as another object. It counts as the same data if its
+    first batch, and its length if it has one, are the same. Then the fit continues
+    where the run was. Any other data that comes in the same process is read from its
+    start. But after a restart, or if the object is the same, the data must be the same:
+    anything else is an error.
 
     Attributes:
         first_step: Step at which the present data began.
         state: `Position.state` of the newest batch that a step has used.
         num_steps: Last step of the fit that reads the present data; 0 if unknown.
-        num_dropped: Smaller batches of the present data that no step has used.
+        num_dropped: Number of smaller batches of the present data that no step used.
         num_rows: Rows of a batch in this process; 0 if unknown.
-        step: Step that has used the newest batch.
-        epoch: Its pass over the data.
+        step: Step that used the newest batch.
+        epoch: Number of the pass that this batch belongs to.
         pass_rows: Rows of that pass that this process has read; -1 if unknown.
-        shares: Parts into which the processes split a batch.
+        shares: Number of parts into which the processes split a batch.
         marks: Marks of the first, the last and the next batch of this process.
-        note: A message about the data for the beginning of a fit.
+        note: A message about the data, shown at the beginning of a fit.
     """
 
     first_step: int = 0
@@ -437,7 +444,7 @@ class DataState:
     shares: int = 1
     marks: tuple[Mark | None, Mark | None, Mark | None] = (None, None, None)
     note: str = field(default="", init=False)
-    _passed: int = field(default=0, init=False)  # last step of data before the present
+    _passed: int = field(default=0, init=False)  # last step before the present data
     _data: Any = field(default=None, init=False)
     _is_read: bool = field(default=False, init=False)
     _cursor: Cursor | None = field(default=None, init=False)
@@ -445,7 +452,7 @@ class DataState:
     def pass_over(self, data: Any, num_steps: int, step: int) -> None:
         """Records that a fit of ``data`` to ``num_steps`` was done before this process.
 
-        The position is in this data unless a later fit, to more steps, has moved it.
+        The position belongs to this data, unless a later fit to more steps moved it.
         """
         is_last = self.first_step < num_steps >= min(self.num_steps, step)
         if self._data is None and is_last:
@@ -453,12 +460,12 @@ class DataState:
         self._passed = num_steps
 
     def passed_steps(self, num_steps: int) -> int:
-        """Last step of ``num_steps`` of data that a restart passes over, or 0."""
+        """Returns the last step of ``num_steps`` that a restart passes over, or 0."""
         earlier = self._passed + num_steps
         return earlier if self._data is None and earlier <= self.first_step else 0
 
     def advance(self, step: int, position: Position) -> None:
-        """Moves on behind the batch that ``step`` has used."""
+        """Moves the place to the end of the batch that ``step`` has used."""
         self.state, self.num_dropped = position.state, position.num_dropped
         self.num_rows, self.step = position.num_rows, step
         self.epoch, self.pass_rows = position.epoch, position.pass_rows
@@ -475,11 +482,13 @@ class DataState:
         last_batch: LastBatch | None = None,
         shares: int = 1,
     ) -> Cursor:
-        """Opens data where a fit that begins at ``step`` reads on; all processes call.
+        """Opens data at the place where a fit from ``step`` on continues.
+
+        All processes call this.
 
         Raises:
-            DataError: If the run has used other batches of it, or its rows cannot be
-                found.
+            DataError: If the run has used other batches than this data has, or if the
+                place cannot be found.
         """
         same_object = self._data is data
         is_other = self._data is not None and not same_object
@@ -497,7 +506,7 @@ class DataState:
         first = self.epoch if epochs is not None and epochs.is_numbered else 0
         cursor = Cursor(data, epochs, Position(epoch=first), step)
         self._cursor = cursor
-        if goes_on:  # a generator that an earlier fit has read is at the next batch
+        if goes_on:  # the generator is already at the batch after the earlier fit
             cursor.place = self._place
         elif not (self._is_at_start and step == self.step):
             known = before if is_other else None
@@ -527,7 +536,7 @@ class DataState:
         self.marks = (None, None, None)
 
     def _kept(self, step: int) -> Cursor | None:
-        """The open data, if the run is where it is."""
+        """Returns the open data, if the run can continue with it."""
         cursor = self._cursor
         if cursor is None or cursor.data is not self._data or cursor.step > step:
             return None
@@ -541,7 +550,7 @@ class DataState:
         last_batch: LastBatch | None,
         shares: int,
     ) -> None:
-        """Moves to the place of the run, if the first batch is the one that it read."""
+        """Moves to the place of the run, if the data's first batch is the right one."""
         found, num_rows = cursor.peek()
         first, last, following = self.marks
         is_same, is_next, resembles = before is None, False, False
@@ -564,7 +573,7 @@ class DataState:
             self._move(cursor, step, found, num_rows, last_batch, shares)
         elif before is not None:
             self._begin(cursor, step, before, why, resembles=resembles)
-        elif is_next:  # a stream goes on by itself
+        elif is_next:  # a stream that is already at the next batch
             cursor.place = self._place
         else:
             what = "its first batch differs from the one that the run has read"
@@ -652,7 +661,7 @@ class DataState:
         return num_batches_of(data) * self.num_rows <= self.pass_rows
 
     def _share(self, shares: int, num_rows: int) -> None:
-        """Counts the rows of this process as one of ``shares``."""
+        """Sets this process's count of rows for a split into ``shares`` parts."""
         if self.pass_rows > 0:
             rows = self.pass_rows * self.shares
             if rows % shares:
@@ -665,7 +674,7 @@ class DataState:
         self.shares, self.num_rows = shares, num_rows
 
     def _resize(self, cursor: Cursor, step: int, last_batch: LastBatch | None) -> None:
-        """Counts steps as if all had used batches of the present size."""
+        """Counts steps as if all of them had used batches of the present size."""
         self.num_dropped = 0
         if cursor.epochs is None:
             return
@@ -679,11 +688,11 @@ class DataState:
         self.first_step = step - (epoch + 1) * per_pass + left
 
     def to_json(self) -> dict[str, Any]:
-        """The position as JSON can hold it. All processes must call it."""
+        """Returns the position as JSON can hold it. All processes must call this."""
         following = self.marks[2]
         if self._cursor is not None and self._cursor.ahead:
             following, _ = self._cursor.ahead[0]
-        # Each process reads other files: the positions differ, and all are saved.
+        # Each process may read other files, so the positions of all are saved.
         mine = {"state": self.state, "marks": [*self.marks[:2], following]}
         found = allgather_object("position in the data", mine)
         counts = {name: getattr(self, name) for name in (*_COUNTS, *_PLACE)}
@@ -695,15 +704,15 @@ class DataState:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Self:
-        """The position that was saved; the start if ``saved`` is empty.
+        """Returns the saved position; the start of the data if ``saved`` is empty.
 
-        Warns if an iterator's position was saved by another number of processes.
+        Warns if another number of processes has saved the position of an iterator.
 
         Raises:
-            DataError: If `to_json` cannot have made it.
+            DataError: If `to_json` cannot have made ``saved``.
         """
         counts = {name: saved.get(name, 0) for name in _COUNTS}
-        # A checkpoint of an earlier version counts batches only.
+        # A checkpoint of an earlier version counts only batches.
         unknown = {"step": 0, "epoch": 0, "pass_rows": -1 if saved else 0, "shares": 0}
         counts |= {name: saved.get(name, unknown[name]) for name in _PLACE}
         states, marks = saved.get("states", [None]), saved.get("marks", [[None] * 3])
@@ -717,7 +726,8 @@ class DataState:
         state = None
         if len(states) == jax.process_count():
             state = states[jax.process_index()]
-        # Rows are counted alike by any number of processes; iterators are not.
+        # Rows can be counted by any number of processes. An iterator's position can be
+        # restored only by as many processes as saved it.
         elif any(other is not None for other in states):
             warn_user(
                 f"The position in the data was saved by {len(states)} processes and "
@@ -726,7 +736,7 @@ class DataState:
                 "share of the same global batches.",
             )
         if counts["pass_rows"] < 0 and len(states) != jax.process_count():
-            counts["num_rows"] = 0  # other processes had other parts of the batches
+            counts["num_rows"] = 0  # the parts of a batch were of another size
         mine: Any = (None, None, None)
         if len(marks) == jax.process_count():
             mine = tuple(marks[jax.process_index()])
@@ -734,7 +744,7 @@ class DataState:
 
 
 def _begins_alike(found: Mark, first: Mark) -> bool:
-    """True if all arrays agree: in their first rows, if the numbers of rows differ."""
+    """Returns True if all arrays agree; sizes that differ compare the first rows."""
     has_same_size, pairs = found[0] == first[0], zip(found[1:], first[1:], strict=False)
     return len(found) == len(first) and all(
         is_same_array(f, s, has_same_size) for f, s in pairs
@@ -742,7 +752,7 @@ def _begins_alike(found: Mark, first: Mark) -> bool:
 
 
 def _are_marks(found: Any) -> bool:
-    """True if `DataState.to_json` can have made marks."""
+    """Returns True if `DataState.to_json` can have made ``found``."""
     return isinstance(found, list) and all(
         isinstance(marks, list)
         and len(marks) == 3

@@ -1,7 +1,7 @@
-"""The rows of a batch: finds them, splits them into microbatches and joins these.
+"""The rows of a batch: finds them, splits them into microbatches and joins them again.
 
-An entry without rows is the same for all rows: an array without dims, or a value that
-the data marks as `Shared`.
+An entry without rows is the same for all rows. It is an array without dims, or a value
+that the data marks as `Shared`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.sharding.layout import Layout
 
-END = object()  # in place of a batch where the data has ended
-DROPPED = object()  # in place of a smaller one that is left out
+END = object()  # stands for a batch once the data has ended
+DROPPED = object()  # stands for a smaller batch that is left out
 
 
 @jax.tree_util.register_dataclass
@@ -34,9 +34,9 @@ DROPPED = object()  # in place of a smaller one that is left out
 class Shared:
     """An entry of a batch that all rows share: an attention mask, a table, a prompt.
 
-    Each device has a copy, and each microbatch gets all of it. The loss is given
+    Each device has a copy, and each microbatch gets the entire entry. The loss is given
     ``value`` itself. An array without dims, such as the value of a schedule, is shared
-    without this mark. All processes give the same.
+    even without this class. All processes must give the same values.
 
     Attributes:
         value: An array of any shape, or a pytree of arrays.
@@ -53,12 +53,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Pad:
-    """Trains on a smaller batch too, filled up with copies of its last row.
+    """Trains on smaller batches too, by adding copies of the last row.
 
-    Batches are dicts, and ``weights`` is the entry that tells the loss: the rows that
-    are added have zeros there. Where batches have no such entry, each gets one of ones.
-    The loss, and each metric that the rows change, must be a `Mean` whose total and
-    weight count the rows by it: it then equals the value of the batch without padding.
+    Batches are dicts. The entry ``weights`` tells the loss which rows were added: they
+    have weight zero. If batches have no such entry, each batch gets one, with ones for
+    the original rows. The loss, and each metric that depends on the rows, must be a
+    `Mean` whose total and weight count the rows by these weights. Its value then equals
+    the value of the batch without padding.
 
     Attributes:
         weights: Key of an array whose dim 0 is the rows, such as a mask of tokens.
@@ -72,7 +73,7 @@ class Pad:
     weights: str
 
     def fill(self, batch: Any, num_rows: int) -> Any:
-        """A batch filled up to ``num_rows`` rows, with weights."""
+        """Returns a batch filled up to ``num_rows`` rows, with weights."""
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"last_batch={self} of batches of type {type(batch).__name__}. It adds "
@@ -90,7 +91,7 @@ class Pad:
             return batch
         index = np.arange(num_rows)
         rows, shared, join = partition(batch)
-        # Copies, not zeros: a row of the data's kind gives no NaN.
+        # The added rows are copies, because a row of zeros could give a NaN.
         batch = join([x[np.minimum(index, found - 1)] for x in rows], shared)
         weights = np.array(batch[self.weights])
         weights[found:] = 0
@@ -98,11 +99,11 @@ class Pad:
 
 
 LastBatch = Literal["drop", "error"] | Pad
-"""The treatment, in training, of a batch of fewer rows than the others."""
+"""The rule, in training, for a batch of fewer rows than the others."""
 
 
 def check_last_batch(value: object) -> None:
-    """Refuses a value that is not a `LastBatch`, by name."""
+    """Raises an error that names the value, unless it is a `LastBatch`."""
     if not (value in (None, "drop", "error") or isinstance(value, Pad)):
         raise ValueError(
             f"last_batch={value!r}. Valid values are 'drop', which leaves a smaller "
@@ -116,10 +117,10 @@ class SmallerBatches:
     """The rule for batches of fewer rows than the others.
 
     Attributes:
-        rule: A smaller batch is an error, left out (``"drop"``; by ``None`` with a
-            warning), or filled up.
+        rule: ``"error"`` raises an error. ``"drop"`` leaves the batch out, and ``None``
+            does so with a warning. A `Pad` fills the batch up.
         num_rows: Rows of a full batch; 0 takes the number from the first batch.
-        num_dropped: Batches that were left out.
+        num_dropped: Number of batches that were left out.
     """
 
     rule: LastBatch | None = "error"
@@ -138,17 +139,17 @@ class SmallerBatches:
         return DROPPED
 
     def count_dropped(self, *, is_first: bool) -> None:
-        """Notes that a batch was left out, perhaps before any was used."""
+        """Notes that a batch was left out; ``is_first`` if none was used before it."""
         self.num_dropped += 1
-        # In a resumed run with smaller batches the next one is not the last.
+        # A resumed run may have smaller batches throughout: the next batch decides.
         self.num_rows = 0 if is_first else self.num_rows
 
     def drops(self, last: int, num_rows: int) -> bool:
-        """True if a last batch of ``last`` rows is left out."""
+        """Returns True if a last batch of ``last`` rows is left out."""
         return last < num_rows and self.rule in ("drop", None)
 
     def check_last(self, last: int, num_rows: int, *, index: int) -> None:
-        """Refuses, or warns of, a last batch that is known before any is read."""
+        """Refuses, or warns about, a last batch that is known before reading begins."""
         if last < num_rows and self.rule == "error":
             raise BatchShapeError(
                 f"Batch {index}, the last one, has {last} rows, and the first has "
@@ -167,35 +168,35 @@ class SmallerBatches:
                 "effect.",
                 ParallelWarning,
             )
-            self.rule = "drop"  # said once
+            self.rule = "drop"  # the warning is given only once
 
 
 def rows_at_ends(data: Any) -> tuple[int, int]:
-    """Rows of the first and of the last batch of sized data; zeros if unknown.
+    """Returns the rows of the first and the last batch of sized data; 0 if unknown.
 
     Example:
         >>> rows_at_ends([np.zeros(4), np.zeros(4), np.zeros(3)])
         (4, 3)
     """
     size = getattr(data, "batch_size", None)
-    # Foreign data is asked for facts that not all of it can tell: any failure is a
-    # "no".
+    # The data is an object of another library, which may not answer these questions.
+    # Any failure means that the number is unknown.
     with contextlib.suppress(Exception):
         if hasattr(data, "__getitem__"):
             return rows_of(data[0]), rows_of(data[len(data) - 1])
-        if isinstance(size, int):  # as PyTorch's DataLoader
+        if isinstance(size, int):  # PyTorch's DataLoader has it, for example
             rest = 0 if data.drop_last else len(data.sampler) % size
             return size, rest or size
     return 0, 0
 
 
 def is_marked(entry: Any) -> bool:
-    """True for a `Shared` entry."""
+    """Returns True for a `Shared` entry."""
     return isinstance(entry, Shared)
 
 
 def partition(batch: Any) -> tuple[list, list, Callable[[Sequence, Sequence], Any]]:
-    """The arrays with rows, the shared entries, and a function that joins both again.
+    """Returns arrays with rows, shared entries, and a function that joins them again.
 
     Example:
         >>> rows, shared, join = partition({"x": np.ones((4, 2)), "t": np.asarray(1)})
@@ -216,18 +217,18 @@ def partition(batch: Any) -> tuple[list, list, Callable[[Sequence, Sequence], An
 
 
 def count_rows(batch: Any) -> int:
-    """The number of rows of a batch that has some."""
+    """Returns the number of rows of a batch that has at least one entry with rows."""
     return partition(batch)[0][0].shape[0]
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows of a batch that is not checked; 0 if it has none."""
+    """Returns the number of rows of an unchecked batch; 0 if it has no rows."""
     rows = partition(batch)[0]
     return getattr(rows[0], "shape", (0,))[0] if rows else 0
 
 
 def take_rows(batch: Any, start: int, stop: int) -> Any:
-    """Some rows of a host batch.
+    """Returns the rows from ``start`` to ``stop`` of a host batch.
 
     Example:
         >>> take_rows({"x": np.arange(4)}, 1, 3)
@@ -238,14 +239,17 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
 
 
 def join_batches(first: Any, second: Any) -> Any:
-    """The rows of two host batches as one batch, with the second's shared entries."""
+    """Returns the rows of two host batches as one batch.
+
+    Shared entries are taken from the second batch.
+    """
     before, (rows, shared, join) = partition(first)[0], partition(second)
     pairs = zip(before, rows, strict=True)
     return join([np.concatenate(pair) for pair in pairs], shared)
 
 
 def unmarked(batch: Any) -> Any:
-    """The batch as the loss sees it, with the values of `Shared` entries."""
+    """Returns the batch as the loss sees it, with the values of `Shared` entries."""
     return jax.tree.map(
         lambda x: x.value if is_marked(x) else x, batch, is_leaf=is_marked
     )
@@ -254,8 +258,8 @@ def unmarked(batch: Any) -> Any:
 def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
     """Splits the rows of a batch into microbatches, along a new leading dim.
 
-    Microbatch m holds rows m, m + M, m + 2M, ...: each device keeps its rows, for
-    any number of devices, and none has to be sent. Shared entries stay as they are.
+    Microbatch m holds the rows m, m + M, m + 2M, and so on. So each device keeps its
+    rows, for any number of devices, and no row is sent. Shared entries do not change.
     """
     # (batch, ...) -> (microbatches, rows, ...)
     split = partial(rearrange, pattern="(rows m) ... -> m rows ...", m=num_microbatches)
@@ -264,12 +268,12 @@ def split_rows(layout: Layout, batch: Any, num_microbatches: int) -> Any:
 
 
 def join_rows(outputs: Any) -> Any:
-    """Joins the rows that `split_rows` has split, in their first order."""
+    """Joins the rows that `split_rows` has split, in their original order."""
     return jax.tree.map(lambda x: rearrange(x, "m rows ... -> (rows m) ..."), outputs)
 
 
 def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
-    """Constrains a batch to be split over the batch axes, its rows along one dim."""
+    """Constrains a batch to be split over the batch axes along ``dim``, its rows."""
 
     def constrain(x: jax.Array) -> jax.Array:
         spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))
