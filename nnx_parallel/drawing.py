@@ -1,6 +1,7 @@
-"""Pictures, drawn once with rich, and tables: in terminals and notebooks, as SVG.
+"""Pictures and tables for terminals, notebooks and SVG files.
 
-Below everything that is shown: audits and schedules draw themselves too.
+A picture is drawn once, with rich. This module imports nothing of the package, because
+audits and schedules import it to show themselves.
 """
 
 import io
@@ -21,7 +22,8 @@ Colour = tuple[int, int, int]
 """Red, green and blue."""
 
 # rich's template draws the window of a terminal and loads its font over the
-# network. It puts characters of 20 px on lines of 24.4: at 21 px, boxes close.
+# network. It puts characters of 20 px on lines of 24.4 px, which leaves gaps in the
+# lines of boxes; at 21 px there are no gaps.
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" role="img" \
 width="{shown:.0f}" viewBox="-14 -14 {width:.0f} {height:.0f}" font-size="21" \
@@ -67,10 +69,10 @@ class Picture(Drawn):
     """A drawing with a title: ``print`` and notebooks show it, `save` writes it.
 
     Attributes:
-        title: Its first line, and the words for those who cannot see it.
+        title: First line of the picture, and its description for screen readers.
         drawing: Everything below the title, for rich to render.
-        columns: Characters of a line where it is printed.
-        svg_columns: Characters of the longest line of the SVG.
+        columns: Width of the printed picture, in characters.
+        svg_columns: Maximum width of the SVG, in characters.
     """
 
     title: str
@@ -91,7 +93,8 @@ class Picture(Drawn):
         """The picture as an SVG document, on a light background."""
         colours: dict[str, Any] = {"force_terminal": True, "color_system": "truecolor"}
         console = _console(self.svg_columns, **colours)
-        # Rendered once to be measured: the template states the size of the document.
+        # The picture is rendered once to measure it, because the template states the
+        # size of the document.
         lines = console.render_lines(self, pad=False)
         columns = max(Segment.get_line_length(line) for line in lines)
         width, height = _COLUMN * columns + _MARGINS, _LINE * len(lines) + _MARGINS
@@ -99,23 +102,24 @@ class Picture(Drawn):
         console.print(self)
         template = _SVG.format(shown=_SHOWN * width, width=width, height=height)
         svg = console.export_svg(code_format=template, theme=DEFAULT_TERMINAL_THEME)
-        # Only now: a title may have braces, which are fields of the template.
+        # The title is inserted last, because its braces would be fields of the
+        # template.
         return svg.replace("<title></title>", f"<title>{escape(self.title)}</title>", 1)
 
 
 def _console(columns: int, **options: Any) -> Console:
-    """A console that writes nowhere, whatever the process is attached to."""
-    # In a notebook rich would display its output. Without a height it takes a
-    # width of 80 for a dumb terminal.
+    """Makes a console without output, the same in terminals, notebooks and pipes."""
+    # In a notebook rich would display its output. In a dumb terminal it would use a
+    # width of 80 if no height were given.
     options = {"force_terminal": False, "color_system": None, **options}
     options |= {"force_jupyter": False, "no_color": False, "legacy_windows": False}
     return Console(file=io.StringIO(), width=columns, height=100, **options)
 
 
 def fill(colour: Colour) -> Style:
-    """The style of a cell: a ground of this colour, and an ink that reads well on it.
+    """Returns the style of a cell: this background colour, and a readable text colour.
 
-    The ink is black or white, by the relative luminance of WCAG 2.
+    The text is black or white, depending on the relative luminance of WCAG 2.
     """
     linear = [
         v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
@@ -131,7 +135,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def aligned(rows: Rows, *, indent: str = "") -> str:
-    """Lines whose columns begin one below the other.
+    """Formats rows as lines of text with aligned columns.
 
     Example:
         >>> print(aligned([("step", "loss"), ("1,000", "2.4")]))
@@ -146,7 +150,7 @@ def aligned(rows: Rows, *, indent: str = "") -> str:
 def as_html(
     header: Sequence[str], rows: Rows, *, title: str = "", notes: Iterable[str] = ()
 ) -> str:
-    """A table that scrolls where a notebook is too narrow for it; all text escaped."""
+    """Formats an HTML table that scrolls in a narrow notebook; all text is escaped."""
     head = "".join(f"<th>{escape_html(name)}</th>" for name in header)
     # No colours: the notebook's colours fit its theme, light or dark.
     cell = '<td style="text-align: left; white-space: nowrap">{}</td>'

@@ -1,4 +1,4 @@
-"""Meshes: every device named by its coordinates along the axes of a strategy."""
+"""Makes and checks meshes, whose axes are the axes of a strategy."""
 
 import contextlib
 import math
@@ -23,14 +23,14 @@ from nnx_parallel.errors import (
 )
 
 SUPPORTED = {"jax": ((0, 10), (0, 13)), "flax": ((0, 12, 8), (0, 13))}
-"""From this version on, and below that one; as in ``pyproject.toml``."""
+"""Oldest supported version and first unsupported one, as in ``pyproject.toml``."""
 
 
 def check_versions(found: Mapping[str, str]) -> None:
-    """Warns of versions by name that are newer than all that were tested.
+    """Warns if a version, given by its library's name, is newer than the tested ones.
 
     Raises:
-        VersionError: If one is too old.
+        VersionError: If a version is too old.
 
     Example:
         >>> check_versions({"jax": "0.10.2", "flax": "0.12.8"})
@@ -49,7 +49,7 @@ def check_versions(found: Mapping[str, str]) -> None:
             warnings.warn(text, stacklevel=3)
 
 
-# Here, before an import of a name that another version lacks.
+# The check runs before any import of a name that another version lacks.
 check_versions({"jax": jax.__version__, "flax": flax.__version__})
 
 # jax.Device is re-exported as a variable, which pyright refuses as a type.
@@ -59,8 +59,9 @@ else:
     Device = jax.Device
 
 # From the slowest interconnect to the fastest, and so from least to most communication
-# in a step: a pipeline sends the activations between stages, data parallelism all
-# gradients, FSDP parameters too, the others activations in each layer.
+# in a step: a pipeline sends the activations between stages, data parallelism sends all
+# gradients, FSDP sends parameters too, and the other strategies send activations in
+# each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 
@@ -83,9 +84,9 @@ def simulate_devices(count: int) -> None:
     """
     if not isinstance(count, int) or count < 1:
         raise ValueError(f"simulate_devices({count!r}). It takes a number of devices.")
-    # The devices share a pool of threads, by default as many as devices. Collectives
-    # wait in them, and independent programs have deadlocked once none was left
-    # (docs/library-notes.md, "Simulated devices").
+    # The devices share a pool of threads, by default one thread per device. Collectives
+    # wait in these threads, and independent programs have deadlocked when no thread was
+    # left (docs/library-notes.md, "Simulated devices").
     os.environ.setdefault("PJRT_NPROC", str(4 * count))
     try:
         jax.config.update("jax_platforms", "cpu")
@@ -101,16 +102,17 @@ def simulate_devices(count: int) -> None:
 def make_mesh(
     axis_sizes: Mapping[str, int | None], devices: Sequence[Device] | None = None
 ) -> Mesh:
-    """A mesh over all ``devices`` with Auto axes.
+    """Makes a mesh with Auto axes over all ``devices``.
 
     Args:
-        axis_sizes: Size of each axis by name; at most one is ``None`` and takes the
-            devices that remain.
-        devices: The devices to cover, all of them; by default ``jax.devices()``.
+        axis_sizes: Size of each axis by name. At most one size may be ``None``: that
+            axis takes the remaining devices.
+        devices: The devices of the mesh, which uses all of them; by default
+            ``jax.devices()``.
 
     Returns:
-        The mesh, its axes in the order of ``MESH_AXES``; axes of other names come
-        before them in the order given.
+        The mesh. Its axes are in the order of ``MESH_AXES``; axes with other names come
+        first, in the order given.
 
     Raises:
         MeshShapeError: If the sizes do not multiply to the number of devices.
@@ -126,17 +128,17 @@ def make_mesh(
     order = {axis: i for i, axis in enumerate(MESH_AXES)}
     names = tuple(sorted(sizes, key=lambda axis: order.get(axis, -1)))
     shape = tuple(sizes[axis] for axis in names)
-    # Auto axes: the partitioner derives where intermediate values live, so that a
-    # model needs no word about the mesh. Explicit axes would be part of every type.
+    # With Auto axes the partitioner derives where intermediate values live, so a model
+    # does not mention the mesh. Explicit axes would be part of every type.
     auto = (AxisType.Auto,) * len(names)
-    # Only TPUs have a slice; within one, all chips are joined by the fast network.
+    # Only TPUs have slices. The fast network joins all chips of a slice.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     if len(slices) < 2:
         try:
             return jax.make_mesh(shape, names, axis_types=auto, devices=devices)
         except NotImplementedError:
-            # Two axes in one dim of a TPU's torus, such as tensor=2 in one of 4 chips:
-            # JAX does this only if it is asked to.
+            # This mesh needs two axes in one dim of a TPU's torus, such as tensor=2 in
+            # a dim of 4 chips. JAX splits a dim of the torus only on request.
             arranged = mesh_utils.create_device_mesh(
                 shape, devices, allow_split_physical_axes=True
             )
@@ -148,9 +150,10 @@ def make_mesh(
 
 
 def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
-    """How many of each axis's parts lie in different slices of TPUs, outermost first.
+    """Returns the number of slices along each axis of a mesh, outermost axis first.
 
-    The outermost axes, which communicate least, go across the slow network.
+    The outermost axes, which communicate least, span several TPU slices and so use the
+    slow network.
 
     Raises:
         MeshShapeError: If the outer axes do not divide into the slices.
@@ -174,13 +177,13 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
 
 
 def mesh_here(mesh: Mesh | AbstractMesh) -> Any:
-    """The mesh that code must name here: in a manual region, the region's mesh."""
+    """Returns the mesh to use here: the region's mesh inside a manual region."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.manual_axes else mesh
 
 
 def free_axes(mesh: Mesh | AbstractMesh) -> set[str]:
-    """The axes of a mesh that are not manual in the present context."""
+    """Returns the axes of a mesh that are not manual in the current context."""
     return set(mesh.axis_names) - set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -191,10 +194,10 @@ def manual_region(
     out_specs: Any,
     axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-    """A function that each device runs on its shards, manual over mesh axes.
+    """Wraps a function that each device runs on its shards, manual over mesh axes.
 
-    Inside a region that is manual over other axes, such as a pipeline's stage, the new
-    region nests in it.
+    It can be called inside a region that is manual over other axes, such as a
+    pipeline's stage: the new region then nests in that region.
 
     Args:
         function: The function of shards.
@@ -202,7 +205,7 @@ def manual_region(
         in_specs: `jax.sharding.PartitionSpec` of each argument.
         out_specs: Specs of the results.
         axes: The axes that become manual; XLA partitions the region over the others.
-            ``None`` takes all that are not manual yet, also axes that no spec names:
+            ``None`` takes every axis that is not manual yet, even if no spec names it:
             XLA's partitioner then has nothing to do.
     """
     return jax.shard_map(
@@ -211,21 +214,22 @@ def manual_region(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=free_axes(mesh) if axes is None else set(axes),
-        # JAX cannot know that an array gathered or joined from hops is equal on all
-        # devices.
+        # JAX cannot know that an array is equal on all devices if it was gathered, or
+        # joined from the hops of a ring.
         check_vma=False,
     )
 
 
 def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes along which devices belong to different processes.
+    """Returns the axes along which devices belong to different processes.
 
     Example:
         >>> axes_across_processes(make_mesh({"data": None}))
         ()
     """
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    # An axis stays inside a process if all its planes have the owners of the first.
+    # An axis stays inside a process if the processes of its first plane also own all
+    # its other planes.
     return tuple(
         axis
         for dim, axis in enumerate(mesh.axis_names)
@@ -296,15 +300,15 @@ def complete_axis_sizes(
 
 
 def is_without_mesh(error: Exception) -> bool:
-    """True if JAX refuses something since its context has no mesh."""
+    """Returns True if JAX raised the error because the context has no mesh."""
     return any(words in str(error) for words in _NO_MESH)
 
 
 @contextlib.contextmanager
 def explaining_axes() -> Iterator[None]:
-    """Turns JAX's refusals of placements that a model asks for into named errors.
+    """Explains JAX's errors about placements that a model requests, as named errors.
 
-    Its words are from jax 0.10 to 0.12; others pass unchanged.
+    It knows the messages of jax 0.10 to 0.12; other errors pass unchanged.
     """
     try:
         yield

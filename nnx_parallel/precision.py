@@ -23,9 +23,9 @@ class Precision:
     """The three dtypes of mixed-precision training [1].
 
     A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
-    step sends half the bytes. Sums over devices inside a product's gradient are placed
-    by the compiler, in the product's dtype. A dtype may be given by its name, also as
-    ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    step sends half the bytes. Where the gradient of a product needs a sum over devices,
+    the compiler places it, in the dtype of the product. A dtype may be given by its
+    name, or as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
 
     Attributes:
         params: Dtype of stored parameters, and so of the optimizer state; ``None``: the
@@ -61,7 +61,8 @@ class Precision:
             if given is None:
                 continue
             try:
-                # NumPy's objects: equal dtypes then compare equal, however written.
+                # Fields are stored as NumPy dtypes, so that equal dtypes compare equal
+                # however they were written.
                 dtype: Any = as_dtype(given)
             except TypeError:
                 dtype = repr(given)
@@ -99,12 +100,12 @@ class Precision:
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A dtype from any way to write it, also from short names such as ``"bf16"``."""
+    """Converts any spelling of a dtype, including short names such as ``"bf16"``."""
     return jnp.dtype(_SHORT_NAMES.get(dtype, dtype))
 
 
 def sum_dtype(*values: Any) -> np.dtype:
-    """The dtype in which arrays or dtypes are summed: float32, or a wider one.
+    """Returns the dtype in which to sum arrays or dtypes: float32 or a wider dtype.
 
     Integers are summed as floats of JAX's default width, which is 64 bits under
     ``jax_enable_x64``.
@@ -113,14 +114,15 @@ def sum_dtype(*values: Any) -> np.dtype:
         >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.ones(2), 3)
         (dtype('float32'), dtype('float32'))
     """
-    # `float` is JAX's weak type: it makes floats of integers, and widens no float.
+    # `float` is a weak type in JAX: it promotes integers to floats and does not widen a
+    # float.
     return jnp.promote_types(jnp.result_type(*values, float), jnp.float32)
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """Casts a pytree's floating-point arrays; other leaves are the same objects.
 
-    With ``dtype=None``, a value that fields of `Precision` may have, nothing is cast.
+    With ``dtype=None``, which fields of `Precision` may be, nothing is cast.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
@@ -161,24 +163,25 @@ class LossScale:
         return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
 
     def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
-        """The scale halved after an overflow, doubled after many finite steps."""
+        """Halves the scale after an overflow and doubles it after many finite steps."""
         grown = self.good_steps + 1 >= growth_interval
         larger = self.scale * jnp.where(grown, 2, 1)
         scale = jnp.where(is_finite, larger, self.scale / 2)
         good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
-        # At 1 halving does not help: the loss itself is not finite.
+        # The scale stays at least 1: if gradients overflow there, the loss itself is
+        # not finite, and a smaller scale does not help.
         return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array, or of a shard; a random key counts as its words."""
-    # JAX defines the dtypes of keys: NumPy does not know them, but they have a size.
+    """Returns the bytes of an array or a shard; a random key counts with its words."""
+    # NumPy does not know JAX's dtypes of random keys, but these have an `itemsize`.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in binary units, to four digits.
+    """Formats a number of bytes in binary units, with four digits.
 
     Example:
         >>> format_bytes(1536), format_bytes(2**31)

@@ -1,4 +1,4 @@
-"""Several processes: how they start, compare values, and end together."""
+"""Runs of several processes: how they start, compare values, and end together."""
 
 from nnx_parallel.distributed.agreement import allgather_object as allgather_object
 from nnx_parallel.distributed.agreement import check_consistent as check_consistent

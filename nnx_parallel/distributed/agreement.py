@@ -1,4 +1,4 @@
-"""Comparison of values between processes, which deadlock if their programs differ."""
+"""Compares values between processes, which deadlock if their programs differ."""
 
 import hashlib
 import importlib.metadata
@@ -20,11 +20,10 @@ Fields = Mapping[str, Any]
 
 
 def allgather_object(name: str, value: Any) -> list:
-    """Sends a value that JSON can hold to all processes; returns all, by process.
+    """Sends a JSON value to all processes; returns the values of all, by process.
 
-    It uses no device, so that it may run at the same time as a step, on any thread. All
-    processes must make the exchanges of one name in the same order; errors quote the
-    name.
+    It uses no device, so it may run during a step, on any thread. All processes must
+    make the exchanges of one name in the same order. Errors quote the name.
 
     Raises:
         ProcessError: If some processes did not take part in time.
@@ -40,14 +39,14 @@ def meet(call: str) -> None:
     """Begins a call that all processes must make.
 
     Raises:
-        DisagreementError: On all processes, if one is in another call; the message has
-            the place of each.
+        DisagreementError: On all processes, if a process is in a different call. The
+            message says where each process is.
     """
     allgather_object(call, None)
 
 
 def count_step() -> None:
-    """Notes that a fit begins a step: it has made all exchanges before the step."""
+    """Counts a step that a fit begins, after all exchanges before that step."""
     client = join()
     if client is not None:
         client.steps_begun += 1
@@ -56,28 +55,30 @@ def count_step() -> None:
 def reserve_allgather(
     name: str, timeout_seconds: float = _EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:
-    """Reserves the next exchange of a name, to be made later on another thread.
+    """Reserves the next exchange of a name, which another thread can make later.
 
     Returns:
-        `allgather_object` without the name. If a process never calls it, the others
-        time out, but later exchanges of the name are not mixed up with this one.
+        A function of the value, which is otherwise the same as `allgather_object`. If a
+        process never calls the function, the others time out, but later exchanges of
+        the name do not get mixed up with this exchange.
     """
     client = join()
     if client is None:
         return lambda value: [value]
-    # A save in the background ends at another time on each process. The exchange gets
-    # its number here, on the main thread, so that it meets the same save's exchange on
-    # the other processes.
+    # A background save ends at a different time on each process. The exchange gets its
+    # number here, on the main thread, so that all processes exchange values of the same
+    # save.
     key = client.reserve(name)
     return lambda value: client.allgather(key, value, timeout_seconds)
 
 
 def check_consistent(what: str, fields: Fields) -> None:
-    """Checks that all processes hold the same values, which JSON can hold, by name.
+    """Checks that all processes have the same JSON values, given by name.
 
     Raises:
-        DisagreementError: On all processes, if one differs from process 0 in ``what``.
-            It names the process, the field and both values.
+        DisagreementError: On all processes, if the values of a process differ from
+            those of process 0. The message quotes ``what``, and names the process, the
+            field and both values.
     """
     fields = json.loads(json.dumps(fields))  # tuples arrive as lists
     text = json.dumps(fields, sort_keys=True).encode()
@@ -85,7 +86,7 @@ def check_consistent(what: str, fields: Fields) -> None:
     digests = allgather_object(f"digest of the {what}", digest)
     if len(set(digests)) == 1:
         return
-    # Fields may be megabytes (a program): only processes that differ send theirs.
+    # Fields may take megabytes (a program), so only processes that differ send theirs.
     differs = digests[process_index()] != digests[0] or process_index() == 0
     found = allgather_object(f"fields of the {what}", fields if differs else None)
     found = [found[0] if other is None else other for other in found]
@@ -108,7 +109,7 @@ def check_consistent(what: str, fields: Fields) -> None:
 def differences(
     process: int, first: Fields, other: Fields, spell: Callable[[Any], str]
 ) -> list[str]:
-    """A line for each field in which a process differs from process 0."""
+    """Returns a line for each field in which a process differs from process 0."""
     return [
         f"{name}: process 0 has {spell(first.get(name))}, process {process} has "
         f"{spell(other.get(name))}"
@@ -118,7 +119,7 @@ def differences(
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that determine the numerics."""
+    """Returns versions of Python and of the libraries that determine the numerics."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}

@@ -1,4 +1,4 @@
-"""Start of a run's processes: the number of this one, and how it joins the others."""
+"""Finds the number of this process, and joins the other processes of the run."""
 
 import ctypes
 import io
@@ -18,25 +18,25 @@ COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
 CLUSTER = "NNX_PARALLEL_CLUSTER"
-"""Set where JAX can ask the cluster, but no variable says so, as on a TPU VM."""
+"""Set it where JAX can ask the cluster but no variable says so, as on a TPU VM."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),
     ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
 )
-# Any one of these says that JAX itself can find the rest.
+# If any of these variables is set, JAX can find the other processes.
 _CLUSTERS = {
     CLUSTER, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES",
     "MEGASCALE_COORDINATOR_ADDRESS", "JOBSET_NAME", "CLOUD_TPU_TASK_ID",
 }  # fmt: skip
-# A batch script and a shell on a node have some of these, but run as one process; only
-# the processes that `srun` starts have all.
+# A batch script, or a shell on a node, runs as one process and has only some of these
+# variables. The processes that `srun` starts have all of them.
 _SLURM_STEP = {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"}
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ProcessSpec(NamedTuple):
-    """One process, as in `initialize`; JAX finds the values that are ``None``."""
+    """Arguments of `initialize` for a process; JAX finds values that are ``None``."""
 
     coordinator_address: str | None = None
     num_processes: int | None = None
@@ -53,29 +53,30 @@ def initialize(
     heartbeat_seconds: int = 30,
     shutdown_seconds: int = 300,
 ) -> None:
-    """Joins the other processes of a run; does nothing where there is only one.
+    """Joins the other processes of a run; does nothing if there is only one process.
 
-    Call it first in the script, before anything counts devices. Without arguments the
-    number of the process comes from ``python -m nnx_parallel launch``, or from Slurm,
-    Open MPI, a Kubernetes JobSet or a TPU pod, as JAX finds it. From then on an
-    uncaught exception ends the process at once, and the loss of any process ends all
-    others within seconds, instead of leaving them waiting.
+    Call it first in the script, before any code counts devices. Without arguments the
+    process gets its number from ``python -m nnx_parallel launch``, or, through JAX,
+    from Slurm, Open MPI, a Kubernetes JobSet or a TPU pod. From then on an uncaught
+    exception ends the process at once, and the loss of any process ends all others
+    within seconds, instead of leaving them waiting.
 
     Args:
         coordinator_address: ``host:port`` of process 0, where JAX's coordinator
-            listens; an IPv6 address in brackets. On a loopback address no other
-            machine can reach it.
+            listens. Write an IPv6 address in brackets. Other machines cannot reach a
+            loopback address.
         num_processes: Number of processes.
         process_id: Number of this process, from 0.
         local_device_ids: Devices of this machine that belong to this process.
         start_seconds: Longest wait for all processes to start.
-        heartbeat_seconds: Silence after which a process counts as dead. A process
-            that dies is noticed at once; this is for machines that vanish.
-        shutdown_seconds: Longest wait of a process that has ended for the others.
+        heartbeat_seconds: Silence after which a process counts as dead. The death of a
+            process is noticed at once anyway; this is for machines that vanish.
+        shutdown_seconds: Longest time that a process that has ended waits for the
+            others.
 
     Raises:
-        ProcessError: If devices have been counted already, or only some of address,
-            number and count are known.
+        ProcessError: If devices have been counted already, or if only some of
+            coordinator address, process number and process count are known.
 
     Example:
         >>> initialize()  # with one process: nothing happens
@@ -91,7 +92,8 @@ def initialize(
         return
     _check(spec)
     address = spec.coordinator_address
-    # JAX would listen on all interfaces, though only this machine can know the address.
+    # JAX would listen on all interfaces, although only this machine can reach a
+    # loopback address.
     is_local = address is not None and is_loopback(host_of(address))
     jax.distributed.initialize(
         *spec,
@@ -107,7 +109,7 @@ def initialize(
 
 
 class _Pipe(io.FileIO):
-    """Output of this process, until the launcher that reads it is gone."""
+    """Output of this process, which is discarded once the launcher is gone."""
 
     is_broken = False  # True once any pipe of this process is broken
 
@@ -115,7 +117,7 @@ class _Pipe(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            # An error here would end the fit before it saves.
+            # Raising the error would end the fit before it saves.
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
             os.close(null)
@@ -126,16 +128,16 @@ class _Pipe(io.FileIO):
 
 
 def _outlive_launcher() -> None:
-    """Makes the launcher's death send a SIGTERM, after which a fit saves and ends."""
+    """Arranges a SIGTERM when the launcher dies, after which a fit saves and ends."""
     # A killed launcher cannot forward a signal.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__"):  # otherwise it is the script's
+        if stream is getattr(sys, f"__{name}__"):  # otherwise the script replaced it
             stream.flush()
             pipe = _Pipe(stream.fileno(), "w", closefd=False)
-            # Python's streams are like this too where they are not buffered.
+            # Python's unbuffered streams are built in the same way.
             unbuffered = io.TextIOWrapper(
                 pipe, stream.encoding, stream.errors, write_through=True
             )
@@ -143,7 +145,7 @@ def _outlive_launcher() -> None:
 
 
 def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | None:
-    """Finds the number of this process; ``None`` if it is the only one.
+    """Finds the number of this process; ``None`` if it is the only process.
 
     The caller's values take precedence over those in the environment.
 
@@ -164,7 +166,7 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
             return ProcessSpec(env[address], *found)
     if not (env.keys() >= _SLURM_STEP or env.keys() & _CLUSTERS):
         return None
-    # Some clusters say that the run has one process: then no service is needed.
+    # If the cluster says that the run has one process, no service is needed.
     sizes = [env.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     workers = env.get("TPU_WORKER_HOSTNAMES")
     if workers is not None and "MEGASCALE_COORDINATOR_ADDRESS" not in env:

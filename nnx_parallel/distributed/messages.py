@@ -1,14 +1,14 @@
-"""Messages between processes, apart from the devices: small values, and losses.
+"""Sends small values and reports of losses between processes, without devices.
 
-A thread of process 0 collects one value from each process and returns all of them to
-each. It notices every death at once, because the operating system closes the socket of
-a process however it dies. Messages are JSON over TCP; a connection must know a key that
-process 0 publishes in JAX's key-value store.
+A thread of process 0 collects one value from each process and sends all values to each
+process. It notices every death at once, because the operating system closes the socket
+of a process however it dies. Messages are JSON over TCP. Whoever connects must know a
+key that process 0 publishes in JAX's key-value store.
 
-JAX's coordination service without this module (heartbeat 10 s, the reason in its
-key-value store, `os._exit` in ``sys.excepthook``) ends everything in time too, but
-often in C++, before Python can print why. The table has the seconds from the fault to
-the last end, for two processes on CPU, jax 0.12.0.1 and 0.10.2:
+Without this module JAX's coordination service (heartbeat 10 s, the reason in its
+key-value store, `os._exit` in ``sys.excepthook``) ends all processes in time too, but
+often in C++, before Python can print the reason. The table has the seconds from the
+fault until the last process ended, for two processes on CPU, jax 0.12.0.1 and 0.10.2:
 
     fault                     JAX's service              this module
     killed in a collective    1.1, an error of Gloo      0.1, printed
@@ -20,7 +20,7 @@ the last end, for two processes on CPU, jax 0.12.0.1 and 0.10.2:
     a machine vanishes        9 to 10, aborts            the same: its heartbeat
     exchange of a value       1.4 to 3 ms                0.2 to 0.5 ms
 
-A ``missed_heartbeat_callback`` in Python aborts with ``std::bad_cast``. With
+With a ``missed_heartbeat_callback`` in Python, JAX aborts with ``std::bad_cast``. With
 ``jax_enable_recoverability`` only the death of process 0 still aborts.
 """
 
@@ -58,18 +58,18 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import DisagreementError, ProcessError
 
-_CONNECT_SECONDS = 20.0  # per address of a host: another of them may answer
+_CONNECT_SECONDS = 20.0  # per address of a host; another address may answer
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """A connection on which both sides have proved that they know the key."""
+    """Connects; both sides prove that they know the key."""
     # `multiprocessing.connection.Client` would try only IPv4.
     with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
         return handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
 
 
 def host_of(address: str) -> str:
-    """Host of an address with a port.
+    """Returns the host of an address with a port.
 
     Example:
         >>> host_of("[::1]:8080"), host_of("head:8080")
@@ -79,7 +79,7 @@ def host_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a host is this machine, under a name that no other machine can reach.
+    """Returns True if a host name means this machine, and only on this machine.
 
     Example:
         >>> is_loopback("::1"), is_loopback("::ffff:127.0.0.1"), is_loopback("10.0.0.1")
@@ -89,16 +89,16 @@ def is_loopback(host: str) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host in ("localhost", "ip6-localhost", "ip6-loopback")
-    # `is_loopback` of a mapped address is wrong before Python 3.13.
+    # Before Python 3.13, `is_loopback` is wrong for IPv4 addresses mapped to IPv6.
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def listen(host: str, backlog: int = 1) -> socket.socket:
-    """A socket that listens on a free port of a host; an empty host means all."""
+    """Makes a socket that listens on a free port of a host; "" means all interfaces."""
     host = host.strip("[]")
     serve = partial(socket.create_server, backlog=backlog)
     if not host:
-        # IPv6 may be unknown to the kernel, or known and switched off.
+        # The kernel may not know IPv6, or may have it switched off.
         with contextlib.suppress(OSError, ValueError):
             return serve(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
         return serve(("", 0))
@@ -114,9 +114,9 @@ def listen(host: str, backlog: int = 1) -> socket.socket:
 def handshake(
     peer: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]
 ) -> Connection:
-    """A connection over a socket on which both sides prove that they know the key."""
-    # `Connection` reads the descriptor itself, which must block: a timeout of the
-    # socket, or `socket.setdefaulttimeout`, leaves it non-blocking.
+    """Makes a connection over a socket; both sides prove that they know the key."""
+    # `Connection` reads the descriptor directly, which must therefore block. A timeout
+    # of the socket, or `socket.setdefaulttimeout`, would leave it non-blocking.
     peer.settimeout(None)
     connection = Connection(os.dup(peer.fileno()))  # closed with its last reference
     for step in steps:
@@ -125,15 +125,15 @@ def handshake(
 
 
 def limit_reads(peer: socket.socket, seconds: int) -> None:
-    """Limits how long a read may wait, also of a copied descriptor; 0 lifts it."""
+    """Limits how long a read of the socket or its copies may wait; 0 is no limit."""
     # A timeout set with Python would leave the descriptor non-blocking.
     limit = struct.pack("ll", seconds, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
-    """Sends a message that JSON can hold; does nothing if the other side is gone."""
-    with contextlib.suppress(OSError):  # closed: the next read of it reports the loss
+    """Sends a JSON message; does nothing if the other side is gone."""
+    with contextlib.suppress(OSError):  # if closed, the next read reports the loss
         connection.send_bytes(json.dumps(message).encode())
 
 
@@ -147,7 +147,7 @@ _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
-_NOTICE_SECONDS = 20.0  # then waiting processes, and missing ones, print their place
+_NOTICE_SECONDS = 20.0  # then waiting and missing processes print where they are
 _SAME_CALLS = (
     "All processes make the same calls, in the same order: code under `if "
     "jax.process_index() == 0` may print or plot, but not fit, evaluate, predict, save "
@@ -156,7 +156,7 @@ _SAME_CALLS = (
 
 
 class Server:
-    """Exchanges values between the processes of a run; lives on process 0.
+    """Exchanges values between the processes of a run, on process 0.
 
     Args:
         host: Interface to listen on; empty for all.
@@ -166,8 +166,8 @@ class Server:
 
     Attributes:
         port: Port on which it listens until all processes have joined.
-        joined: Set when all have joined, or the time to join is over.
-        drained: Set when all processes but this one have ended.
+        joined: Set when all processes have joined, or when the time to join is over.
+        drained: Set when all other processes have ended.
     """
 
     def __init__(
@@ -180,8 +180,8 @@ class Server:
         self._join_seconds = join_seconds
         self._clients: dict[Connection, int] = {}  # process by connection
         self._greeted: queue.SimpleQueue[tuple[Connection, int]] = queue.SimpleQueue()
-        self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete ones, by key
-        self._waits: dict[int, tuple[str, str]] = {}  # main threads: key, and place
+        self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete exchanges, by key
+        self._waits: dict[int, tuple[str, str]] = {}  # of main threads: (key, place)
         self._finished: set[int] = set()  # processes that announced their end
         self._has_lost = False
         self.joined = threading.Event()
@@ -205,8 +205,8 @@ class Server:
         while len(self._clients) < self._count and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # mostly the timeout
                 peer, _ = self._socket.accept()
-                # A thread for each: a stranger that connects and sends nothing, as
-                # port scanners do, delays no process.
+                # Each connection has a thread, so that strangers such as port scanners,
+                # which connect and send nothing, delay no process.
                 _start("nnx_parallel.greeting", self._authenticate, peer)
             while not self._greeted.empty():
                 connection, process = self._greeted.get()
@@ -227,7 +227,8 @@ class Server:
             connection = handshake(peer, self._key, *steps)
             process = int(receive(connection)["process"])
             limit_reads(peer, 0)
-            # Only the server's thread writes `_clients`, which it iterates over.
+            # Only the server's thread may write `_clients`, because that thread
+            # iterates over it.
             self._greeted.put((connection, process))
 
     def _serve(self, connection: Connection) -> None:
@@ -268,8 +269,9 @@ class Server:
             self._waits = {p: x for p, x in self._waits.items() if x[0] != key}
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
-                # Equal values are the rule, in every step: they are sent once, and
-                # bytes stay linear in the number of processes.
+                # In most exchanges, also those of every step, all values are equal.
+                # Equal values are sent once, so that bytes grow linearly with the
+                # number of processes.
                 values = values[:1]
             self._broadcast({"op": "all", "key": key, "values": values})
         else:
@@ -277,9 +279,9 @@ class Server:
         self._check_finished()
 
     def _check_waits(self) -> None:
-        """Reports main threads that wait for each other, each in another exchange."""
+        """Reports main threads that wait for each other in different exchanges."""
         for (p, (key, _)), (q, (other, _)) in combinations(self._waits.items(), 2):
-            # Another thread may have given the value before the main thread waits.
+            # Another thread of the process may have sent the value already.
             if p not in self._exchanges[other] and q not in self._exchanges[key]:
                 found = ", ".join(
                     f"process {i} is in {self._spell(i, k)}"
@@ -290,7 +292,7 @@ class Server:
                 return
 
     def _spell(self, process: int, key: str) -> str:
-        """The exchange in which a process waits, in the words of the user's script."""
+        """Names the exchange in which a process waits, by the script's call."""
         name, place = key.rpartition(" ")[0], self._waits.get(process, ("", ""))
         return place[1] if place[0] == key else f"'{name}'"
 
@@ -305,9 +307,9 @@ class Server:
     def _report_loss(self, process: int, reason: str | None) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
             self._has_lost = True
-            # It also goes to the lost process, which can read it if it called
+            # The message also goes to the lost process, which can read it if it called
             # `sys.exit` and waits in JAX's shutdown barrier. A process that is ending
-            # ignores it.
+            # ignores the message.
             self._broadcast({"op": "lost", "process": process, "reason": reason})
 
     def _broadcast(self, message: dict[str, Any]) -> None:
@@ -317,13 +319,13 @@ class Server:
 
 @dataclass(eq=False)
 class Client:
-    """One process's connection to the server.
+    """The connection of a process to the server.
 
     Attributes:
         connection: An authenticated connection.
-        server: The server, on process 0.
-        on_lost: Ends this process, given the lost process, its exit message, and
-            `drain`.
+        server: The server on process 0; ``None`` on all other processes.
+        on_lost: Ends this process, given the number of the lost process, its exit
+            message, and `drain`.
         steps_begun: Steps that the fits of this process have dispatched.
     """
 
@@ -340,7 +342,7 @@ class Client:
         _start("nnx_parallel.client", self._listen)
 
     def reserve(self, name: str) -> str:
-        """Key of the next exchange of a name: all processes reserve in one order."""
+        """Returns the key of a name's next exchange; the order must be equal on all."""
         self._counts[name] += 1
         return f"{name} {self._counts[name]}"
 
@@ -401,7 +403,7 @@ class Client:
             )
 
     def announce_end(self, reason: str | None = None) -> None:
-        """Announces that this process ends; after an error, with an exit message."""
+        """Announces that this process ends; after an error, with the reason."""
         self._has_ended = True
         self._send({"op": "end", "reason": reason})
 
@@ -411,9 +413,9 @@ class Client:
         self.drain()
 
     def drain(self) -> None:
-        """On process 0, waits a moment for the others to receive a loss and end."""
-        # With process 0 JAX's coordination service ends, and its clients abort the
-        # other processes before they can print a line.
+        """On process 0, waits a moment until others have received a loss and ended."""
+        # When process 0 ends, JAX's coordination service ends, and its clients abort
+        # the other processes before they can print a line.
         if self.server is not None:
             self.server.drained.wait(_DRAIN_SECONDS)
 
@@ -441,13 +443,13 @@ class Client:
                 self._replies.setdefault(key, queue.SimpleQueue()).put(message)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        """Sends the place of this process, for which another one waits."""
+        """Prints where this process is, because another process waits for it."""
         # Python has no public function for the frames of other threads.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         place = place_of(frames.get(threading.main_thread().ident or 0))
         text = f"{message['text']} for this process, which is in {place}."
-        # This process has begun a step that comes after that exchange, and so will not
-        # take part in it.
+        # If this process has begun a step after that exchange, it will not take part in
+        # the exchange.
         if message["is_main"] and self.steps_begun > message["steps"]:
             end_by_error(f"{text} {_SAME_CALLS}", DisagreementError)
         write_error(text)
@@ -455,7 +457,9 @@ class Client:
 
 @cache
 def join() -> Client | None:
-    """This process's client, connected on first use by all; ``None`` with one process.
+    """Returns this process's client, or ``None`` with one process.
+
+    The first call connects it, and all processes must make that call.
 
     Raises:
         ProcessError: If process 0 does not start its server.
@@ -467,7 +471,7 @@ def join() -> Client | None:
     server: Server | None = None
     if process_index() == 0:
         secret = secrets.token_bytes(32)
-        # A run on one machine stays unreachable from others.
+        # If the run is on one machine, other machines cannot reach the server.
         server = Server(host if is_loopback(host) else "", process_count(), secret)
         store.key_value_set(_KEY, f"{server.port} {secret.hex()}")
     try:
@@ -484,7 +488,8 @@ def join() -> Client | None:
     install(client.end)
     atexit.register(client.announce_end)
     if server is not None:
-        # An interpreter that shuts down starts no thread to authenticate late comers.
+        # An interpreter that is shutting down cannot start threads, which would be
+        # needed to authenticate processes that join late.
         server.joined.wait()
     return client
 

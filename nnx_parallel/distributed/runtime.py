@@ -17,19 +17,19 @@ from typing import Any, Self, cast
 
 import jax
 
-# `jax.process_index()` and `jax.process_count()` start a backend, after which
-# `jax.distributed.initialize` refuses to run. JAX's state is read instead, only by this
-# module.
+# This module reads JAX's private state, because `jax.process_index()` and
+# `jax.process_count()` start a backend, after which `jax.distributed.initialize`
+# refuses to run. Only this module reads it.
 from jax._src import distributed, xla_bridge
 
 STATE = distributed.global_state
-"""JAX's coordination service: its address and, once it is started, its client."""
+"""State of JAX's coordination service: its address and, once started, its client."""
 
 TAGGED = "NNX_PARALLEL_TAGGED"
-"""Variable with the id of a launcher that tags the lines of its processes itself."""
+"""Variable with the process id of a launcher, if that tags its processes' lines."""
 
 PEER_LOST = 75
-"""Exit code of a process that ends because another is lost: try again."""
+"""Exit code of a process that ends because another process is lost: try again."""
 
 INTERRUPT = "Ctrl-C"
 """Argument of the KeyboardInterrupt that ends a fit on all processes."""
@@ -47,29 +47,29 @@ _RESUME = (
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
-# Packages that may be between a script and this package in a stack of calls.
+# Packages whose frames may be between a script's and this package's in a call stack.
 _LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
 
-# The first thread that ends the process takes it, and never releases it: one reason is
-# printed, not the reasons that follow from it.
+# The first thread that ends the process takes this lock, and never releases it. So only
+# the first reason is printed, not later reasons that it caused.
 _ending = threading.Lock()
-# Sends the exit message to the other processes; `str` does nothing. ``None`` says that
-# they end for the same reason.
+# Sends the exit message to the other processes; `str` does nothing. The message
+# ``None`` says that the others end for the same reason.
 _notify: Callable[[str | None], object] = str
 
 
 def process_index() -> int:
-    """Number of this process."""
+    """Returns the number of this process."""
     return STATE.process_id or 0
 
 
 def process_count() -> int:
-    """Number of processes."""
+    """Returns the number of processes."""
     return STATE.num_processes or 1
 
 
 def has_backend() -> bool:
-    """True if JAX has counted its devices, after which none can be added."""
+    """Returns True if JAX has counted its devices; then no device can be added."""
     return bool(xla_bridge.backends_are_initialized())
 
 
@@ -85,14 +85,14 @@ def print_once(*values: Any, **options: Any) -> None:
 
 
 def tag() -> str:
-    """Prefix of each line of this process; empty if a launcher adds one."""
+    """Returns the prefix of this process's lines; empty if a launcher adds one."""
     is_tagged = process_count() > 1 and not os.environ.get(TAGGED)
     return f"[process {process_index()}] " if is_tagged else ""
 
 
 def write_error(text: str) -> None:
     """Writes tagged lines to standard error in one piece, after flushing stdout."""
-    # One write: lines of processes that share a terminal do not interleave.
+    # There is only one write, so that lines of processes on one terminal do not mix.
     lines = "".join(f"{tag()}{line}\n" for line in text.splitlines())
     for stream, text in ((sys.stdout, ""), (sys.stderr, lines)):
         if stream is not None and not stream.closed:
@@ -101,14 +101,14 @@ def write_error(text: str) -> None:
 
 
 def tag_logging() -> None:
-    """Adds the process's tag to the message of every record of ``logging``."""
-    # The factory of records reaches handlers that other libraries install later; a
-    # formatter or filter reaches only those that exist.
+    """Adds the process's tag to the message of every ``logging`` record."""
+    # A record factory also affects handlers that other libraries install later. A
+    # formatter or filter affects only existing handlers.
     make_record = logging.getLogRecordFactory()
 
     def make_tagged_record(*args: Any, **options: Any) -> logging.LogRecord:
         record = make_record(*args, **options)
-        # The message is a %-format, to which the arguments are applied afterwards.
+        # `msg` is a %-format that is filled in later, so % is doubled.
         record.msg = f"{tag().replace('%', '%%')}{record.msg}"
         return record
 
@@ -116,21 +116,21 @@ def tag_logging() -> None:
 
 
 def make_interrupt(text: str) -> KeyboardInterrupt:
-    """A KeyboardInterrupt that is shown as one line, without a traceback, if uncaught.
+    """Makes a KeyboardInterrupt that shows as one line, without traceback, if uncaught.
 
     A script then ends as after any Ctrl-C: by SIGINT, which shells report as code 130.
-    A notebook, or Python's prompt, has control again.
+    A notebook, or Python's prompt, returns to the user.
     """
-    # A subclass would not do: Python ends by SIGINT only after a KeyboardInterrupt.
-    # IPython calls `_render_traceback_` for the lines to show (docs/library-notes.md,
-    # "Python" and "Notebooks").
+    # This cannot be a subclass, because Python ends by SIGINT only after a plain
+    # KeyboardInterrupt. IPython shows the lines that `_render_traceback_` returns
+    # (docs/library-notes.md, "Python" and "Notebooks").
     error = KeyboardInterrupt(text)
     vars(error)["_render_traceback_"] = lambda: [f"KeyboardInterrupt: {text}"]
     return error
 
 
 def _line(error: BaseException) -> str | None:
-    """The line of an interrupt that a fit has made; ``None`` for other errors."""
+    """Returns the line of a `make_interrupt` error; ``None`` for other errors."""
     lines = vars(error).get("_render_traceback_")
     return lines()[0] if isinstance(error, KeyboardInterrupt) and lines else None
 
@@ -139,7 +139,7 @@ _excepthook: Callable[..., object] | None = None
 
 
 def _show_interrupts_as_lines() -> None:
-    """Installs a hook for uncaught exceptions; see `install` for several processes."""
+    """Installs a hook for uncaught exceptions, unless `install` has done so."""
     global _excepthook
     if _excepthook is None and sys.excepthook is not _end_by_exception:
         _excepthook, sys.excepthook = sys.excepthook, _show
@@ -158,7 +158,7 @@ def _show(
 
 
 def install(notify: Callable[[str | None], None]) -> None:
-    """Makes an uncaught exception end the process, once it has told the others."""
+    """Makes an uncaught exception tell the other processes, then end this process."""
     global _notify
     _notify = notify
     sys.excepthook = _end_by_exception
@@ -168,26 +168,27 @@ def _end_by_exception(
     kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
     if _is_of_collective(error):
-        # Most likely it failed because another process is gone. Which one
-        # and why arrives on another thread, and ends this process from there.
+        # The collective most likely failed because another process is gone. The report
+        # of that loss arrives on another thread, which ends this process.
         threading.Event().wait(_REASON_SECONDS)
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
     reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
-    # The fit ends on all processes, so the others need no reason.
+    # A Ctrl-C ends the fit on all processes, so the others need no reason.
     is_alike = error.args == (INTERRUPT,)
     text = "".join(traceback.format_exception(error))
     _end(
         _line(error) or text,
         lambda: _notify(None if is_alike else reason),
-        # The code by which shells report a signal.
+        # Shells report a signal by this code.
         128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
     )
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
-    """True if it, or its cause, is an error of the devices' runtime."""
-    # A save has collectives too; its error is raised from a collective's error.
+    """Returns True if an error, or its cause, comes from the devices' runtime."""
+    # The cause matters for saves: a save has collectives too, and its error is raised
+    # from a collective's error.
     return error is not None and (
         isinstance(error, jax.errors.JaxRuntimeError)
         or _STATUS.match(str(error)) is not None
@@ -196,7 +197,7 @@ def _is_of_collective(error: BaseException | None) -> bool:
 
 
 def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:
-    """Ends this process because another is lost, whose exit message is ``reason``.
+    """Ends this process because another process, with this exit ``reason``, is lost.
 
     First calls ``drain``, which waits until the others have received the reason.
     """
@@ -209,21 +210,21 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
 
 
 def end_by_error(text: str, kind: type[Exception]) -> None:
-    """Ends this process from another thread than the main one, which may be stuck."""
+    """Ends this process from a thread other than the main one, which may be stuck."""
     if _ending.acquire(blocking=False):
         reason = f"{kind.__name__}: {text}"
         _end(reason, lambda: _notify(reason), 1)
 
 
 def place_of(frame: FrameType | None) -> str:
-    """The call of this package that a frame is in, and the line of the script."""
+    """Describes where a frame is: the package's call, and the line of the script."""
     call, place = "", ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
         if package == __name__.partition(".")[0]:
             name = frame.f_code.co_qualname
-            # The script has not called a decorator's inner function.
+            # The inner function of a decorator is not the call that the script made.
             call = call if "<locals>" in name else f"{name}, at "
         elif package not in _LIBRARIES:
             break
@@ -240,19 +241,20 @@ def _end(text: str, notify: Callable[[], object], code: int) -> None:
             notify()
     finally:
         # `sys.exit` would run JAX's exit handler, which waits in a shutdown barrier for
-        # the others (up to 300 s), while these wait for this one in a collective.
+        # the other processes (up to 300 s), while they wait for this process in a
+        # collective.
         os._exit(code)
 
 
 class Watchdog:
-    """Ends the process if something takes too long, with the stack of every thread.
+    """Ends the process if a step takes too long, and prints the stack of every thread.
 
     JAX's heartbeat does not notice a process that is alive but stuck:
     https://github.com/jax-ml/jax/issues/38503
 
     Args:
         timeout_seconds: Longest duration of a step, or of a batch of an evaluation;
-            ``None`` watches nothing.
+            ``None`` means no limit.
 
     Raises:
         ValueError: If the time is not positive.
@@ -269,15 +271,15 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def arm(self, step: int, awaited: str = "step") -> None:
-        """Restarts the clock; its message names ``awaited`` and the last step."""
+        """Restarts the clock; the error names ``awaited`` and the last step."""
         if self._timeout is None:
             return
         self.disarm()
         self._timer = threading.Timer(self._timeout, self._end, (step, awaited))
         self._timer.daemon = True
         self._timer.start()
-        # The timer needs the interpreter's lock. A C call that never returns it stops
-        # every Python thread: then the interpreter's clock ends the process.
+        # The timer's thread needs the interpreter's lock. A C call that never releases
+        # the lock stops every Python thread; then `faulthandler` ends the process.
         limit = self._timeout + _WATCHDOG_GRACE_SECONDS
         file = sys.__stderr__ or sys.stderr
         faulthandler.dump_traceback_later(limit, exit=True, file=file)
@@ -302,9 +304,10 @@ class Watchdog:
 class Termination:
     """Context that records a SIGTERM or a Ctrl-C instead of ending the process.
 
-    Schedulers and clouds send SIGTERM some seconds before they take a machine: enough
-    to save. A handler installed earlier is called as well, and is restored on exit. For
-    SIGINT only Python's handler is replaced. A second Ctrl-C is raised at once.
+    Schedulers and clouds send SIGTERM some seconds before they take a machine, which is
+    enough time to save. A handler of SIGTERM that was installed earlier is called too,
+    and is restored on exit. For SIGINT only Python's default handler is replaced. A
+    second Ctrl-C is raised at once.
 
     Args:
         saves: True if the fit saves a checkpoint before it ends.
@@ -337,20 +340,22 @@ class Termination:
         self._previous = previous
         self._is_watching = True
         self._install(signal.SIGTERM, self._record)
-        # A SIGINT that is ignored, as under nohup, or handled by the user, stays so.
+        # If SIGINT is ignored, as under nohup, or the user handles it, that stays as it
+        # is.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
             _show_interrupts_as_lines()
         return self
 
     def _install(self, number: int, handler: Callable[..., None]) -> None:
-        # `None` is a handler installed from C, which Python cannot restore.
+        # `None` stands for a handler that was installed from C; Python cannot restore
+        # it.
         previous = signal.signal(number, handler)
         self._handlers[number] = signal.SIG_DFL if previous is None else previous
 
     def __exit__(self, *exc_info: object) -> None:
         for number, previous in self._handlers.items():
-            # A handler that was installed over this one stays.
+            # If another handler was installed over this one, it stays.
             if getattr(signal.getsignal(number), "__self__", None) is self:
                 signal.signal(number, previous)
         self._handlers = {}
@@ -369,21 +374,21 @@ class Termination:
             )
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        # Nothing is saved here: a handler interrupts any line, a save in progress too.
+        # Nothing is saved here, because a handler may interrupt any line, even a save.
         self.is_requested = True
         if callable(self._previous):
             self._previous(number, frame)
 
     def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
-        # It is recorded even if it is raised: it may come in JAX's callback of the
-        # garbage collector, which swallows exceptions (docs/library-notes.md, "Lost
-        # processes").
+        # The interrupt is recorded even if it is raised, because it may arrive in JAX's
+        # callback of the garbage collector, which swallows exceptions
+        # (docs/library-notes.md, "Lost processes").
         is_first, self.is_interrupted = not self.is_interrupted, True
         if not (is_first and self.defers):
             when = "before the first step" if is_first else "twice, without a save"
             raise make_interrupt(f"{INTERRUPT} {when}, in {_place(frame)}")
         saved = ", once it is saved" if self._saves else ". It saves no checkpoint"
-        with contextlib.suppress(Exception):  # it may have come within another write
+        with contextlib.suppress(Exception):  # it may have arrived during another write
             write_error(
                 f"Ctrl-C: the fit ends after this step{saved}. A second one ends it at "
                 "once."
@@ -392,11 +397,11 @@ class Termination:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Raises a Ctrl-C or exit that came during the block, instead of later errors.
+    """Raises a Ctrl-C or an exit from within the block, instead of later errors.
 
-    An interrupt may be lost on its way: JAX's callback of the garbage collector
-    swallows it, and libraries raise other errors from it. So an exception of a signal's
-    handler is noted, and raised again when the block ends, in whatever way it ends.
+    An interrupt may get lost: JAX's callback of the garbage collector swallows it, and
+    libraries raise other errors from it. So an exception that a signal handler raises
+    is noted, and raised again when the block ends, with or without an error.
     """
     heard: list[BaseException] = []
     outer = sys.exception()
@@ -433,7 +438,7 @@ def _note(
 def _interrupt_in(
     error: BaseException, outer: BaseException | None
 ) -> BaseException | None:
-    """The interrupt in a chain of errors; the chain ends at ``outer``."""
+    """Finds the interrupt in a chain of errors, which ends at ``outer``."""
     seen, found = {id(None), id(outer)}, [error]
     for each in found:
         if isinstance(each, KeyboardInterrupt | SystemExit):
@@ -447,7 +452,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """The line that Python runs, which is all that a traceback of a hang would show."""
+    """Returns the line that Python runs, which is what a traceback of a hang shows."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -1,1 +1,1 @@
-"""A schedule, executed: one jaxpr of the loss, cut at its stack, run in stages."""
+"""Runs a schedule: traces the loss, cuts it at its stack, and runs it in stages."""

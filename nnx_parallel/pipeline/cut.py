@@ -1,10 +1,10 @@
-"""A loss cut at its `Stack` into a prologue, the layers, and an epilogue.
+"""Cuts a loss at its `Stack` into a prologue, the layers, and an epilogue.
 
 The loss is traced once, as a jaxpr in which the stack's call is a single equation. An
 equation belongs to the prologue if the stack's inputs depend on it, and to the epilogue
-if the outputs do. Values that both need are computed in both when they depend only on
-the parameters (a cast, a gathered table) or on none of them (masks, labels); otherwise
-the prologue keeps it for the epilogue (a skip connection).
+if the outputs do. A value that both need is computed in both if it depends only on the
+parameters (a cast, a gathered table) or on no parameter (masks, labels). Otherwise the
+prologue keeps it for the epilogue (a skip connection).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,10 +37,10 @@ from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 Arrays = dict[Path, Any]
 
-# It has no lowering rule, because the cut removes it before anything is compiled. Its
-# inputs are the layers' parameters, their other variables, and the arrays of
-# ``(x, args)``, each in the order of `jax.tree.leaves`; its outputs are x, then the
-# other variables.
+# The primitive has no lowering rule, because the cut removes it before anything is
+# compiled. Its inputs are the layers' parameters, the layers' other variables, and the
+# arrays of ``(x, args)``, each in the order of `jax.tree.leaves`. Its outputs are x,
+# then the other variables.
 stack_p = jex.Primitive("stack")
 stack_p.multiple_results = True
 
@@ -49,7 +49,7 @@ _ON_A_MESH = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 
 def record(call: StackCall) -> tuple[Any, dict, None]:
-    """A runner that leaves one equation in place of the layers that run in stages."""
+    """Replaces the layers that run in stages by one equation; a runner of stacks."""
     if not any(place.is_staged for place in call.placements.values()):
         return run_layers(call)
     places = {path: place.in_stage() for path, place in call.placements.items()}
@@ -81,7 +81,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
 
 
-# The layers are not traced here: a wrong layer is found when a stage traces it.
+# The layers are not traced here; errors in a layer appear when a stage traces it.
 @stack_p.def_abstract_eval
 def _shapes(*avals: Any, call: StackCall) -> list:
     first_x = len(call.params) + len(call.others)
@@ -103,12 +103,12 @@ ad.primitive_jvps[stack_p] = partial(_refuse, "jax.grad or another derivative")
 
 
 def calls_stack(traced: TracedFunction) -> bool:
-    """True if a function, traced with `record`, calls a `Stack`."""
+    """Returns True if a function, traced with `record`, calls a `Stack`."""
     return any(eqn.primitive is stack_p for eqn, _ in walk(traced))
 
 
 def names_in(eqn: jex.JaxprEqn) -> set[str]:
-    """Names of an equation's primitive and of those inside it."""
+    """Returns the names of an equation's primitive and of the primitives inside it."""
     inner = {
         e.primitive.name for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j)
     }
@@ -116,7 +116,7 @@ def names_in(eqn: jex.JaxprEqn) -> set[str]:
 
 
 def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
-    """The one equation that calls a stack."""
+    """Returns the only equation that calls a stack."""
     calls = [eqn for eqn in traced.eqns if eqn.primitive is stack_p]
     nested = [path for e, path in walk(traced) if e.primitive is stack_p and path]
     # The loss cannot be cut inside a loop, a branch or a transform.
@@ -139,24 +139,24 @@ def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
 
 
 class PartitionedJaxpr:
-    """A function traced and cut at its stack: a prologue, the layers, an epilogue.
+    """A traced function, cut at its stack into a prologue, the layers, an epilogue.
 
     Args:
         traced: The function ``(params, variables, batch, key) -> (outputs, variables
             after)``, of flat dicts by path, traced with `record`.
 
     Attributes:
-        call: The call of the stack; only the shapes of its arrays matter.
+        call: The call of the stack, of whose arrays only the shapes are used.
         traced: The function, without the equation that calls the stack.
         layer_paths: Path of each of the stack's arrays, by the layer's key.
         entering: The arrays that enter the stack.
-        constants: The leaves of the call's ``(x, args)`` that each stage makes for
+        constants: The leaves of the call's ``(x, args)`` that each stage computes for
             itself, by position.
         leaving: The arrays of the stack's output.
         prologue_changes: New value of each variable that the prologue changes, by path.
         epilogue_changes: Variables that the epilogue changes.
-        skips: Values kept from the prologue for the epilogue.
-        shared: Paths of the stack's arrays that prologue or epilogue use as well.
+        skips: Values that the prologue keeps for the epilogue.
+        shared: Paths of the stack's arrays that the prologue or the epilogue also uses.
         trained: Keys of a layer's arrays that are trained.
         differentiated: True for each array that enters and has a cotangent.
 
@@ -169,7 +169,7 @@ class PartitionedJaxpr:
         warn_of_effects(traced)
         eqn = _find_stack(traced)
         self.call: StackCall = eqn.params["call"]
-        # Since its equation is removed, the stack's outputs are epilogue inputs.
+        # The stack's equation is removed, so its outputs become inputs of the epilogue.
         eqns = [e for e in traced.eqns if e is not eqn]
         self.traced = replace(traced, eqns=eqns)
         of_params, of_variables, *of_data = traced.inputs
@@ -187,29 +187,29 @@ class PartitionedJaxpr:
         )
         self.prologue_changes, self.epilogue_changes = self._split_changes(eqn.outvars)
         self.skips = self._find_skips(from_params & from_data)
-        # These are parameters tied to one inside the stack, or variables that the loss
-        # reads.
+        # Arrays are shared if they are parameters tied to a parameter inside the stack,
+        # or variables that the loss reads.
         changes = self.prologue_changes | self.epilogue_changes
         used = self._uses((self.entering, traced.outputs[0], changes))
         paths = self.layer_paths.items()
         self.shared = frozenset(path for _, path in paths if self._inputs[path] in used)
         self.trained = frozenset(key for key, path in paths if path in of_params)
-        # The gradient of x passes through all layers; an argument's is wanted if
-        # it comes from the parameters.
+        # The gradient of x passes through all layers. The gradient of an argument is
+        # needed only if the argument depends on the parameters.
         self.differentiated = tuple(
             is_inexact(atom.aval) and (i < num_x or _is_in(atom, from_params))
             for i, atom in enumerate(self.entering)
         )
 
     def with_cotangents(self, activations: Sequence[Any]) -> list:
-        """The activations whose cotangents are sent back."""
+        """Returns the activations whose cotangents are sent back."""
         return list(compress(activations, self.differentiated))
 
     def prologue(self, arrays: Arrays, item: Any) -> tuple[list, list, Arrays]:
-        """The arrays that enter the stack, the skips, and the changed variables.
+        """Computes the arrays that enter the stack, the skips, and changed variables.
 
-        ``arrays`` may leave out those inside the stack; ``item`` is a microbatch
-        and its key.
+        ``arrays`` need not contain the arrays inside the stack; ``item`` is a
+        microbatch and its key.
         """
         wanted = (self.entering, self.skips, self.prologue_changes)
         return self.traced.evaluate(wanted, self._known(arrays, item))
@@ -217,7 +217,7 @@ class PartitionedJaxpr:
     def epilogue(
         self, arrays: Arrays, item: Any, skips: Sequence[Any], leaving: Sequence[Any]
     ) -> tuple[Any, Arrays]:
-        """The function's first result, and the changed variables."""
+        """Returns the function's first result, and the changed variables."""
         known = bind((self.skips, self.leaving), (skips, leaving))
         wanted = (self.traced.outputs[0], self.epilogue_changes)
         return self.traced.evaluate(wanted, self._known(arrays, item) | known)
@@ -225,10 +225,10 @@ class PartitionedJaxpr:
     def without_stack(
         self, select: Callable[[Any], list], arrays: Arrays, item: Any
     ) -> tuple[list, Arrays]:
-        """Outputs that do not depend on the stack, and the prologue's variables.
+        """Computes outputs that do not need the stack, and the prologue's variables.
 
         Raises:
-            PipelineError: If one of them depends on it.
+            PipelineError: If a selected output depends on the stack.
         """
         wanted = select(self.traced.outputs[0])
         late = {self._inputs[path] for path in self.epilogue_changes}
@@ -245,22 +245,23 @@ class PartitionedJaxpr:
         return self.traced.evaluate((wanted, self.prologue_changes), known)
 
     def _known(self, arrays: Arrays, item: Any) -> dict:
-        """The arguments by variable."""
+        """Returns the values of the arguments, by variable of the jaxpr."""
         known = {v: arrays[path] for path, v in self._inputs.items() if path in arrays}
         return known | bind(self.traced.inputs[2:], item)
 
     def _uses(self, wanted: Any) -> set[jex.Var]:
-        """The inputs, and outputs of the stack, from which a tree is computed."""
+        """Returns the inputs and the stack's outputs that a tree depends on."""
         atoms = jax.tree.leaves(wanted)
         return set(inputs_of(needed(self.traced.eqns, atoms), atoms))
 
     def run_layer(self, arrays: dict, activations: list) -> tuple[list, dict]:
-        """Runs one layer, from its arrays by key and the arrays that enter the stack.
+        """Runs one layer, given its arrays by key and the arrays that enter the stack.
 
         Returns:
             The arrays of ``x``, and the layer's variables by key.
         """
-        # They are made inside the stage, where values of another trace are not allowed.
+        # The constants are computed inside the stage, where JAX does not allow values
+        # of another trace.
         made, rest = self.traced.evaluate(self.constants, {}), iter(activations)
         call = self.call
         leaves, tree = jax.tree.flatten((call.x, call.args))
@@ -274,11 +275,11 @@ class PartitionedJaxpr:
         return jax.tree.leaves(x), others
 
     def _find_paths(self, atoms: Sequence[Any]) -> dict[Any, Path]:
-        """The path in the model of each array that the stack is called with, by key."""
+        """Finds the path of each of the stack's arrays in the model, by key."""
         keys = [*sorted(self.call.params), *sorted(self.call.others)]
         paths = {var: path for path, var in self._inputs.items()}
-        # Arrays are found by identity: one that the loss has changed is a different
-        # variable.
+        # Arrays are found by identity: an array that the loss has changed is a
+        # different variable of the jaxpr.
         found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
         if None in found.values():
             raise PipelineError(
@@ -307,14 +308,16 @@ class PartitionedJaxpr:
     def _split_constants(
         self, atoms: Sequence[Any], from_inputs: set[jex.Var]
     ) -> tuple[list, dict[int, Any]]:
-        """The arrays that enter the stack, and arguments that come from no input.
+        """Returns the arrays that enter the stack, and arguments that need no input.
 
-        Tables and masks are cheaper to make on each stage than to send. The stack's
-        input always enters, and so does an array that has been given a place on the
-        mesh: a stage, which is manual over one of its axes, could not repeat that.
+        Tables and masks are cheaper to compute on each stage than to send. The stack's
+        input always enters. An array that has been placed on the mesh enters too,
+        because a stage is manual over one axis of the mesh and could not repeat the
+        placement.
         """
         eqns = self.traced.eqns
-        # Positions count all leaves of (x, args), but the equation has only arrays.
+        # Positions count all leaves of (x, args), but the equation's inputs are only
+        # the arrays.
         leaves = enumerate(jax.tree.leaves((self.call.x, self.call.args)))
         positions = [i for i, leaf in leaves if isinstance(leaf, jax.Array)]
         placed = dict(zip(positions, atoms, strict=True))
@@ -327,18 +330,19 @@ class PartitionedJaxpr:
         return [placed[i] for i in positions if i not in constants], constants
 
     def _split_changes(self, of_stack: list[jex.Var]) -> tuple[Arrays, Arrays]:
-        """New values of the variables that the prologue and the epilogue change.
+        """Returns the variables' new values from the prologue and from the epilogue.
 
-        A variable belongs to the epilogue if its new value needs the stack, at once or
-        through others that do.
+        A variable belongs to the epilogue if its new value needs the stack, directly or
+        through other variables.
         """
         before, after = self._inputs, self.traced.outputs[1]
-        # These change only on their stages, never in the prologue or the epilogue.
+        # The layers' variables change only on their stages, never in the prologue or
+        # the epilogue.
         states = {self.layer_paths[key] for key in self.call.others}
         early = {
             path: atom
             for path, atom in after.items()
-            # A variable that nothing changes leaves the trace as the one that came in.
+            # An unchanged variable leaves the trace as the same object that came in.
             if atom is not before[path] and path not in states
         }
         uses = {path: self._uses(atom) for path, atom in early.items()}
@@ -348,7 +352,7 @@ class PartitionedJaxpr:
             late |= {path: early.pop(path) for path in more}
             needs |= {before[path] for path in more}
         used = self._uses(self.entering)
-        # Sorted, so that all processes name the same variable.
+        # The paths are sorted, so that all processes name the same variable.
         for path in sorted(late):
             if before[path] in used:
                 raise PipelineError(
@@ -359,13 +363,13 @@ class PartitionedJaxpr:
         return early, late
 
     def _find_skips(self, costly: set[jex.Var]) -> list[jex.Var]:
-        """Values of the prologue that the epilogue must not compute again.
+        """Returns the values of the prologue that the epilogue must not compute again.
 
-        Values that depend only on parameters are cheap to compute again; values that do
-        not depend on a parameter cost nothing.
+        The epilogue may compute other values again: values that depend only on
+        parameters are cheap, and values that do not depend on a parameter cost nothing.
         """
-        # Only values that the prologue computes anyway; the epilogue computes the
-        # others.
+        # These are only values that the prologue computes anyway; the epilogue computes
+        # all others.
         prologue = needed(self.traced.eqns, self.entering)
         made = (v for eqn in prologue for v in eqn.outvars)
         # They are in the order of the equations, because a set would give each process

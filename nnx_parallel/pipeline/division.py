@@ -1,4 +1,4 @@
-"""Which stack of a model runs in stages, and how its layers are shared among them."""
+"""Finds the stack that runs in stages, and shares its layers among the stages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from nnx_parallel.sharding.nnx_arrays import variables_of
 
 @dataclass(frozen=True)
 class Division:
-    """Layers of a stack, shared among the chunks of all stages.
+    """The layers of a stack, shared among the chunks of all stages.
 
-    All chunks run one program of as many layers as the longest has. One with fewer runs
-    a layer more than it has, whose output is thrown away: every tick costs as much as
-    its busiest stage pays, so that nothing is lost by it.
+    All chunks run one program, which has as many layers as the longest chunk. A shorter
+    chunk runs one layer more than it has, and discards that layer's output. This costs
+    no time, because every tick takes as long as its busiest stage.
 
     Attributes:
         num_layers: Layers of the stack.
         num_stages: Number of stages.
-        num_chunks: Chunks of each.
+        num_chunks: Number of chunks of each stage.
     """
 
     num_layers: int
@@ -46,15 +46,16 @@ class Division:
 
     @property
     def is_even(self) -> bool:
-        """True if all chunks have as many layers."""
+        """True if all chunks have the same number of layers."""
         return self.num_layers % (self.num_stages * self.num_chunks) == 0
 
     @cached_property
     def order(self) -> np.ndarray:
         """The layer in each place, of shape (stages * chunks * places of a chunk,).
 
-        A stage's chunks are side by side. A place without a layer has a copy
-        of the chunk's last: values of which a block makes no infinities.
+        A stage's chunks are side by side. A place without a layer has a copy of the
+        chunk's last layer, because a block computes finite numbers from the values of a
+        real layer.
         """
         ends = self.counts.cumsum()
         place = np.arange(self.counts.max())
@@ -68,30 +69,31 @@ class Division:
     @cached_property
     def places(self) -> np.ndarray:
         """The place of each layer, of shape (layers,)."""
-        # The first of its copies: those that only fill up come after it.
+        # The first copy of a layer is the layer itself; copies that fill empty places
+        # come later.
         return np.unique(self.order, return_index=True)[1]
 
     def to_stages(
         self, x: jax.Array, stored: NamedSharding, placed: NamedSharding
     ) -> jax.Array:
-        """An array of layers ``(layers, ...)`` as stages run them: ``(places, ...)``.
+        """Arranges layers for the stages: ``(layers, ...)`` to ``(places, ...)``.
 
         Once a step each device sends its part of all layers, along another dim,
         to the stages of these layers.
         """
-        # First every device has all layers of its part: otherwise the partitioner
-        # splits the gather by its indices, and sends twice.
+        # In the stored sharding every device has its part of all layers. Without this
+        # constraint the partitioner splits the gather by its indices, and sends twice.
         x = jax.lax.with_sharding_constraint(x[self.order], stored)
         return jax.lax.with_sharding_constraint(x, placed)
 
     def to_store(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """The inverse of `to_stages`, in the sharding of ``(layers, ...)``."""
+        """Inverts `to_stages`; the result ``(layers, ...)`` has the given sharding."""
         x = jax.lax.with_sharding_constraint(x, sharding)
         return jax.lax.with_sharding_constraint(x[self.places], sharding)
 
 
 def find_stack(model: nnx.Module, wanted: str | None) -> tuple[Path, Stack] | None:
-    """The stack that runs in stages: with most elements, or at a given path."""
+    """Finds the stack that runs in stages: the largest, or the one at a given path."""
     stacks = _stacks_of(model)
     if wanted is not None:
         return next((s for s in stacks.items() if dotted(s[0]) == wanted), None)
@@ -100,12 +102,12 @@ def find_stack(model: nnx.Module, wanted: str | None) -> tuple[Path, Stack] | No
 
 
 def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) -> None:
-    """Refuses a model without a stack for these stages and chunks.
+    """Refuses a model that has no stack for this number of stages and chunks.
 
     Raises:
-        PipelineError: If the model has no stack, or not one at the given path; if the
-            stack has fewer layers than there are chunks of stages, or contains another
-            stack.
+        PipelineError: If the model has no stack, or no stack at the given path; if the
+            stack has fewer layers than all stages have chunks, contains another stack,
+            or is inside one.
     """
     stacks, (num_stages, num_chunks) = _stacks_of(model), parts
     name = type(model).__name__
@@ -147,7 +149,7 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
 def describe_stacks(
     model: nnx.Module, wanted: str | None, parts: tuple[int, int]
 ) -> tuple[str, ...]:
-    """Notes for `describe`: uneven stages, and stacks around the pipeline."""
+    """Returns notes for `describe`: uneven stages, and stacks around the pipeline."""
     if (found := find_stack(model, wanted)) is None:
         return ()
     path, stack = found
@@ -184,7 +186,7 @@ def _size(found: tuple[Path, Stack]) -> int:
 
 
 def _hint(model: nnx.Module) -> str:
-    """The line that makes a stack of a model's list of blocks; empty if it has none."""
+    """Returns a line that turns the model's list of blocks into a stack, or nothing."""
     path, count = find_blocks(model)
     if not count:
         return ""

@@ -1,15 +1,15 @@
-"""The slots of all stages in one tick, in regions that are manual over the pipe axis.
+"""Runs the slots of all stages in a tick, in regions manual over the pipe axis.
 
 In a tick a stage has at most one forward, one backward input and one backward weight
 slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices:
-it is true if some stage has such a slot now. A stage without one masks its result. A
-tick takes as long as its busiest stage in any case, and this is the only safe form:
-where a predicate differs by stage, a collective-permute in a branch (also the
-partitioner's, from shifts and convolutions) hangs or gives wrong numbers, in jax 0.10
-and 0.12.
+it is true if some stage has such a slot now. A stage without such a slot masks its
+result. This costs no time, because a tick takes as long as its busiest stage in any
+case. It is also the only safe form: if a predicate differs between stages, a
+collective-permute in a branch hangs or gives wrong numbers, in jax 0.10 and 0.12. The
+partitioner makes such collective-permutes too, from shifts and convolutions.
 
-A branch has the slot's kind as its named scope, for audits and profiles. Activations go
-to the next stage by ``ppermute``, cotangents back.
+The named scope of a branch is the slot's kind, for audits and profiles. ``ppermute``
+sends activations to the next stage, and cotangents to the stage before.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Executor:
     Attributes:
         stage: Runs the layers of a stage.
         table: The schedule.
-        buffers: Its memory slots.
+        buffers: The memory slots of the schedule.
     """
 
     stage: Stage
@@ -62,10 +62,11 @@ class Executor:
         return Chunks(self.table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
-        """A function ``(layers, each, shared) -> (layers, each)``, of all stages.
+        """Runs ``(layers, each, shared) -> (layers, each)`` of a stage on all stages.
 
-        Arrays in ``layers`` have their ``layers`` dim split over the stages, those in
-        ``each`` a leading ``stages`` dim; those in ``shared`` are the same for all.
+        The stages split the ``layers`` dim of arrays in ``layers``, and the leading
+        ``stages`` dim of arrays in ``each``. Arrays in ``shared`` are the same for all
+        stages.
         """
 
         def body(layers: Any, each: Any, shared: Any) -> Any:
@@ -92,11 +93,12 @@ class Executor:
         return run(tree, None, None)[0]
 
     def allocate(self, layers: Layers) -> StageMemory:
-        """Zeros for all memory of the stages."""
+        """Returns zeros for all memory of the stages."""
         buffers, table, stage = self.buffers, self.table, self.stage
 
         def slots(count: int, tree: Any) -> Any:
-            # Only shapes are made here; the zeros are made once, in their places.
+            # Only shapes are computed here; `_of_stages` makes the zeros once, in their
+            # places.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
         def run(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
@@ -126,7 +128,7 @@ class Executor:
         )
 
     def _of_stages(self, tree: Any) -> Any:
-        """Zeros of some shapes for each stage: (...) becomes (stages, ...)."""
+        """Returns zeros for each stage: a shape (...) becomes (stages, ...)."""
 
         def place(x: jax.Array) -> jax.Array:
             spec = P(self.stage.axis, *(P.UNCONSTRAINED,) * (x.ndim - 1))
@@ -134,7 +136,8 @@ class Executor:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
-        # All other dims are unconstrained: the partitioner takes the layers' specs.
+        # All other dims are unconstrained, so that the partitioner takes the layers'
+        # specs.
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
@@ -159,20 +162,19 @@ class Executor:
         return self.manual(write)(None, (slots, *each), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
-        """The neighbour's tree; around the ends only if stages hold several chunks."""
+        """Sends a tree to the neighbour; around the ends only if stages hold chunks."""
         size = self.table.num_stages
         pairs = [(i, (i + direction) % size) for i in range(size)]
         if self.table.num_chunks == 1:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
-        # This is outside of the conditions: every stage sends in every tick, even if it
-        # has nothing to send.
-        # docs/library-notes.md, "Partly manual regions"
+        # This is outside of the conditions, so every stage sends in every tick, even if
+        # it has nothing to send. docs/library-notes.md, "Partly manual regions"
         return jax.lax.ppermute(tree, self.stage.axis, pairs) if pairs else tree
 
     def forward(
         self, layers: Layers, memory: StageMemory, entering: list, tick: TickSlots
     ) -> tuple[Layers, StageMemory, list]:
-        """The forward slots of a tick, and the transfer to the next stage.
+        """Runs the forward slots of a tick, and the transfer to the next stage.
 
         Takes the activations of a microbatch that enters the stack; returns the layers
         with their new state, the memory, and the stack's output for the microbatch that
@@ -185,7 +187,7 @@ class Executor:
         state, (memory, activations) = self.manual(self._forward_slot)(
             layers, each, tick.mesh.any_forward
         )
-        # (stages, batch, ...): only the last stage's is an output of the stack.
+        # (stages, batch, ...): only the last stage's row is an output of the stack.
         leaving = [x[-1] for x in activations[: self.stage.num_x]]
         return replace(layers, state=state), memory, leaving
 
@@ -221,15 +223,15 @@ class Executor:
     def backward(
         self, layers: Layers, state: TickState, cotangents: list, tick: TickSlots
     ) -> tuple[TickState, list]:
-        """The backward slots of a tick, and the transfer to the stage before.
+        """Runs the backward slots of a tick, and the transfer to the stage before.
 
         Takes the cotangents of values that have left the stack in this tick; returns
         the state with new memory and gradients, and the cotangents of values that
         entered the stack.
         """
         memory, slots, mesh = state.memory, tick.stages, tick.mesh
-        # The next stage sent them in the last tick, or the epilogue made them in this
-        # tick.
+        # The cotangents come from the next stage, which sent them in the last tick, or
+        # from the epilogue in this tick.
         arrived = (memory.returned, slots.feed_cotangent, slots.receive_cotangent)
         waiting = self._receive(memory.cotangents, cotangents, *arrived)
         each = (replace(memory, cotangents=waiting), slots)
@@ -237,7 +239,8 @@ class Executor:
         both = (layers, None if self.table.is_split else grads)
         added, (memory, sent) = self.manual(self._backward_slot)(both, each, mesh)
         if self.table.is_split:
-            # A separate region: a tick may write a pending value and read another.
+            # This is a separate region, because a tick may write one pending value and
+            # read another.
             both, each = (layers, grads), (memory.pending, slots)
             added, _ = self.manual(self._weight_slot)(both, each, mesh)
         # (stages, batch, ...): the first stage's cotangents belong to values that
@@ -258,8 +261,8 @@ class Executor:
             count = slots.backward_layers
             return self.stage.backward(chunk, stash, cotangents, grads, add, count)
 
-        # Without a slot the gradients pass through unchanged: zeros would be a second
-        # buffer.
+        # Without a slot the gradients pass through unchanged, because zeros would need
+        # a second buffer.
         def skip() -> tuple:
             sent = zeros_like(cotangents)
             pending = zeros_like(jax.eval_shape(run)[2]) if is_split else None
@@ -282,6 +285,7 @@ class Executor:
             return self.stage.backward_weight(taken, pending, grads, add)
 
         with jax.named_scope("backward_weight"):
-            # Gradients pass through unchanged here too: zeros would be a second buffer.
+            # Gradients pass through unchanged, because zeros would need a second
+            # buffer.
             grads = jax.lax.cond(mesh.any_backward_weight, run, lambda: grads)
         return grads, None

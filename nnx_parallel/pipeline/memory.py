@@ -1,6 +1,6 @@
-"""Slots of a tick, memory slots, and the place of layers on stages.
+"""Memory slots, the slots of a tick, and the transfer of layers to their stages.
 
-Memory slots hold values of one shape, written and read by index.
+A buffer has memory slots for values of one shape, which are written and read by index.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from nnx_parallel.schedules.table import Buffers, Table
 
 
 def zeros_like(tree: Any) -> Any:
-    """Zeros of some shapes."""
+    """Returns zeros with the shapes of a tree."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tree)
 
 
 def zeros_of(run: Callable[[], Any]) -> Any:
-    """Zeros of the shapes that a function returns; it is not run."""
+    """Returns zeros with the shapes of a function's result, without running it."""
     return zeros_like(jax.eval_shape(run))
 
 
 def run_if(predicate: jax.Array, run: Callable[[], Any], *, scope: str) -> Any:
-    """The result of a function, or zeros of its shapes, under a named scope."""
+    """Returns a function's result, or zeros with its shapes, under a named scope."""
     with jax.named_scope(scope):
         return jax.lax.cond(predicate, run, lambda: zeros_of(run))
 
 
 def make_slots(count: int, tree: Any) -> Any:
-    """Zeros for ``count`` values like a tree's, and for a spare one.
+    """Makes memory slots: zeros for ``count`` copies of a tree, and a spare slot.
 
-    A stage without a slot writes its result to the spare one. To keep the
-    old value instead would read it, and XLA copies a whole buffer in which one fusion
-    reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two copies of the stash a tick).
+    A stage without a slot writes its result to the spare slot. It does not write the
+    old value back to a slot, because it would have to read that value, and XLA copies a
+    whole buffer if one fusion reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two
+    copies of the stash a tick).
     """
     # (count + 1, ...); docs/library-notes.md, "Arrays and buffers"
     return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
 
 
 def read_slot(slots: Any, slot: jax.Array) -> Any:
-    """The value in a slot; an arbitrary one if the slot is -1."""
-    # Without a slot any value will do: the result goes to a spare slot, or is masked.
+    """Returns the value in a slot, or an arbitrary value if the slot is -1."""
+    # Without a slot any value will do, because its result goes to a spare slot or is
+    # masked.
     index = jnp.maximum(slot, 0)
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
@@ -57,10 +59,10 @@ def read_slot(slots: Any, slot: jax.Array) -> Any:
 
 
 def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
-    """The slots with a value in one of them, unless the slot is -1."""
+    """Writes a value to one of the slots, unless its index is -1."""
 
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
-        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)  # the spare one is last
+        index = jnp.where(slot >= 0, slot, x.shape[0] - 1)  # the spare slot is last
         return jax.lax.dynamic_update_index_in_dim(x, new, index, axis=0)
 
     return jax.tree.map(write, slots, value)
@@ -73,9 +75,9 @@ class Chunks:
     count: int
 
     def take(self, layers: Any, chunk: jax.Array) -> Any:
-        """The layers of one chunk; of an arbitrary one if the chunk is -1."""
+        """Returns the layers of a chunk, or of an arbitrary chunk if it is -1."""
         if self.count == 1:
-            return layers  # a slice of everything would be a copy
+            return layers  # a slice of all layers would be a copy
 
         def take(x: jax.Array) -> jax.Array:
             # (layers, ...) -> (layers / chunks, ...)
@@ -85,11 +87,11 @@ class Chunks:
         return jax.tree.map(take, layers)
 
     def put(self, layers: Any, new: Any, chunk: jax.Array) -> Any:
-        """The layers with one chunk replaced, unless the chunk is -1."""
+        """Replaces the layers of one chunk, unless the chunk is -1."""
 
         def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
-            # State is small, so a masked update copies it instead of using a spare
-            # chunk.
+            # State is small, so a masked update, which copies it, is used instead of a
+            # spare chunk.
             part = jnp.where(chunk >= 0, part, old)
             start = jnp.maximum(chunk, 0) * part.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
@@ -97,17 +99,18 @@ class Chunks:
         return jax.tree.map(put, layers, new, self.take(layers, chunk))
 
     def adder(self, chunk: jax.Array) -> Callable[[Any, Any, jax.Array], Any]:
-        """``(totals of all layers, values of one, its index in the chunk) -> totals``.
+        """Makes ``(totals of layers, values of one layer, its index) -> totals``.
 
-        It adds in the totals' dtype, in place, and adds nothing if the chunk is -1.
+        The index counts the layers of the chunk. The function adds in the totals'
+        dtype, in place, and adds nothing if the chunk is -1.
         """
 
         def add(layer: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
             size = x.shape[0] // self.count
             index = jnp.maximum(chunk, 0) * size + layer
             old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-            # Chunks differ between stages, and so would the predicate of a branch.
-            # Therefore a mask adds zeros where a slot is missing.
+            # A mask adds zeros where a slot is missing. A branch is not allowed here:
+            # chunks differ between stages, so its predicate would differ too.
             new = jnp.where(chunk >= 0, new.astype(x.dtype), 0)
             return jax.lax.dynamic_update_index_in_dim(x, old + new, index, axis=0)
 
@@ -117,14 +120,15 @@ class Chunks:
 class LayerPermutation(NamedTuple):
     """Transfers in which every stage sends one block of layers and receives one.
 
-    For every schedule, layers are stored in their natural order, a block of neighbours
-    on each stage. With several chunks a stage runs layers from different parts of the
-    stack: then every step sends them there, and their gradients back.
+    With every schedule, layers are stored in their natural order, and each stage stores
+    a block of consecutive layers. With several chunks a stage runs layers from
+    different parts of the stack. Then every step sends these layers to the stage, and
+    their gradients back.
 
     Attributes:
         receiver: Stage to which each stage sends, of shape (chunks, stages).
-        taken: Position of the block that it sends, for each stage.
-        put: Position at which each stage puts the received block.
+        taken: Position of the block that each stage sends.
+        put: Position at which each stage puts the block that it receives.
     """
 
     receiver: np.ndarray
@@ -133,15 +137,14 @@ class LayerPermutation(NamedTuple):
 
     @classmethod
     def plan(cls, num_stages: int, num_chunks: int) -> LayerPermutation:
-        """Transfers from the natural order to the schedule's order.
+        """Plans the transfers from the natural order to the schedule's order.
 
         Block b of the stack is stored on stage ``b // chunks`` and run on stage ``b %
-        stages``. The transfers are a regular bipartite graph, which falls apart into
-        perfect matchings (König's theorem): one for each chunk.
+        stages``. The transfers are a regular bipartite graph, which is a union of
+        perfect matchings (König's theorem), one for each chunk.
         """
         receiver, taken, put = np.zeros((3, num_chunks, num_stages), np.int32)
-        # The import is here because it is slow, and schedules of one chunk do not need
-        # it.
+        # The import is slow, and schedules with one chunk do not need it.
         from scipy.optimize import linear_sum_assignment
 
         waiting = defaultdict(list)
@@ -161,13 +164,13 @@ class LayerPermutation(NamedTuple):
         return cls(receiver, taken, put)
 
     def inverse(self) -> LayerPermutation:
-        """The transfers that undo these."""
+        """Returns the transfers that undo these transfers."""
         # Each row is a permutation of the stages, and argsort inverts it.
         sender = np.argsort(self.receiver, axis=1)
         return LayerPermutation(sender, self.put, self.taken)
 
     def move(self, x: jax.Array, axis: str) -> jax.Array:
-        """A stage's layers after the transfers, inside its region."""
+        """Moves a stage's layers by the transfers, inside the stage's region."""
         stage = jax.lax.axis_index(axis)
         size = x.shape[0] // len(self.receiver)
         moved = x  # (layers, ...) of this stage
@@ -185,11 +188,11 @@ class LayerPermutation(NamedTuple):
 
 
 class StageSlots(NamedTuple):
-    """Chunks of layers and memory slots of each stage in a tick, or -1.
+    """Each stage's chunks of layers and memory slots in a tick; -1 where it has none.
 
-    Arrays of shape (ticks, stages) in all, (stages,) in a tick, () inside a stage. The
-    meaning of each is the same as in `Buffers`; where stages have different
-    numbers of layers, the last two refer to the slot's chunk.
+    Arrays have shape (ticks, stages) for all ticks, (stages,) in a tick, and () inside
+    a stage. `Buffers` explains the memory slots. The last two fields are the number of
+    layers of the slot's chunk; they are ``None`` if all chunks have the same number.
     """
 
     backward_cotangent: Any
@@ -210,14 +213,14 @@ class StageSlots(NamedTuple):
 
 
 class MeshSlots(NamedTuple):
-    """Slots of the whole mesh in a tick; arrays of shape (ticks,) in all.
+    """Slots of the whole mesh in a tick: arrays of shape (ticks,) for all ticks.
 
     Attributes:
-        any_backward_input: True if some stage has such a slot; the same holds for the
-            next two fields.
+        any_backward_input: True if some stage has such a slot. The next two fields are
+            the same for their kinds.
         enters: The microbatch that enters the stack, or -1.
-        leaves: The microbatch that leaves it, or -1.
-        returns: The microbatch whose cotangents come back to its entry, or -1.
+        leaves: The microbatch that leaves the stack, or -1.
+        returns: The microbatch whose cotangents come back to the stack's input, or -1.
     """
 
     any_backward_input: Any
@@ -229,7 +232,7 @@ class MeshSlots(NamedTuple):
 
 
 class TickSlots(NamedTuple):
-    """The slots of one tick, or of all, along a leading ``ticks`` dim."""
+    """The slots of one tick, or of all ticks along a leading ``ticks`` dim."""
 
     stages: StageSlots
     mesh: MeshSlots
@@ -249,8 +252,8 @@ class TickSlots(NamedTuple):
             return np.where(is_chunk, slots.microbatch[:, stage], -1)
 
         mesh = MeshSlots(
-            # Predicates of conditions belong to the whole mesh, so that they are equal
-            # on all devices (docs/library-notes.md, "Partly manual regions").
+            # The predicates of conditions are values of the whole mesh, so that they
+            # are equal on all devices (docs/library-notes.md, "Partly manual regions").
             **{f"any_{kind}": getattr(table, kind).any for kind in KINDS},
             enters=at(table.forward, 0, 0),
             leaves=at(table.forward, -1, table.num_chunks - 1),
@@ -261,9 +264,9 @@ class TickSlots(NamedTuple):
 
 
 def _layers(slots: Slots, division: Division) -> np.ndarray:
-    """Layers of the chunk in each slot, of shape (ticks, stages)."""
+    """Returns the number of layers of each slot's chunk, of shape (ticks, stages)."""
     stage = np.arange(division.num_stages)
-    # Without a slot any number will do: its results are discarded.
+    # Without a slot any number will do, because the results are discarded.
     return division.counts[np.maximum(slots.chunk, 0) * division.num_stages + stage]
 
 
@@ -272,13 +275,13 @@ def _layers(slots: Slots, division: Division) -> np.ndarray:
 class StageMemory:
     """Everything that the stages keep from slot to slot.
 
-    Arrays have a leading ``stages`` dim, split over the pipe axis, and lose it inside a
-    stage; then those with memory slots have a ``slots`` dim. Every field is a tree of
-    arrays, or ``None`` where the table needs none.
+    Arrays have a leading ``stages`` dim, which the pipe axis splits and which is
+    dropped inside a stage. Arrays with memory slots have a ``slots`` dim next. Every
+    field is a tree of arrays, or ``None`` if the table does not need it.
 
     Attributes:
-        cotangents: Slots for cotangents that wait for their backward.
-        inputs: Slots for activations that wait for their forward.
+        cotangents: Slots for cotangents that wait for their backward slot.
+        inputs: Slots for activations that wait for their forward slot.
         pending: Slots for values that wait for a weight gradient.
         received: Activations that the stage before sent in the last tick.
         returned: Cotangents that the stage after sent in the last tick.
@@ -294,7 +297,7 @@ class StageMemory:
 
 
 class InFlight(NamedTuple):
-    """Values kept of a microbatch while it is in the pipeline.
+    """Values that are kept for a microbatch while it is in the pipeline.
 
     Attributes:
         skips: Values of the prologue that the epilogue needs.
@@ -318,7 +321,7 @@ class TickState:
         layer_grads: Gradients of the layers' parameters, by key.
         memory: The memory of the stages.
         outputs: Slots for the function's outputs, one for each microbatch.
-        skip_grads: Slots for the gradients of skips, as many as for the skips.
+        skip_grads: Slots for the gradients of skips: the same number as for the skips.
         layer_state: Variables that the layers change, by key.
     """
 

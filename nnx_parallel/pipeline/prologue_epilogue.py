@@ -1,6 +1,7 @@
-"""The parts of a loss around its stack, run for one microbatch at a time.
+"""Runs the parts of a loss around its stack, for one microbatch at a time.
 
-They run outside the region that is manual over ``pipe``, spread over the whole mesh.
+They run outside the region that is manual over ``pipe``, and the whole mesh shares
+their work.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from nnx_parallel.sharding.names import as_tuple
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 Function = Callable[[dict, dict, Any, Any], tuple[Any, dict]]
-"""``(params, variables, batch, key) -> (outputs, variables after)``, nested dicts."""
+"""``(params, variables, batch, key) -> (outputs, new variables)``, of nested dicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,14 @@ class PipelineInputs:
     def of(
         cls, params: Any, variables: Any, microbatches: Any, key: jax.Array
     ) -> PipelineInputs:
-        """The inputs from nested arrays; each microbatch gets a different key.
+        """Makes the inputs from nested arrays; each microbatch gets a different key.
 
-        A single microbatch is the whole batch and takes the key unchanged.
+        If there is only one microbatch, it gets the given key.
         """
         count = count_rows(microbatches)
         keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(count))
-        # fold_in takes the index, as when microbatches are accumulated: the masks are
-        # the same.
+        # `fold_in` takes the microbatch's index, as in a step that accumulates
+        # microbatches, so that dropout masks are the same.
         return cls(
             params=flatten(params),
             variables=flatten(variables),
@@ -76,7 +77,7 @@ class PipelineInputs:
         )
 
     def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
-        """One microbatch and its key; an arbitrary one if the index is -1."""
+        """Returns a microbatch and its key; arbitrary ones if the index is -1."""
         rows, shared, join = partition(self.batch)
         rows, key = read_slot((rows, self.keys), index)
         return join(rows, shared), key
@@ -86,7 +87,7 @@ class PipelineInputs:
 class PrologueEpilogue:
     """The parts of a function before and after its stack.
 
-    A microbatch is given by its index, or -1 where a tick has none.
+    Methods take a microbatch as its index, or -1 in a tick without a microbatch.
 
     Attributes:
         function: The function to cut; it calls one `Stack` once.
@@ -94,10 +95,11 @@ class PrologueEpilogue:
         layout: The layout of the step.
         buffers: Memory slots of the schedule.
         axis: Mesh axis of the stages.
-        cut: The function, cut.
-        params: The trained parameters that these parts use, by path.
-        variables: The other arrays that they use.
-        prologue_variables: Variables that the prologue changes, as before the step.
+        cut: The function, cut at its stack.
+        params: The trained parameters that the prologue and the epilogue use, by path.
+        variables: The other arrays that they use, by path.
+        prologue_variables: Variables that the prologue changes, with their values
+            before the step.
         epilogue_variables: Variables that the epilogue changes.
         entering: Shapes of the arrays that enter the stack.
     """
@@ -120,12 +122,12 @@ class PrologueEpilogue:
 
         args = (inputs.params, inputs.variables, *item)
         with using(self._spread), using_runner(record):
-            # A call around the stack (jit, checkpoint) is opened, so that its equation
-            # is an equation of the loss itself; all other calls stay closed.
+            # A call around the stack (jit, checkpoint) is inlined, so that the stack's
+            # equation is an equation of the loss itself. All other calls stay calls.
             traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in(eqn))
         self.cut = PartitionedJaxpr(traced)
-        # Otherwise the stack's arrays would be inputs of each condition; only shared
-        # ones are needed.
+        # The stack's arrays are left out unless they are shared, because they would be
+        # inputs of every condition.
         inside = {*self.cut.layer_paths.values()} - self.cut.shared
         self.params, self.variables = (
             {path: x for path, x in arrays.items() if path not in inside}
@@ -141,22 +143,24 @@ class PrologueEpilogue:
     def enter(
         self, microbatch: jax.Array, before: Arrays, in_flight: InFlight
     ) -> tuple[list, InFlight, Arrays]:
-        """The prologue of a microbatch that enters now.
+        """Runs the prologue of a microbatch that enters now.
 
-        Takes the variables that it changes, and slots for kept values; returns the
-        arrays that enter the stack, the slots, and the variables after it.
+        Takes the variables that the prologue changes, and slots for kept values.
+        Returns the arrays that enter the stack, the slots, and the variables after the
+        prologue.
         """
 
         def run() -> tuple[list, list, Arrays]:
             return self.prologue(microbatch, self.params, before)
 
-        # The variables are not zeros: a tick without a microbatch does not change them.
+        # This returns the old variables, not zeros, because a tick without a microbatch
+        # does not change them.
         def skip() -> tuple[list, list, Arrays]:
             return *zeros_of(run)[:2], before
 
         with jax.named_scope("before"):
             entering, skips, after = jax.lax.cond(microbatch >= 0, run, skip)
-        # `go_back` runs the prologue again on the variables from before it.
+        # `go_back` runs the prologue again, on the variables as they were before it.
         kept = InFlight(skips, before)
         return entering, write_slot(in_flight, kept, self._slot(microbatch)), after
 
@@ -167,10 +171,11 @@ class PrologueEpilogue:
         state: TickState,
         leaving: list,
     ) -> tuple[TickState, list]:
-        """The epilogue of a microbatch that leaves now, and its gradients.
+        """Runs the epilogue of a microbatch that leaves now, and adds its gradients.
 
-        Takes the scalar of the outputs whose gradient is summed, and the output of the
-        stack; returns the state, and the cotangents of all activations.
+        ``objective`` computes from the outputs the scalar to differentiate; ``leaving``
+        is the output of the stack. Returns the state, and the cotangents of all
+        activations.
         """
         kept = self.recall(state.in_flight, microbatch)
         variables = kept.variables | state.epilogue_variables
@@ -182,7 +187,7 @@ class PrologueEpilogue:
             return objective(out), (out, after)
 
         def run() -> tuple:
-            # Integers have no cotangent: `epilogue` closes over them.
+            # Integers have no cotangent, so `epilogue` closes over them.
             floats = [x for x in kept.skips if is_inexact(x)]
             value, vjp, (outputs, changed) = jax.vjp(
                 epilogue, self.params, floats, leaving, has_aux=True
@@ -193,15 +198,16 @@ class PrologueEpilogue:
         def skip() -> tuple:
             return state.grads, state.epilogue_variables, *zeros_of(run)[2:]
 
-        # The index comes from the table: the predicate is equal on all devices, and the
-        # gradients pass through untouched in ticks in which no microbatch leaves.
+        # The index comes from the table, so the predicate is equal on all devices. In
+        # ticks in which no microbatch leaves, the gradients pass through unchanged.
         with jax.named_scope("after"):
             grads, changed, skip_grads, cotangents, outputs = jax.lax.cond(
                 microbatch >= 0, run, skip
             )
         slot = self._slot(microbatch)
         skip_grads = write_slot(state.skip_grads, skip_grads, slot)
-        # Arguments of the blocks end with the last one: no cotangents come for them.
+        # The blocks' arguments do not leave the stack, so their cotangents are zeros
+        # here.
         rest = self.cut.with_cotangents(self.entering)[len(cotangents) :]
         cotangents = [*cotangents, *zeros_like(rest)]
         state = replace(
@@ -216,9 +222,10 @@ class PrologueEpilogue:
     def go_back(
         self, microbatch: jax.Array, state: TickState, cotangents: list
     ) -> Arrays:
-        """Gradients with the prologue's, for a microbatch that is back.
+        """Adds the prologue's gradients of a microbatch whose cotangents came back.
 
-        The prologue is run again: its residuals would be kept as long as the skips.
+        The prologue is run again, because its residuals would otherwise be kept as long
+        as the skips.
         """
         kept = self.recall(state.in_flight, microbatch)
         skip_grads = read_slot(state.skip_grads, self._slot(microbatch))
@@ -239,7 +246,7 @@ class PrologueEpilogue:
     def prologue(
         self, microbatch: jax.Array, params: Arrays, variables: Arrays
     ) -> tuple[list, list, Arrays]:
-        """The arrays that enter the stack, the skips, and the changed variables."""
+        """Computes the stack's input arrays, the skips, and the changed variables."""
         batch, key = self.inputs.take(microbatch)
         arrays = params | self.variables | variables
         with using(self._spread):
@@ -253,7 +260,7 @@ class PrologueEpilogue:
         skips: list,
         leaving: list,
     ) -> tuple[Any, Arrays]:
-        """The function's outputs, and the variables that the epilogue changes."""
+        """Computes the function's outputs, and variables that the epilogue changes."""
         batch, key = self.inputs.take(microbatch)
         arrays = params | self.variables | variables
         with using(self._spread):
@@ -261,13 +268,13 @@ class PrologueEpilogue:
             return self.cut.epilogue(arrays, (batch, key), skips, leaving)
 
     def spread(self, tree: Any) -> Any:
-        """Arrays of rows, split over the whole mesh, the stages too."""
+        """Splits arrays of rows over the whole mesh, including the axis of stages."""
 
         def spread(x: Any) -> Any:
             if is_marked(x):
                 return x
-            # (batch, seq, ...): `pipe` does not split the stages' output, so every
-            # stage would compute with all of it.
+            # (batch, seq, ...): `pipe` does not split the output of the stages. Without
+            # this constraint every stage would compute with all of the output.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
             spec = self._spread.activation_spec(x.shape, names)
             free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
@@ -277,12 +284,12 @@ class PrologueEpilogue:
         return jax.tree.map(spread, tree, is_leaf=is_marked)
 
     def make_in_flight(self) -> InFlight:
-        """Memory for the microbatches that are in the pipeline at once."""
+        """Makes memory slots for the microbatches that are in the pipeline at once."""
         one = InFlight(self._skips, self.prologue_variables)
         return make_slots(self.buffers.num_flights, one)
 
     def recall(self, memory: InFlight, microbatch: jax.Array) -> InFlight:
-        """The values kept for a microbatch."""
+        """Returns the values kept for a microbatch."""
         return read_slot(memory, self._slot(microbatch))
 
     def _slot(self, microbatch: jax.Array) -> jax.Array:
@@ -291,7 +298,7 @@ class PrologueEpilogue:
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
     def sum_weights(self, select: Callable[[Any], list]) -> list:
-        """Sums over the batch of selected outputs, which depend only on the data."""
+        """Sums selected outputs over the batch; they must not depend on the stack."""
         rows, shared, join = partition(self.inputs.batch)
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
@@ -308,13 +315,14 @@ class PrologueEpilogue:
 
 
 def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
-    """The layout of the parts around the stack, which the axis of stages splits too.
+    """Returns the layout of the parts around the stack.
 
-    This axis splits the rows, or the sequence if it does not divide the rows.
+    There the axis of stages splits the rows too. If it does not divide them, it splits
+    the sequence.
     """
     claims = layout.claims
-    # The axis comes last in any order of the mesh: each device then takes a part of the
-    # rows that it already holds, and rows are not sent.
+    # The axis comes last, whatever its place in the mesh. Each device then takes a part
+    # of the rows that it already holds, and no rows are sent.
     batch = (*claims.batch, axis)
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
         return replace(layout, claims=replace(claims, batch=batch))
@@ -330,5 +338,5 @@ def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
 
 
 def _add(grads: Arrays, new: Arrays) -> Arrays:
-    """Sums in the dtype of the first."""
+    """Adds ``new`` to ``grads``, in the dtype of ``grads``."""
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)

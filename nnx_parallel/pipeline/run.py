@@ -1,4 +1,4 @@
-"""A loss written for one device, run as a pipeline: its gradients, or its outputs.
+"""Runs a loss that was written for one device as a pipeline.
 
 One scan over the ticks of a schedule's table runs everything. A tick of training runs
 the prologue of the microbatch that enters, a forward slot of every stage, the epilogue
@@ -62,14 +62,14 @@ Gather = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Execution):
-    """The step as stages that pass microbatches on.
+    """Runs a step in stages that send microbatches to the next stage.
 
     Attributes:
         axis: Mesh axis of the stages.
-        schedule: Makes the table.
+        schedule: The schedule that makes the table.
         stash: Values that a stage keeps for a microbatch between its slots.
-        gather: How often weights that FSDP shards are gathered.
-        stack: Path of the stack that runs in stages; ``None``: the largest.
+        gather: How often FSDP's shards of weights are gathered.
+        stack: Path of the stack that runs in stages; ``None``: the largest stack.
     """
 
     axis: str
@@ -83,7 +83,7 @@ class PipelineSchedule(Execution):
         check_stacks(model, self.stack, self._parts(mesh))
 
     def find_staged(self, model: nnx.Module, mesh: Mesh) -> Staged | None:
-        """The stack with most parameters, or the one at the given path."""
+        """Returns the stack with the most parameters, or the one at the given path."""
         if (found := find_stack(model, self.stack)) is None:
             return None
         path, stack = found
@@ -91,11 +91,11 @@ class PipelineSchedule(Execution):
         return Staged(path, division.is_even)
 
     def describe(self, model: nnx.Module, mesh: Mesh) -> tuple[str, ...]:
-        """Layers that stages share unevenly, and stacks around the pipeline."""
+        """Returns notes on layers shared unevenly, and stacks around the pipeline."""
         return describe_stacks(model, self.stack, self._parts(mesh))
 
     def _parts(self, mesh: Mesh) -> tuple[int, int]:
-        """Number of stages, and of chunks per stage."""
+        """Returns the number of stages, and of chunks per stage."""
         return mesh.shape[self.axis], self.schedule.chunks
 
     def gradients(
@@ -107,7 +107,7 @@ class PipelineSchedule(Execution):
         key: jax.Array,
         num_microbatches: int,
     ) -> tuple[dict, dict, dict[str, Mean]]:
-        """Gradients of the batch's mean loss, in the schedule's order."""
+        """Computes gradients of the batch's mean loss, in the schedule's order."""
         # (rows, ...) -> (microbatches, rows / microbatches, ...)
         microbatches = split_rows(plan.layout, batch, num_microbatches)
         inputs = PipelineInputs.of(state.params, state.variables, microbatches, key)
@@ -127,19 +127,20 @@ class PipelineSchedule(Execution):
         join: Callable[[Any], Any],
         needs_stack: bool,
     ) -> Any:
-        """Outputs by the forward half of the schedule, microbatch by microbatch."""
+        """Computes outputs by the schedule's forward slots, for each microbatch."""
         evaluate = partial(plan.evaluate, function)
         if not needs_stack:
             with using_runner(record):
                 traced = trace(evaluate, *arrays, batch, key)
-            # A prediction may, for example, use only the model's embedding.
+            # A prediction may leave out the stack, for example to use only the
+            # embedding.
             if not calls_stack(traced):
                 return evaluate(*arrays, batch, key)
         # A batch for evaluation may have any number of rows.
         num_rows = count_rows(batch)
         shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)
-        # If the shards do not divide the rows, these are not split: then any divisor
-        # will do.
+        # If the shards do not divide the rows, the rows are not split over them, and
+        # any divisor of the number of rows will do.
         rows = num_rows // shards if num_rows % shards == 0 else num_rows
         count = max(n for n in range(1, num_microbatches + 1) if rows % n == 0)
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
@@ -161,13 +162,15 @@ class PipelinedFunction:
 
     Attributes:
         plan: The model's structure and the place of every array.
-        pipeline: Axis of the stages, and the kept and gathered values.
+        pipeline: The axis of stages, and the options that select kept and gathered
+            values.
         function: The function; it calls one `Stack` once.
-        inputs: Its arguments.
+        inputs: The arguments of the function.
         table: The slots of all ticks.
 
     Raises:
-        PipelineError: If the function cannot be cut, or a stage would end the process.
+        PipelineError: If the function cannot be cut, or XLA would abort the process on
+            a stage.
         ScheduleError: If the table does not fit this step.
     """
 
@@ -223,7 +226,7 @@ class PipelinedFunction:
         ends, executor, layers = self._ends, self._executor, self._layers()
         before = ends.prologue_variables
 
-        # Evaluation changes no variable, so variables do not go from tick to tick.
+        # Evaluation changes no variable, so the carry has no variables.
         def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
             memory, in_flight, outputs = carry
             leaves = slots.mesh.leaves
@@ -242,7 +245,8 @@ class PipelinedFunction:
 
         memory = executor.allocate(layers)
         start = (memory, ends.make_in_flight(), self._output_slots())
-        # xs: (ticks, stages) for the stages' slots, (ticks,) for the mesh's.
+        # xs: (ticks, stages) for the slots of stages, (ticks,) for the slots of the
+        # mesh.
         (*_, outputs), _ = jax.lax.scan(tick, start, self._ticks)
         return self._all_outputs(outputs)
 
@@ -251,8 +255,8 @@ class PipelinedFunction:
     ) -> tuple[dict, dict, dict[str, Mean]]:
         """Gradients of the batch's mean loss.
 
-        The function's outputs are means by name, ``loss`` among them. It is ``scaled``
-        within the ticks, where the cotangents of float16 are computed.
+        The function's outputs are means by name, including ``loss``. The loss is
+        ``scaled`` within the ticks, because they compute the cotangents in float16.
 
         Returns:
             Gradients of the parameters, the variables after the step, and the means.
@@ -263,8 +267,8 @@ class PipelinedFunction:
                 "evaluation. Training needs both."
             )
         ends, executor, layers = self._ends, self._executor, self._layers()
-        # Every term of the loss is divided by the weight of the whole batch, which is
-        # needed before the first gradient.
+        # Every term of the loss is divided by the weight of the whole batch, so the
+        # weight is needed before the first gradient.
         totals = ends.sum_weights(lambda m: [term.weight for term in m["loss"].terms])
         state = TickState(
             memory=executor.allocate(layers),
@@ -291,7 +295,8 @@ class PipelinedFunction:
         grads = dict(state.grads)
         for key, x in layer_grads.items():
             path = self._paths[key]
-            # A parameter that the layers share with the parts around them has both.
+            # A parameter that the layers share with the parts around them has two
+            # gradients.
             grads[path] = x + grads[path] if path in grads else x
         variables = self.inputs.variables | state.prologue_variables
         variables |= state.epilogue_variables
@@ -308,7 +313,7 @@ class PipelinedFunction:
         state: TickState,
         slots: TickSlots,
     ) -> tuple[TickState, None]:
-        """Runs all slots of a tick in order; ``layers`` are from before the step."""
+        """Runs all slots of a tick in order, on layers from before the step."""
         ends, executor, mesh = self._ends, self._executor, slots.mesh
         entering, in_flight, variables = ends.enter(
             mesh.enters, state.prologue_variables, state.in_flight
@@ -319,8 +324,8 @@ class PipelinedFunction:
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
         )
-        # The last stage's backward may follow its forward in the same tick: 1F1B keeps
-        # one cotangent, and no output of the stack.
+        # In the last stage a backward slot may follow the forward slot in the same
+        # tick. So 1F1B keeps one cotangent, and no output of the stack.
         state, cotangents = ends.leave(mesh.leaves, objective, state, leaving)
         state = replace(state, memory=memory, layer_state=layers.state)
         state, cotangents = executor.backward(layers, state, cotangents, slots)
@@ -329,12 +334,12 @@ class PipelinedFunction:
         return replace(state, grads=grads), None
 
     def _zero(self, path: Path, x: jax.Array, *, is_layers: bool = False) -> jax.Array:
-        """Zeros to sum a gradient in, with the spec and the dtype of gradients."""
+        """Returns zeros to sum a gradient in, with the spec and dtype of gradients."""
         spec = self.plan.placements[path].gradient
         if is_layers and not self._division.is_even:
             spec = self._in_stages(path, "gradient")
-        # The dtype of the computation is too narrow: bfloat16 would round off small
-        # terms.
+        # The dtype of the computation would be too narrow: bfloat16 rounds small terms
+        # off.
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self.plan.precision.gradient_dtype(x.dtype)),
             self.plan.layout.sharding(spec),
@@ -344,19 +349,21 @@ class PipelinedFunction:
         return make_slots(self.table.num_microbatches, self._ends.cut.traced.shapes[0])
 
     def _all_outputs(self, slots: Any) -> Any:
-        """The outputs without the spare slot."""
+        """Returns the outputs without the spare slot."""
         # (microbatches + 1, ...) -> (microbatches, ...)
         return jax.tree.map(lambda x: x[: self.table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
-        """The layers on their stages, gathered if they are to be gathered only once."""
+        """Moves the layers to their stages, gathered if that happens once a step."""
         plan, arrays = self.plan, dict(self._stage.arrays)
         gathers = self.pipeline.gather == "step"
         is_even, params = self._division.is_even, sorted(self._ends.cut.call.params)
-        # With one chunk the layers are stored on their stages, and are not sent.
+        # With one chunk and an even share the layers are stored on their stages
+        # already, so they are not sent.
         if gathers or self.table.num_chunks > 1 or not is_even:
             for key in params:
-                # They are sent in the dtype of the computation: half the bytes.
+                # They are sent in the dtype of the computation, which halves the bytes
+                # in bfloat16.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
         for key in params if gathers and is_even else ():
             used = plan.layout.sharding(plan.placements[self._paths[key]].used)
@@ -373,7 +380,7 @@ class PipelinedFunction:
         return self._stage.split(arrays)
 
     def _to_store(self, grads: dict, state: dict) -> tuple[dict, dict]:
-        """Gradients and state of the layers, in the order in which these are stored."""
+        """Puts the layers' gradients and state in the order of the stored layers."""
         if self._division.is_even:
             return self._executor.permute((grads, state), back=True)
 
@@ -387,6 +394,6 @@ class PipelinedFunction:
         )
 
     def _in_stages(self, path: Path, role: str) -> P:
-        """The spec on the stages of layers that these share unevenly."""
+        """Returns the spec in the stages, for layers that are shared unevenly."""
         spec = getattr(self.plan.placements[path].in_stage(), role)
         return P(self.pipeline.axis, *spec[1:])

@@ -1,4 +1,4 @@
-"""The layers of one stage: forward, backward, and the backward pass in two parts."""
+"""Runs the layers of a stage: forward, and backward in one part or in two."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,15 +25,15 @@ from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
 
-# The number of layers to run, and a layer's flag to run; ``None``: all layers run.
+# `Count` is the number of layers to run, and `Mark` is each layer's flag to run.
+# ``None``: all layers run.
 Count = jax.Array | None
 Mark = jax.Array | None
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
-# gradients are added as soon as they are there, to a carry that is changed in place:
-# the stacked output of a scan has memory until it is added to something (0.3 of 2.8
-# GiB for 4 layers of 4096/16384 on v5p).
-# docs/library-notes.md, "Arrays and buffers"
+# gradients are added at once to a carry, which changes in place. As the stacked output
+# of a scan they would take memory until they are added (0.3 of 2.8 GiB for 4 layers of
+# 4096/16384 on v5p). docs/library-notes.md, "Arrays and buffers"
 Add = Callable[[dict, Any, jax.Array], dict]
 
 
@@ -41,19 +41,20 @@ Add = Callable[[dict, Any, jax.Array], dict]
 class Stage:
     """The layers of one stage, as functions of their arrays.
 
-    Activations, which pass from stage to stage, are lists of arrays: the layers' input
+    Activations are lists of arrays that pass from stage to stage: the layers' input
     ``x`` and the arguments that every layer gets.
 
     Attributes:
-        cut: The function that has the layers; one layer is traced here, once.
+        cut: The function that contains the layers. `Stage` traces one layer, once.
         arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
         activations: Shapes of the stack's input.
         mesh: The mesh.
         axis: Its axis of stages.
-        compute: dtype of the computation, or ``None``: as stored.
-        stash: Values kept between forward and backward: the remat ``policy``'s; or only
-            the stage's ``inputs``, from which the backward pass runs
-            the stage again; or ``None`` for evaluation, without a backward pass.
+        compute: dtype of the computation; ``None``: the stored dtype.
+        stash: Values kept between forward and backward. ``policy``: the values that the
+            remat policy keeps. ``inputs``: only the stage's inputs, from which the
+            backward pass runs the stage again. ``None``: nothing, for evaluation
+            without a backward pass.
         is_split: True if the backward pass comes in two parts.
 
     Raises:
@@ -72,11 +73,10 @@ class Stage:
     def __post_init__(self) -> None:
         arrays = self.arrays.items()
         one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays}
-        # The layer is traced with the types of the manual region that runs it: a
-        # constraint on the concrete mesh would give a value an aval that JAX refuses to
-        # mix with the region's avals, and arguments without the region's mesh are
-        # reshaped to have it.
-        # docs/library-notes.md, "Partly manual regions"
+        # The layer is traced with the types of the manual region that runs it, for two
+        # reasons. A constraint on the concrete mesh would give a value an aval that JAX
+        # refuses to mix with the region's avals. Arguments without the region's mesh
+        # would be reshaped to have it. docs/library-notes.md, "Partly manual regions"
         types = {self.axis: AxisType.Manual}
         manual = self.mesh.abstract_mesh.update_axis_types(types)
         whole = NamedSharding(manual, P())
@@ -91,7 +91,7 @@ class Stage:
             x, after = self._layer.outputs
             self.num_x = len(x)
             before = self._layer.inputs[0]
-            # A variable that nothing changes leaves the trace as the one that came in.
+            # An unchanged variable leaves the trace as the same object that came in.
             self.state_keys = frozenset(k for k in after if after[k] is not before[k])
             if self.stash is None:
                 return
@@ -106,10 +106,10 @@ class Stage:
                 )
 
     def split(self, arrays: dict) -> Layers:
-        """The layers' arrays by key, divided into trained, fixed and changed ones."""
+        """Divides the layers' arrays, given by key, into trained, fixed and state."""
         trained, state = self.cut.trained, self.state_keys
-        # They are divided because only variables that a forward pass changes are
-        # carried, and kept by a stash.
+        # The state is separate because only variables that a forward pass changes are
+        # carried from tick to tick and kept in a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
             fixed={k: x for k, x in arrays.items() if k not in trained | state},
@@ -119,14 +119,14 @@ class Stage:
     def run(
         self, layers: Layers, activations: list, count: Count = None
     ) -> tuple[list, dict]:
-        """Runs the layers: the activations to send on, and the layers' state.
+        """Runs the layers; returns the activations to send on, and the layers' state.
 
         Layers from the ``count``-th on leave the activations unchanged.
         """
         x, args = self._split_args(activations)
 
         def step(x: list, xs: tuple[Layers, Mark]) -> tuple[list, dict]:
-            # Layers are cast, and gathered by the block, one at a time.
+            # Layers are cast one at a time, and the block gathers them one at a time.
             layer = self._cast_layers(xs[0])
             active, rest = self._partition(layer, [*x, *args])
             out, state = self._rematted(layer.trained, active, rest)
@@ -173,18 +173,19 @@ class Stage:
             layers: The layers.
             stash: The stash from `forward`.
             cotangents: Cotangents of the activations that were sent on.
-            totals: Gradients of weights so far.
+            totals: Sums of the gradients of weights so far.
             add: Adds the gradients of a layer; ``None`` leaves them to
                 `backward_weight`.
             count: Number of layers to run, as in `run`. All layers get gradients of
-                weights, also the unused layers from the ``count``-th on.
+                weights, even the unused layers from the ``count``-th on.
 
         Returns:
             The totals, the cotangents to send back, and the inputs of
             `backward_weight`.
         """
         if self.stash == "inputs":
-            # The state is from before, so that dropout draws the same masks again.
+            # The layers run again with the state from before the forward pass, so that
+            # dropout draws the same masks.
             state, activations = stash
             layers = replace(layers, state=state)
             stash = self._forward_saving(layers, activations, count)[2]
@@ -214,7 +215,7 @@ class Stage:
     def backward_weight(
         self, layers: Layers, pending: Any, totals: dict, add: Add
     ) -> dict:
-        """The totals with the gradients of weights."""
+        """Returns the totals with the gradients of weights added."""
 
         def step(totals: dict, xs: Any) -> tuple[dict, None]:
             layer, pending, index = self._cast_layers(xs[0]), xs[1], xs[2]
@@ -245,13 +246,13 @@ class Stage:
         """Checks that a layer does not gather or scatter by computed indices.
 
         In a region that is manual over ``pipe`` and automatic over other axes, XLA's
-        partitioner aborts the process on them,
-        https://github.com/openxla/xla/issues/4340. Slices at a computed position pass,
-        and so does a nested ``shard_map``.
+        partitioner aborts the process on computed indices,
+        https://github.com/openxla/xla/issues/4340. Slices at a computed position are
+        allowed, and so is a nested ``shard_map``.
         """
         sizes = self.mesh.shape.items()
         others = [name for name, size in sizes if name != self.axis and size > 1]
-        # If a stage is manual over all axes that split, XLA does not partition it.
+        # If no other axis splits anything, XLA does not partition a stage.
         if not others:
             return
         inputs = [frozenset({"input"}) for _ in jax.tree.leaves(self._layer.inputs)]
@@ -278,15 +279,16 @@ class Stage:
 
     @property
     def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
-        """One layer that keeps the remat policy's values when it is differentiated."""
+        """One layer, which keeps the remat policy's values for its backward pass."""
         remat = self.cut.call.remat
-        # Gathers need no policy here: residuals that come from weights are not kept.
+        # Gathers need no policy here, because residuals that come from weights are not
+        # kept.
         return apply_remat(self._call, remat)
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
-        """A layer's output, its state, and its VJP."""
+        """Returns a layer's output, its state, and its VJP."""
         active, rest = self._partition(layer, [*x, *args])
         x, vjp, state = jax.vjp(
             lambda trained, active: self._rematted(trained, active, rest),
@@ -297,24 +299,24 @@ class Stage:
         return x, state, vjp
 
     def _layer_backward(self, trained: dict, kept: Any) -> tuple[Any, dict]:
-        """Cotangents of x and of the arguments, and the gradients of weights."""
+        """Returns cotangents of x and of the arguments, and gradients of weights."""
         fixed, saved, args, grads_x = kept
         grads, cotangents = self._residuals.vjp(trained, fixed, args, saved)(grads_x)
         return self._split_args([c for c in cotangents if c is not None]), grads
 
     def _split_args(self, activations: list) -> tuple[list, list]:
-        """The arrays of ``x``, and of the arguments."""
+        """Splits activations into the arrays of ``x`` and of the arguments."""
         return activations[: self.num_x], activations[self.num_x :]
 
     def _partition(self, layer: Layers, activations: list) -> tuple[list, Any]:
-        """Activations with cotangents, ``None`` in place of others; and the rest."""
+        """Separates activations with cotangents, marking the others ``None``."""
         marked = list(zip(activations, self.cut.differentiated, strict=True))
         active = [x if is_active else None for x, is_active in marked]
         others = [None if is_active else x for x, is_active in marked]
         return active, (layer.fixed, layer.state, others)
 
     def _cast(self, arrays: dict) -> dict:
-        """Parameters in the dtype of the computation; gradients follow it."""
+        """Casts parameters to the dtype of the computation; gradients have it too."""
         computed = self.cut.call.params.keys() | self.cut.trained
         return {
             key: cast_floating(x, self.compute) if key in computed else x
@@ -328,7 +330,7 @@ class Stage:
 
 
 def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
-    """A variable's new value in its old dtype, as in a step without a pipeline."""
+    """Casts a variable's new value to its old dtype, as without a pipeline."""
     if new.shape != old.shape:
         raise PipelineError(
             f"A block of the Stack changed the shape of its variable `{dotted(key)}` "
@@ -338,22 +340,22 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
 
 
 def _marks(layers: Layers, count: Count) -> Mark:
-    """True for layers that exist: bool (layers,), or ``None`` if all do."""
+    """Marks the layers that exist: bool (layers,), or ``None`` if all exist."""
     if count is None:
-        return None  # a scan then has the same program as without a choice
+        return None  # a scan then has the same program as one that never skips layers
     return jnp.arange(len(jax.tree.leaves(layers)[0])) < count
 
 
 def _choose(mark: Mark, new: list, old: list) -> list:
-    """The new arrays, or the old ones if the layer does not exist."""
+    """Returns the new arrays, or the old arrays if the layer does not exist."""
     if mark is None:
         return new
-    # No branch: its predicate would differ between stages.
+    # This is not a branch, because its predicate would differ between stages.
     return [jnp.where(mark, a, b) for a, b in zip(new, old, strict=True)]
 
 
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
-    """The inputs of a backward scan: layers without state, values, and indices."""
+    """Returns a backward scan's inputs: layers without state, values, and indices."""
     # The part of the state that the backward pass needs is among the residuals.
     layers = Layers(layers.trained, layers.fixed, {})
     count = len(jax.tree.leaves((layers, stacked))[0])
@@ -363,8 +365,8 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
 class _ComputedIndices(Origins):
     """Finds the gathers and scatters whose indices are computed from an input.
 
-    It leaves out regions that are manual over all ``others``: XLA does not partition
-    these.
+    It ignores regions that are manual over all ``others``, because XLA does not
+    partition them.
     """
 
     def __init__(self, others: set[str]) -> None:
@@ -374,7 +376,7 @@ class _ComputedIndices(Origins):
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
         (eqn,) = eqns
         name, any_input = eqn.primitive.name, frozenset().union(*inputs)
-        # Operand 1 of both is the indices; slices have other primitives.
+        # In both primitives operand 1 is the indices. Slices have other primitives.
         if (name == "gather" or name.startswith("scatter")) and inputs[1]:
             self.found.add(name)
         if self._others <= set(eqn.params.get("newly_manual_axes", ())):
@@ -382,8 +384,8 @@ class _ComputedIndices(Origins):
         outputs = None if name == "while" else self.nested(inputs, eqn)
         if outputs is not None:
             return outputs
-        # Other primitives take their operands in another order, and a loop of unknown
-        # length counts: any operand may be an index.
+        # A loop of unknown length counts, and other primitives take their operands in a
+        # different order, so any operand may be an index.
         for inner in jex.jaxprs_in_params(eqn.params):
             self([any_input] * len(inner.invars), inner)
         return [any_input] * len(eqn.outvars)

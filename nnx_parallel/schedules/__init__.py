@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: tables of ticks, with their costs and their memory."""
+"""Pipeline schedules as data: tables of ticks, and their costs and memory."""
 
 from nnx_parallel.schedules.schedules import Fixed as Fixed
 from nnx_parallel.schedules.schedules import GPipe as GPipe

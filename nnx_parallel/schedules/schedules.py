@@ -1,4 +1,4 @@
-"""Schedules: in which order the stages of a pipeline take the microbatches."""
+"""Schedules: the order in which the stages of a pipeline run the microbatches."""
 
 import abc
 from dataclasses import dataclass, field
@@ -12,29 +12,31 @@ from nnx_parallel.schedules.table import Table
 
 @dataclass(frozen=True)
 class Schedule(abc.ABC):
-    """A way to fill a table, for any number of stages and microbatches.
+    """Makes a table for any number of stages and microbatches.
 
-    In those below a stage passes a microbatch on in each tick, so that nothing queues;
-    they differ in how much waits and is kept. ``S`` is the number of stages, ``M`` of
-    microbatches, ``V`` of chunks; efficiencies assume slots that cost the same.
+    In this library's schedules a microbatch moves on to the next stage in every tick,
+    so that no microbatches queue. The schedules differ in how long stages wait and how
+    many values they keep. ``S`` is the number of stages, ``M`` the number of
+    microbatches and ``V`` the number of chunks. Efficiencies assume that all slots cost
+    the same.
 
     Attributes:
-        chunks: Chunks of consecutive layers that every stage holds; a subclass whose
-            tables have several sets it.
+        chunks: Number of chunks of consecutive layers that every stage holds. A
+            subclass whose tables have several chunks sets it.
     """
 
     chunks: int = field(default=1, init=False, repr=False)
 
     @abc.abstractmethod
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The table of a training step.
+        """Makes the table of a training step.
 
         Raises:
             ScheduleError: If a size is less than 1.
         """
 
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The table of an evaluation step: only forward slots, the same chunks.
+        """Makes the table of an evaluation step: only forward slots, the same chunks.
 
         Raises:
             ScheduleError: If a size is less than 1.
@@ -45,11 +47,11 @@ class Schedule(abc.ABC):
 
 @dataclass(frozen=True)
 class GPipe(Schedule):
-    """All microbatches forward, then all backward [1].
+    """Runs all microbatches forward, then all microbatches backward [1].
 
     Efficiency is ``M / (M + S - 1)`` and a stage keeps the inputs of all ``M``
-    microbatches. ``OneFOneB`` is as fast and keeps fewer; choose this one where the
-    backward passes must all come after the forward passes.
+    microbatches. ``OneFOneB`` is as fast and keeps fewer. Choose ``GPipe`` if all
+    backward passes must come after all forward passes.
 
     References:
         [1] Huang et al., "GPipe: Efficient Training of Giant Neural Networks using
@@ -63,19 +65,20 @@ class GPipe(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``m + s``, backward at ``M + S - 1 + m + S - 1 - s``."""
         forward, backward = _one_f_one_b(num_stages, num_microbatches)
-        # The order of 1F1B, once the last stage has run all its forward slots.
+        # This is the order of 1F1B, but backward slots start after the last stage has
+        # run all its forward slots.
         backward += num_microbatches
         return Table.from_ticks(num_stages, forward, backward, name="GPipe")
 
 
 @dataclass(frozen=True)
 class OneFOneB(Schedule):
-    """One forward, one backward: a microbatch goes back as soon as it can [1].
+    """One forward, one backward: a microbatch's backward pass starts at once [1].
 
     The efficiency equals ``GPipe``'s, ``M / (M + S - 1)``, and a stage keeps the inputs
-    of at most ``2 * S - 1`` microbatches however many there are. In lock step a
-    microbatch spends one tick in each stage on its way back too, hence ``2 * S - 1``
-    and not ``S``. The schedule to start with.
+    of at most ``2 * S - 1`` microbatches however many there are. The number is ``2 * S
+    - 1`` and not ``S`` because stages run in lock step: a microbatch spends a tick in
+    each stage on its way back too. Start with this schedule.
 
     References:
         [1] Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
@@ -98,19 +101,21 @@ class OneFOneB(Schedule):
 class Interleaved(Schedule):
     """1F1B over stages that each hold several ``chunks`` of consecutive layers [1].
 
-    The stack goes ``V`` times around the stages, so that a stage starts after a
-    ``V``-th of the work before it: efficiency is ``M / (M + (S - 1) / V)`` when ``S``
-    divides ``M``, and less when the last group of ``S`` microbatches is not full. Every
-    chunk's input is sent, ``V`` times the communication, and a stage keeps at most
-    ``(V + 1) * S - 1`` of them. Microbatches go around in groups, as in the circular
-    pipelines of praxis and MaxText. Choose it when ``M`` cannot be several times ``S``.
+    A microbatch goes around the stages ``V`` times, so a stage starts after a ``V``-th
+    of the work of the stages before it. Efficiency is ``M / (M + (S - 1) / V)`` if
+    ``S`` divides ``M``, and less if the last group of ``S`` microbatches is not full.
+    The input of every chunk is sent, which is ``V`` times the communication, and a
+    stage keeps at most ``(V + 1) * S - 1`` of these inputs. Microbatches go around in
+    groups, as in the circular pipelines of praxis and MaxText. Choose it when ``M``
+    cannot be several times ``S``.
 
-    Layers are stored in their natural order whatever the schedule. Once a step a stage
-    sends its parameters (in the dtype of the computation) to where they run, and its
-    gradients back, and holds a copy of its parameters meanwhile.
+    Layers are stored in their natural order, as with every schedule. Once a step a
+    stage sends the parameters that it stores (in the dtype of the computation) to the
+    stages that run them, and gradients come back. Meanwhile a stage holds a copy of the
+    parameters that it runs.
 
     References:
-        [1] As of `OneFOneB`.
+        [1]: see `OneFOneB`.
 
     Example:
         >>> table = Interleaved(chunks=3).table(num_stages=4, num_microbatches=4)
@@ -130,7 +135,7 @@ class Interleaved(Schedule):
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         """Forward at ``(g * V + c) * S + r + s`` where ``m = g * S + r``.
 
-        Backward goes through the chunks in the same rhythm, the other way.
+        Backward slots have the same pattern, with the chunks in reverse order.
         """
         ticks = _one_f_one_b(num_stages, num_microbatches, self.chunks)
         return Table.from_ticks(num_stages, *ticks, name="Interleaved 1F1B")
@@ -138,14 +143,15 @@ class Interleaved(Schedule):
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """1F1B whose weight gradients wait until no stage waits for them [1].
+    """1F1B that computes weight gradients later, when no stage waits for it [1].
 
-    Only the gradient of a stage's input is on the way back; the gradient of its
-    parameters is made ``s`` ticks later on stage ``s``, when all stages have one to
-    make. Efficiency is ``3 * M / (3 * M + 2 * (S - 1))``. A stage keeps as much as
-    under ``OneFOneB`` and at most ``S - 1`` microbatches that wait for their weight
-    gradient. Two halves may compute more than a joint backward pass: choose it for many
-    stages and few microbatches, and measure.
+    On the way back a stage computes only the gradient of its input. Stage ``s``
+    computes the gradient of its parameters ``s`` ticks later, in a tick in which all
+    stages compute such a gradient. Efficiency is ``3 * M / (3 * M + 2 * (S - 1))``. A
+    stage keeps the same values as with ``OneFOneB``, and in addition the values of at
+    most ``S - 1`` microbatches that wait for their weight gradient. The two halves may
+    compute more than a joint backward pass. Choose this schedule for many stages and
+    few microbatches, and measure.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2 (ZB-H1),
@@ -158,19 +164,20 @@ class ZeroBubble(Schedule):
     """
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """As ``OneFOneB``; weights at ``2 * (S - 1) + m`` on all stages."""
+        """Like ``OneFOneB``, with weights at ``2 * (S - 1) + m`` on all stages."""
         forward, backward = _one_f_one_b(num_stages, num_microbatches)
-        # On all stages when the first, the last on the way back, has a backward slot.
+        # All stages have their weight slot in the tick in which the first stage, which
+        # is last on the way back, has its backward slot.
         ticks = forward, backward, np.broadcast_to(backward[0], backward.shape)
         return Table.from_ticks(num_stages, *ticks, name="Zero bubble")
 
 
 @dataclass(frozen=True)
 class Fixed(Schedule):
-    """Your table, for the one size that it has.
+    """A given table, which fits one number of stages and microbatches.
 
     Attributes:
-        given: The table of a training step; ``Table.from_slots`` makes one.
+        given: The table of a training step, for example from ``Table.from_slots``.
 
     Example:
         >>> table = GPipe().table(num_stages=2, num_microbatches=4)
@@ -190,7 +197,7 @@ class Fixed(Schedule):
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """The given table; any other size is a `ScheduleError`."""
+        """Returns the given table; raises a `ScheduleError` for any other size."""
         sizes = (self.given.num_stages, self.given.num_microbatches)
         if sizes != (num_stages, num_microbatches):
             raise ScheduleError(
@@ -205,16 +212,17 @@ class Fixed(Schedule):
 def _one_f_one_b(
     num_stages: int, num_microbatches: int, chunks: int = 1
 ) -> tuple[Ints, Ints]:
-    """Ticks of forward and backward, of shape (chunks * stages, microbatches).
+    """Returns ticks of forward and backward, of shape (chunks * stages, microbatches).
 
-    Microbatches go around in groups of as many as there are stages: the first of a
-    group comes back to the first stage just as that one has sent off the last.
+    Microbatches go around in groups, with one microbatch for each stage. The first
+    microbatch of a group comes back to the first stage right after this stage has run
+    the last microbatch of the group.
     """
     check_sizes(num_stages, num_microbatches, chunks)
     # (chunks * stages, 1) and (1, microbatches)
     chunk, stage = np.divmod(np.arange(chunks * num_stages)[:, None], num_stages)
     group, place = np.divmod(np.arange(num_microbatches)[None], num_stages)
     forward = (group * chunks + chunk) * num_stages + place + stage
-    # The way back is the way forward, seen from the last virtual stage, which goes back
-    # in the tick in which it went forward.
+    # The way back mirrors the way forward. The last virtual stage runs a microbatch's
+    # backward slot in the tick of its forward slot.
     return forward, forward[::-1] + len(forward) - 1

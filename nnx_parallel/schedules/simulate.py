@@ -1,4 +1,4 @@
-"""Costs of a table, on paper: time, bubble, and how long each value is kept."""
+"""Computes the costs of a table: time, bubble, and how long each value is kept."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ from nnx_parallel.schedules.slots import KINDS, Ints, Ticks, share_layers
 class LiveRanges(NamedTuple):
     """First and last tick in which the values of one buffer are kept.
 
-    A row is a virtual stage, or the only one of values that the whole pipeline shares.
+    Each virtual stage has a row. Values that the whole pipeline shares have a single
+    row.
     """
 
     start: Ints  # (rows, microbatches)
     end: Ints  # (rows, microbatches)
-    stage: Ints  # that keeps the values of a row: (rows,)
+    stage: Ints  # the stage that keeps a row's values: (rows,)
 
     @property
     def peak(self) -> int:
@@ -28,28 +29,28 @@ class LiveRanges(NamedTuple):
             return 0
         change = np.zeros((self.stage.max() + 1, self.end.max() + 2), np.int64)
         np.add.at(change, (self.stage[:, None], self.start), 1)
-        # A value is read at some time within its last tick, so that another may take
-        # its memory in the next tick and no earlier.
+        # A value is read at some time within its last tick, so its memory is free from
+        # the next tick on.
         np.add.at(change, (self.stage[:, None], self.end + 1), -1)
         return int(change.cumsum(axis=1).max())
 
 
 def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
-    """Live ranges of everything that a pipeline keeps, by buffer.
+    """Returns live ranges of all values that a pipeline keeps, by buffer.
 
     - ``inputs``: a chunk's input, from its arrival to the forward slot.
     - ``saved``: the same input, from the forward slot to the backward input slot.
     - ``cotangents``: a chunk's output cotangent, from its arrival to the backward
       input slot.
     - ``pending``: values that the weight gradient still needs, from the backward input
-      slot to the backward weight slot; nothing in a table that is not split.
+      slot to the backward weight slot; empty for a table that is not split.
     - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
       last slot in the first virtual stage (the last forward slot in evaluation).
     """
     forward, *both_backward = ticks.by_kind.values()
     stage = np.arange(len(forward), dtype=np.int32) % ticks.num_stages
-    # A stage's output arrives one tick later. The first virtual stage receives
-    # nothing: it takes a new microbatch in the tick in which it runs it.
+    # A stage's output arrives one tick later. The first virtual stage receives nothing:
+    # it takes and runs a new microbatch in the same tick.
     arrival = np.concatenate([forward[:1], forward[:-1] + 1])
     none = LiveRanges(forward[:0], forward[:0], stage[:0])
     ranges = {
@@ -59,8 +60,8 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
     }
     if both_backward:
         backward, weight = both_backward
-        # Cotangents travel the other way. The part after the stack makes the last
-        # virtual stage's in the tick of its forward.
+        # Cotangents travel the other way. The part after the stack computes the
+        # cotangents of the last virtual stage in the tick of that stage's forward slot.
         made = np.concatenate([backward[1:] + 1, forward[-1:]])
         ranges["saved"] = LiveRanges(forward, backward, stage)
         ranges["cotangents"] = LiveRanges(made, backward, stage)
@@ -71,7 +72,7 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
 
 
 class TimedSlot(NamedTuple):
-    """A slot and when it runs; ``backward`` is both halves where they run as one."""
+    """A slot and its time; kind ``backward`` is both halves if they run as one."""
 
     kind: str
     stage: int
@@ -85,23 +86,23 @@ class TimedSlot(NamedTuple):
 class Timeline(NamedTuple):
     """When every tick and every slot starts."""
 
-    tick_start: NDArray[np.float64]  # (ticks + 1,): the last is the end
+    tick_start: NDArray[np.float64]  # (ticks + 1,): the last element is the end
     slots: tuple[TimedSlot, ...]  # by start, then by stage
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """Time and memory that a table costs.
+    """The time and memory that a table costs.
 
     Attributes:
-        total_time: In the units of the costs.
+        total_time: Time of a step, in the unit of the costs.
         efficiency: The stages' mean work divided by ``total_time``.
-        peak_stage_inputs: The most inputs of chunks that the busiest stage keeps at
-            once between forward and backward.
+        peak_stage_inputs: The most chunk inputs that a stage keeps at once between
+            forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
         costs: Seconds of one microbatch on one stage, by kind of slot.
-        timeline: When every slot runs. One of a chunk with a layer less than others
-            ends before its tick does.
+        timeline: When every slot runs. A slot ends before its tick does if its chunk
+            has a layer less than others.
     """
 
     total_time: float
@@ -123,14 +124,15 @@ def simulate_ticks(
     value_bytes: Sequence[int],
     num_layers: int | None = None,
 ) -> Simulation:
-    """`Table.simulate`, by costs of `KINDS` and bytes of a value in `live_ranges`."""
+    """`Table.simulate`, given costs by `KINDS` and bytes by `live_ranges`."""
     named = dict(zip(KINDS, costs, strict=True))
     if min(costs) < 0:
         raise ScheduleError(f"Costs {named} must be 0 or more.")
     kinds: dict[str, tuple[float, Ints]] = {
         kind: (named[kind], at) for kind, at in ticks.by_kind.items()
     }
-    # Without a later weight slot one joint pass makes both gradients, in one piece.
+    # If weight slots do not come later, one joint backward pass computes both
+    # gradients.
     if "backward_input" in kinds and not ticks.is_split:
         weight, _ = kinds.pop("backward_weight")
         cost, at = kinds.pop("backward_input")
@@ -153,7 +155,7 @@ def simulate_ticks(
 
 
 def _shares(ticks: Ticks, num_layers: int | None) -> NDArray[np.float64]:
-    """Layers of each virtual stage over their mean, of shape (chunks * stages,)."""
+    """Returns each virtual stage's layers over their mean, shape (chunks * stages,)."""
     parts = len(ticks.by_kind["forward"])
     if num_layers is None:
         return np.ones(parts)
@@ -175,9 +177,10 @@ def _time(
     num_ticks = max(int(at.max()) for _, at in kinds.values()) + 1
     durations = np.zeros((len(kinds), num_ticks))
     for row, (cost, at) in enumerate(kinds.values()):
-        # Predicates of the compiled step are the same on all devices, so a kind of slot
-        # that any stage has in a tick takes its time on all of them; a chunk its share.
-        # All chunks run one program, of as many layers as the longest has.
+        # Predicates of the compiled step are the same on all devices. So if any stage
+        # has a slot of some kind in a tick, the slot takes its time on all stages. A
+        # chunk takes its share of a stage's cost. All chunks run one program, with as
+        # many layers as the longest chunk.
         chunk_cost = cost / (len(at) // num_stages)
         durations[row, at.ravel()] = chunk_cost * shares.max()
     tick_start = np.concatenate([[0.0], durations.sum(axis=0).cumsum()])

@@ -1,7 +1,7 @@
-"""Slots: which microbatch and chunk of layers a stage works on in a tick.
+"""Slots: the microbatch and the chunk of layers that a stage runs in a tick.
 
-A table is kept as ``Slots``, which the pipeline scans over. Rules, costs and live
-ranges are written in the inverse, ``Ticks``.
+A table stores ``Slots``, over which the pipeline scans. Rules, costs and live ranges
+are computed from the inverse, ``Ticks``.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Slot:
     """One piece of a stage's work: a chunk of its layers, on one microbatch.
 
     Attributes:
-        kind: ``backward`` is both halves of a backward pass in one tick.
-        tick: When, counted from 0.
-        stage: Where: the index along the ``pipe`` axis.
-        microbatch: Its index in the step.
-        chunk: Which of the stage's chunks of layers.
+        kind: Kind of work; ``backward`` is both halves of a backward pass in one tick.
+        tick: Tick in which it runs, counted from 0.
+        stage: Index of the stage along the ``pipe`` axis.
+        microbatch: Index of the microbatch in the step.
+        chunk: Index of the chunk among the stage's chunks of layers.
     """
 
     kind: Kind | Literal["backward"]
@@ -52,7 +52,8 @@ class Slots:
     chunk: Ints
 
     def __post_init__(self) -> None:
-        # Copies: an array that the caller still writes to would change the table.
+        # The arrays are copied, because a caller that writes to them would change the
+        # table.
         object.__setattr__(self, "microbatch", frozen_ints(self.microbatch))
         object.__setattr__(self, "chunk", frozen_ints(self.chunk))
         if self.microbatch.shape != self.chunk.shape or self.microbatch.ndim != 2:
@@ -69,16 +70,17 @@ class Slots:
 
     @property
     def active(self) -> NDArray[np.bool_]:
-        """Where a stage has a slot: booleans of shape (ticks, stages)."""
+        """True where a stage has a slot: booleans of shape (ticks, stages)."""
         return self.microbatch >= 0
 
     @property
     def any(self) -> NDArray[np.bool_]:
-        """Ticks in which some stage has a slot: booleans of shape (ticks,)."""
+        """True in ticks in which some stage has a slot: booleans of shape (ticks,)."""
         return np.any(self.active, axis=1)
 
-    # The equality that `dataclass` writes compares tuples, and arrays have no truth
-    # value. Tables must be equal and hash by content: strategies are static arguments.
+    # The equality of a dataclass compares tuples of fields, which fails because arrays
+    # have no truth value. Tables must compare and hash by content, because strategies
+    # are static arguments.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Slots) and self._content == other._content
 
@@ -91,10 +93,11 @@ class Slots:
 
 
 class Ticks(NamedTuple):
-    """When each virtual stage takes each microbatch.
+    """The tick in which each virtual stage runs each microbatch.
 
-    Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``: a microbatch
-    passes through them in that order. A table for evaluation has only ``forward``.
+    Chunk ``c`` of stage ``s`` is virtual stage ``c * num_stages + s``. A microbatch
+    passes through the virtual stages in this order. A table for evaluation has only
+    ``forward``.
     """
 
     num_stages: int
@@ -102,13 +105,13 @@ class Ticks(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """True if some weight gradient is made later than its input's."""
+        """True if some weight gradient is computed later than the input's gradient."""
         _, *backward = self.by_kind.values()
         return bool(backward) and not np.array_equal(backward[0], backward[1])
 
 
 def share_layers(num_layers: int, parts: int) -> tuple[int, ...]:
-    """Layers of each part, as even as possible: the first parts have one more.
+    """Shares layers among parts as evenly as possible; the first parts get one more.
 
     Example:
         >>> share_layers(9, 4)
@@ -119,21 +122,21 @@ def share_layers(num_layers: int, parts: int) -> tuple[int, ...]:
 
 
 def frozen_ints(values: ArrayLike) -> Ints:
-    """A read-only copy as int32: writing to a cell would change a table's hash."""
+    """Makes a read-only int32 copy: writing to a cell would change a table's hash."""
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array
 
 
 def name_slot(kind: str, virtual: int, microbatch: int, num_stages: int) -> str:
-    """A slot of a virtual stage in words, for messages."""
+    """Describes a slot of a virtual stage in words, for messages."""
     chunk, stage = divmod(virtual, num_stages)
     words = kind.replace("_", " ")
     return f"{words} of microbatch {microbatch}, chunk {chunk} on stage {stage}"
 
 
 def check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    """Refuses sizes less than 1: there is nothing to schedule."""
+    """Refuses sizes less than 1, because then there is nothing to schedule."""
     names = ("num_stages", "num_microbatches", "num_chunks")
     sizes = (num_stages, num_microbatches, num_chunks)
     for name, size in zip(names, sizes, strict=True):

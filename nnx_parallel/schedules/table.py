@@ -1,4 +1,4 @@
-"""Tables: a pipeline schedule as data, checked when made, and its memory slots."""
+"""Tables: pipeline schedules as data, checked when made, with their memory slots."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ from nnx_parallel.schedules.slots import (
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A pipeline schedule: when each stage takes each microbatch, in lock step.
+    """A pipeline schedule: when each stage runs each microbatch, in lock step.
 
-    In one tick a stage receives its neighbours' outputs of the last one, runs its
-    forward slot, then (the last stage, for its last chunk) the part after the stack,
-    then its backward input slot, then its backward weight slot. Of the stack's equal
-    parts stage ``s`` has number ``c * num_stages + s`` as its chunk ``c``. Tables are
-    equal when their slots are; they are hashable.
+    In one tick a stage first receives the outputs that its neighbours computed in the
+    last tick. It then runs its forward slot, its backward input slot and its backward
+    weight slot, in this order. After the forward slot of the last stage's last chunk,
+    the part of the loss after the stack runs. The stack is divided into equal parts:
+    chunk ``c`` of stage ``s`` is part ``c * num_stages + s``. Tables with equal slots
+    are equal, and tables are hashable.
 
     Attributes:
         num_stages: Size of the ``pipe`` axis.
         num_microbatches: Microbatches in one step.
         num_chunks: Chunks of consecutive layers that every stage holds.
         forward: The slots that run a chunk on a microbatch.
-        backward_input: The slots that make the gradient of a chunk's input, which the
-            stage before waits for. None at all in a table for evaluation.
-        backward_weight: The slots that make the gradient of a chunk's parameters,
-            which no stage waits for.
-        name: For titles; it does not count when tables are compared.
+        backward_input: The slots that compute the gradient of a chunk's input, for
+            which the stage before waits. A table for evaluation does not have them.
+        backward_weight: The slots that compute the gradient of a chunk's parameters,
+            for which no stage waits.
+        name: Name in titles. Equality of tables ignores it.
 
     Raises:
-        ScheduleError: If a slot is missing or there twice, comes before its inputs,
-            or microbatches of one kind are out of order.
+        ScheduleError: If a slot is missing, is there twice, or comes before its inputs;
+            or if the slots of one kind have microbatches out of order.
     """
 
     num_stages: int
@@ -85,10 +86,11 @@ class Table:
         num_chunks: int = 1,
         name: str = "Schedule",
     ) -> Table:
-        """A table from single slots, in any order.
+        """Makes a table from single slots, in any order.
 
         Raises:
-            ScheduleError: If they break a rule, or two share a tick, stage and kind.
+            ScheduleError: If the slots break a rule, or two slots share a tick, stage
+                and kind.
 
         Example:
             >>> table = Table.from_slots(
@@ -100,7 +102,7 @@ class Table:
             >>> table.num_ticks, table.is_split
             (2, False)
         """
-        # Here already: slots are checked against the sizes before a table exists.
+        # The sizes are checked first, because slots are compared with them below.
         check_sizes(num_stages, num_microbatches, num_chunks)
         return cls(
             num_stages=num_stages,
@@ -119,15 +121,15 @@ class Table:
         backward_weight: ArrayLike | None = None,
         name: str = "Schedule",
     ) -> Table:
-        """A table from the tick of every slot, which is how schedules are written.
+        """Makes a table from the tick of every slot, as this library's schedules do.
 
         Args:
-            num_stages: Stages.
-            forward: Ticks of shape (chunks * stages, microbatches), the rows in the
+            num_stages: Number of stages.
+            forward: Ticks of shape (chunks * stages, microbatches), with rows in the
                 order of the layers.
             backward_input: The same; left out for evaluation.
-            backward_weight: The same; by default with ``backward_input``.
-            name: For titles.
+            backward_weight: The same; by default equal to ``backward_input``.
+            name: Name in titles.
 
         Raises:
             ScheduleError: If the ticks break a rule.
@@ -160,7 +162,7 @@ class Table:
         return f"<{self.name}: {sizes}{chunks}, {self.num_ticks} ticks>"
 
     def _repr_html_(self) -> str:
-        # A joint backward slot is in both tables: it is shown once.
+        # A joint backward slot is in both kinds of slots, but is shown once.
         is_joint = not (self.is_forward_only or self.is_split)
         rows = [[f"stage {i}"] + [""] * self.num_ticks for i in range(self.num_stages)]
         for letter, kind in zip("FB" if is_joint else "FBW", KINDS, strict=False):
@@ -172,10 +174,10 @@ class Table:
         header = ["", *map(str, range(self.num_ticks))]
         return as_html(header, rows, title=repr(self)[1:-1])
 
-    # Once: every rule, simulation and plan asks for it.
+    # It is computed once, because rules, simulations and buffers all read it.
     @cached_property
     def ticks(self) -> Ticks:
-        """When each slot runs, by virtual stage and microbatch."""
+        """The tick of each slot, by virtual stage and microbatch."""
         kinds = KINDS[:1] if self.is_forward_only else KINDS
         shape = (self.num_chunks * self.num_stages, self.num_microbatches)
         return Ticks(
@@ -185,17 +187,17 @@ class Table:
 
     @property
     def num_ticks(self) -> int:
-        """Ticks of one step."""
+        """Number of ticks in a step."""
         return len(self.forward.microbatch)
 
     @property
     def is_split(self) -> bool:
-        """False if one joint backward pass makes both gradients in every slot."""
+        """False if every backward slot computes both gradients in one joint pass."""
         return self.ticks.is_split
 
     @property
     def is_forward_only(self) -> bool:
-        """True if there are no backward slots: a table for evaluation."""
+        """True for a table without backward slots, which is for evaluation."""
         return not (self.backward_input.any.any() or self.backward_weight.any.any())
 
     def simulate(
@@ -211,21 +213,23 @@ class Table:
         pending_bytes: int = 0,
         flight_bytes: int = 0,
     ) -> Simulation:
-        """Time, bubble and memory of the table, without running it.
+        """Computes time, bubble and memory of the table, without running it.
 
-        A kind of slot that any stage has in a tick takes its time on all of them: the
-        stages run in lock step, and one without that slot masks its result.
+        Stages run in lock step: if any stage has a slot of some kind in a tick, the
+        slot takes its time on all stages. A stage without such a slot masks its result.
 
         Args:
-            forward: Cost of one microbatch's forward pass in all of a stage's layers;
-                a chunk costs its share.
-            backward_input: The same, for the gradient of the input.
-            backward_weight: The same, for the gradient of the parameters.
-            num_layers: Layers of the stack. If stages times chunks do not divide it,
-                costs are the mean stage's, and a slot takes the time of the
-                chunk with most layers. ``None``: all chunks have as many.
+            forward: Cost of a microbatch's forward pass through all layers of a stage.
+                A chunk costs its share of this.
+            backward_input: The same for the gradient of the input.
+            backward_weight: The same for the gradient of the parameters.
+            num_layers: Layers of the stack. If the number of chunks of all stages does
+                not divide it, costs are those of a stage with the mean number of
+                layers, and a slot takes the time of the chunk with most layers.
+                ``None``: all chunks have the same number of layers.
             input_bytes: Bytes of a chunk's input that waits for its forward slot.
-            saved_bytes: Bytes that a chunk keeps from forward to backward.
+            saved_bytes: Bytes that a chunk keeps for a microbatch from forward to
+                backward.
             cotangent_bytes: Bytes of a cotangent that waits for its backward slot.
             pending_bytes: Bytes that wait for a backward weight slot.
             flight_bytes: Bytes that the parts around the stack keep for a microbatch.
@@ -239,8 +243,8 @@ class Table:
             '22.7%'
 
         Raises:
-            ScheduleError: If a cost is negative, all of the table's are 0, or there are
-                fewer layers than chunks of stages.
+            ScheduleError: If a cost is negative, all costs of the table's slots are 0,
+                or there are fewer layers than chunks.
         """
         costs = (forward, backward_input, backward_weight)
         sizes = (input_bytes, saved_bytes, cotangent_bytes, pending_bytes, flight_bytes)
@@ -249,38 +253,38 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffers:
-    """The memory slot that every stage writes and reads in every tick.
+    """The memory slots that every stage writes and reads in every tick.
 
-    Numbers are numbers of slots. Arrays are int32 of shape (ticks, stages), -1 where
-    nothing is written or read. A slot that is read for the last time in a tick is
-    written again in the next one at the earliest.
+    Fields ``num_*`` are numbers of slots. Arrays are int32 of shape (ticks, stages),
+    with -1 where nothing is written or read. If a slot is read for the last time in a
+    tick, it is written again in the next tick at the earliest.
     """
 
-    num_inputs: int  # of inputs that wait for their forward
+    num_inputs: int  # slots for inputs that wait for their forward slot
     receive_input: Ints  # written at a tick's start, from the stage before
     feed_input: Ints  # written by a new microbatch; only the first stage
-    forward_input: Ints  # read by the forward
-    num_saved: int  # of inputs that wait for their backward
-    forward_saved: Ints  # written by the forward
+    forward_input: Ints  # read by the forward slot
+    num_saved: int  # slots for inputs that wait for their backward slot
+    forward_saved: Ints  # written by the forward slot
     backward_saved: Ints  # read by the backward input slot
-    num_cotangents: int  # of cotangents that wait for their backward
+    num_cotangents: int  # slots for cotangents that wait for their backward slot
     receive_cotangent: Ints  # written at a tick's start, from the stage after
     feed_cotangent: Ints  # written by the part after the stack; only the last stage
     backward_cotangent: Ints  # read by the backward input slot
-    num_pending: int  # waits for its weight gradient; 0 if not split
+    num_pending: int  # slots for values that wait for a weight gradient; 0 if not split
     backward_pending: Ints  # written by the backward input slot
     weight_pending: Ints  # read by the backward weight slot
-    num_flights: int  # of in-flight microbatches
+    num_flights: int  # slots for in-flight microbatches
     flight: Ints  # the slot of each microbatch, of shape (microbatches,)
 
 
 def plan_buffers(table: Table) -> Buffers:
-    """The fewest memory slots that hold a table's values.
+    """Assigns the values of a table to the fewest memory slots.
 
     Every value that a stage keeps has a live range of ticks. Values whose ranges do not
-    meet share a slot; the greedy choice of the lowest free one needs as many as are
-    ever alive at once [1]. All stages run one program, so all have as many as the
-    busiest.
+    overlap can share a slot. Each value gets the lowest free slot; this greedy choice
+    needs as many slots as values are ever alive at once [1]. All stages run one
+    program, so all have as many slots as the busiest stage.
 
     Example:
         >>> from nnx_parallel import OneFOneB
@@ -294,18 +298,18 @@ def plan_buffers(table: Table) -> Buffers:
     """
     live = live_ranges(table.ticks)
     slots = {name: _assign(ranges) for name, ranges in live.items()}
-    # At least 1: arrays without elements are awkward to index.
+    # There is at least 1 slot, because arrays without elements are awkward to index.
     counts = {name: int(own.max(initial=0)) + 1 for name, own in slots.items()}
 
     def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
-        """The slot of each value at the ``start`` or ``end`` of its live range."""
+        """Places each value's slot at the ``start`` or ``end`` of its live range."""
         ranges = live[name]
         cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
         cells[getattr(ranges, when)[rows], ranges.stage[rows, None]] = slots[name][rows]
         return frozen_ints(cells)
 
-    # Rows are virtual stages: the first is fed new microbatches, the last cotangents of
-    # the loss, and all others receive from a neighbour.
+    # Rows are virtual stages. The first one gets new microbatches, the last one gets
+    # the cotangents of the loss, and all others receive from a neighbour.
     return Buffers(
         num_inputs=counts["inputs"],
         receive_input=at("start", "inputs", slice(1, None)),
@@ -329,7 +333,7 @@ def plan_buffers(table: Table) -> Buffers:
 def _lay_out(
     slots: list[Slot], num_stages: int, num_microbatches: int, num_chunks: int
 ) -> dict[Kind, Slots]:
-    """Single slots as one grid of (ticks, stages) for each kind."""
+    """Arranges single slots in one grid of (ticks, stages) for each kind."""
     limits = {"stage": num_stages, "microbatch": num_microbatches, "chunk": num_chunks}
     for slot in slots:
         for name, limit in limits.items():
@@ -337,7 +341,8 @@ def _lay_out(
                 raise ScheduleError(f"{slot} has {name} {at}. Valid: 0 to {limit - 1}.")
         if slot.tick < 0:
             raise ScheduleError(f"{slot} has tick {slot.tick}. Ticks count from 0.")
-    # No slots at all are a table of 0 ticks, whose missing slots are then named.
+    # Without any slots this is a table of 0 ticks; `_invert` then names the missing
+    # slots.
     num_ticks = max((slot.tick for slot in slots), default=-1) + 1
     shape = (2, num_ticks, num_stages)  # microbatch and chunk of each cell
     cells: dict[Kind, Ints] = {kind: np.full(shape, -1, np.int32) for kind in KINDS}
@@ -357,7 +362,7 @@ def _lay_out(
 
 
 def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
-    """The tick of each virtual stage and microbatch; each must have exactly one."""
+    """Returns the only tick of each virtual stage and microbatch."""
     # (ticks, stages) to (chunks * stages, microbatches), by way of the list of slots
     num_stages = slots.active.shape[1]
     tick, stage = np.nonzero(slots.active)
@@ -384,13 +389,14 @@ def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
 
 
 def _check_ticks(ticks: Ticks) -> None:
-    """Checks that every slot comes after its inputs, and microbatches in order."""
+    """Checks that every slot comes after its inputs, and microbatches are in order."""
     for kind, earliest, step, reason in _rules(ticks):
         actual = ticks.by_kind[kind]
         early = actual < earliest
         if not early.any():
             continue
-        # The first in time: later ones may be early only because of it.
+        # The error names the first slot in time, because later slots may be early only
+        # because of this slot.
         first = int(np.where(early, actual, actual.max() + 1).argmin())
         virtual, microbatch = divmod(first, actual.shape[1])
         tick = int(earliest[virtual, microbatch])
@@ -406,43 +412,46 @@ def _check_ticks(ticks: Ticks) -> None:
 
 
 def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
-    """The earliest tick of each slot of a kind, and the reason in words.
+    """Yields the kind, its slots' earliest ticks, a step, and the reason in words.
 
-    In between, the steps from its virtual stage to the one that the reason names.
+    The step leads from a slot's virtual stage to the virtual stage that the reason
+    names.
     """
     forward, *both_backward = ticks.by_kind.values()
-    # All (chunks * stages, microbatches). A neighbour's output arrives in the next
-    # tick, hence + 1; a pad of 0 lets a row without such a neighbour pass.
+    # All arrays are (chunks * stages, microbatches). A neighbour's output arrives in
+    # the next tick, so 1 is added. A row without such a neighbour is padded with 0, so
+    # that the rule always holds for it.
     arrival = np.pad(forward[:-1] + 1, ((1, 0), (0, 0)))
     yield "forward", arrival, -1, "{near} makes its input at tick {sent}"
     if both_backward:
         backward, _ = both_backward
-        # Only the last virtual stage: others follow from it through the cotangents.
+        # This rule is only for the last virtual stage; for the others it follows from
+        # the order of cotangents.
         loss = np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0)))
         yield "backward_input", loss, 0, "its forward is at tick {tick}"
         arrival = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
         yield "backward_input", arrival, 1, "{near} makes its cotangent at tick {sent}"
-        # In one tick the input slot runs before the weight slot: no + 1.
+        # Here 1 is not added: within a tick the input slot runs before the weight slot.
         yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
-    # One microbatch hands its random state to the next, and gradients are summed in
-    # this order: with another one the numbers would differ from one device's.
+    # One microbatch passes its random state to the next, and gradients are summed in
+    # this order. In another order the numbers would differ from one device's.
     for kind, ticks_of_kind in ticks.by_kind.items():
         after_last = np.pad(ticks_of_kind[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
 
 
 def _assign(ranges: LiveRanges) -> Ints:
-    """A slot for each value, none shared by two that are alive in one tick."""
+    """Assigns slots to values; values that are alive at once get different slots."""
     start, end, stages = ranges
     slots = np.full_like(start, -1, dtype=np.int32)
     for stage in np.unique(stages):
         rows = np.flatnonzero(stages == stage).tolist()
         values = [(row, m) for row in rows for m in range(start.shape[1])]
-        free = [*range(len(values))]  # a heap: the lowest first
-        busy: list[tuple[int, int]] = []  # last tick and slot, the earliest first
+        free = [*range(len(values))]  # a heap, with the lowest slot first
+        busy: list[tuple[int, int]] = []  # (last tick, slot), the earliest first
         for value in sorted(values, key=lambda at: (start[at], at)):
-            # Before it, not at it: a stage writes a received value in a tick before it
-            # reads anything, so a slot's last reader keeps it for the whole tick.
+            # A slot is free only after its last tick, not within it, because a stage
+            # writes received values at the start of a tick, before it reads anything.
             while busy and busy[0][0] < start[value]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             slots[value] = slot = heapq.heappop(free)

@@ -1,4 +1,4 @@
-"""Strategies: one technique a file, and `Composite` to combine them."""
+"""Strategies, with one technique in each file, and `Composite` to combine them."""
 
 from nnx_parallel.strategies.base import Composite as Composite
 from nnx_parallel.strategies.base import Strategy as Strategy

@@ -1,4 +1,4 @@
-"""Strategy: its claims, and the verbs that follow from them; several as one."""
+"""`Strategy`, whose methods follow from its claims, and `Composite`."""
 
 import abc
 import dataclasses
@@ -39,9 +39,9 @@ Source = nnx.Module | ModelFn
 class Strategy(abc.ABC):
     """Where parameters, optimizer state and batch live, and how the step is run.
 
-    Your technique subclasses this and answers once, in `claims`. Strategies
-    are values: they hold no arrays and no mesh, compare by their fields, and combine in
-    a `Composite`.
+    To add a technique, subclass this and implement `claims`. Strategies are values:
+    they hold no arrays and no mesh, compare by their fields, and combine in a
+    `Composite`.
 
     Example:
         >>> from nnx_parallel import Claims
@@ -68,11 +68,12 @@ class Strategy(abc.ABC):
     def claims(self) -> Claims:
         """The strategy's mesh axes, and the dims that they split."""
 
-    # Not abstract: most techniques run any model.
+    # This is not abstract, because most techniques can run any model.
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model, concrete or abstract, that cannot be run on a mesh.
+        """Refuses a concrete or abstract model that cannot be run on a mesh.
 
-        By default one that my claims' `Execution` cannot run; nothing is compiled yet.
+        By default it asks the `Execution` of the claims, if there is one. Nothing has
+        been compiled yet.
         """
         if (execution := self.claims().execution) is not None:
             execution.check(model, mesh)
@@ -83,19 +84,20 @@ class Strategy(abc.ABC):
         return self.claims().axis_sizes
 
     def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
-        """A mesh with the strategy's axes over ``devices``, by default all of them.
+        """Makes a mesh with the strategy's axes over ``devices``, by default over all.
 
         Raises:
-            MeshShapeError: If my sizes do not multiply to the number of devices.
+            MeshShapeError: If the strategy's sizes do not multiply to the number of
+                devices.
         """
         return make_mesh(self.axis_sizes, devices)
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """The strategy's claims on one mesh, by default over all devices.
+        """Returns the strategy's claims on one mesh, by default over all devices.
 
         Raises:
-            MeshShapeError: If the mesh has other sizes than I state.
-            UnknownAxisError: If the mesh has other axes than mine.
+            MeshShapeError: If the sizes of the mesh differ from the strategy's.
+            UnknownAxisError: If the axes of the mesh differ from the strategy's.
             MeshAxisTypeError: If an axis of the mesh is not Auto.
         """
         mesh = self.make_mesh() if mesh is None else mesh
@@ -106,11 +108,11 @@ class Strategy(abc.ABC):
     def init(
         self, model_fn: ModelFn, rngs: nnx.Rngs | int, *, mesh: Mesh | None = None
     ) -> nnx.Module:
-        """Builds a model already sharded: no device ever holds it whole.
+        """Builds a model in shards, so that no device ever holds the whole model.
 
-        Its arrays are global, placed as `specs` says on the mesh (by default over all
-        devices). Random numbers, of ``nnx.Rngs`` or a seed, do not depend on the
-        strategy.
+        Its arrays are global, and placed on the mesh (by default over all devices) by
+        the specs that `specs` returns. The random numbers come from ``nnx.Rngs`` or a
+        seed, and do not depend on the strategy.
         """
         rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
         return self._placed(model_fn, rngs, mesh)
@@ -120,15 +122,16 @@ class Strategy(abc.ABC):
     ) -> tuple[nnx.GraphDef, nnx.State]:
         """``nnx.split`` with the state placed on the mesh.
 
-        Arrays that lie elsewhere are copied; the model keeps its arrays.
+        Arrays that are placed otherwise are copied; the model keeps its own arrays.
         """
-        # A model that is built already draws nothing from these streams.
+        # The model has been built, so it draws no random numbers from these streams.
         return nnx.split(self._placed(model, nnx.Rngs(0), mesh))
 
     def _placed(self, source: Source, rngs: nnx.Rngs, mesh: Mesh | None) -> nnx.Module:
         layout = self.layout(mesh)
-        # Placements are written into metadata, so into a copy: the user's model keeps
-        # its own. The graphdef takes them along, and keeps tied weights tied.
+        # Placements are written into the metadata of an abstract copy, so that the
+        # user's model stays unchanged. The copy's graphdef carries them, and keeps tied
+        # weights tied.
         abstract = abstract_model(source, rngs)
         placements = place_model(abstract, layout)
         warn_idle_parts(abstract, layout, placements)
@@ -141,11 +144,11 @@ class Strategy(abc.ABC):
         return nnx.merge(graphdef, state)
 
     def specs(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
-        """The spec in which each array of a state is stored, as the same tree."""
+        """Returns the spec in which each array of a state is stored, as a tree."""
         return stored_specs(state, self.layout(mesh))
 
     def shardings(self, state: nnx.State, *, mesh: Mesh | None = None) -> nnx.State:
-        """`specs` on the mesh, for ``jax.device_put`` and ``jax.jit``."""
+        """Returns `specs` as shardings, for ``jax.device_put`` and ``jax.jit``."""
         layout = self.layout(mesh)
         specs = stored_specs(state, layout)
         return jax.tree.map(layout.sharding, specs, is_leaf=is_spec)
@@ -153,10 +156,11 @@ class Strategy(abc.ABC):
     def describe(
         self, model: Source, *, optimizer: object = None, mesh: Mesh | None = None
     ) -> Description:
-        """A table of every array: specs, bytes per device, and why.
+        """Returns a table of all arrays: specs, bytes per device, and the reasons.
 
-        The model is concrete or abstract, or the function that builds it; nothing is
-        allocated. With an Optax transformation as ``optimizer`` its state counts too.
+        The model is concrete or abstract, or a function that builds it; nothing is
+        allocated. If ``optimizer`` is an Optax transformation, the table includes its
+        state.
 
         Example:
             >>> from nnx_parallel import FSDP
@@ -205,7 +209,8 @@ class Composite(Strategy):
                     f"Composite({name}): each argument must be a strategy, as in "
                     "Composite(TensorParallel(2), FSDP()), not a list or a class."
                 )
-        # Flat and in the mesh's order, so that equal composites are equal values.
+        # The parts are flattened and sorted in the mesh's order, so that equivalent
+        # composites compare equal.
         flat: list[Strategy] = []
         rules = check_rules(rules, "Composite")
         for part in sorted(parts, key=_mesh_order):
@@ -219,7 +224,8 @@ class Composite(Strategy):
     def claims(self) -> Claims:
         """The claims of all parts, merged."""
         claims = [part.claims() for part in self.parts]
-        # All rules first: one of any part may decide a name that two others claim.
+        # Rules come first, because a rule of any part may decide a name that two other
+        # parts claim.
         rules = self.rules + tuple(rule for each in claims for rule in each.rules)
         owned = (
             replace(each, rules=(), owner=repr(part))
@@ -238,6 +244,7 @@ class Composite(Strategy):
 
 
 def _mesh_order(strategy: Strategy) -> tuple[int, str]:
-    # An axis that is not ours comes first: nothing is known of how much it sends.
+    # An axis that is not in `MESH_AXES` comes first, because it is unknown how much it
+    # communicates.
     first = next(iter(strategy.claims().axis_sizes))
     return (MESH_AXES.index(first) if first in MESH_AXES else -1, first)

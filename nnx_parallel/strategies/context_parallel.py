@@ -16,29 +16,33 @@ class ContextParallel(Strategy):
     """Context parallelism: the axis ``context`` splits the tokens of each sequence.
 
     A device keeps ``1 / size`` of all activations, so that ``size`` times longer
-    sequences fit; the batch is not split. The model is written as for one device.
-    Everything works token by token but attention, which sends keys and values over the
-    axis, as ``exchange`` says, with the same numbers. Under causal masks devices
-    exchange halves of their tokens around it, so that all have the same work.
+    sequences fit; the batch is not split. The model is written as for one device. All
+    layers except attention work token by token. Attention sends keys and values over
+    the axis, in the way that ``exchange`` selects, and computes the same numbers. Under
+    causal masks devices exchange halves of their tokens before and after attention, so
+    that all have the same work.
 
-    Each device sees only its tokens, so gradients are summed over the axis. With
-    `FSDP` the training state is split over it too: one gather over both axes, and
-    ``1 / (fsdp * size)`` of the state on a device. Alone, or with `DataParallel`, each
-    device keeps a copy.
+    Each device sees only its tokens, so gradients are summed over the axis. With `FSDP`
+    the axis splits the training state too: a parameter is gathered over both axes at
+    once, and a device keeps ``1 / (fsdp * size)`` of the state. Without `FSDP` each
+    device keeps a copy of the state.
 
-    The step's attention must be `nnx_parallel.layers.attention`: around any other, such
-    as ``nnx.MultiHeadAttention``, the partitioner gathers the sequence, which is right
-    and needs its memory; `describe` says so. An array as ``mask`` has that effect too.
+    The model must call `nnx_parallel.layers.attention`. For any other attention, such
+    as ``nnx.MultiHeadAttention``, the partitioner gathers the sequence: the numbers are
+    right, but a device needs memory for the whole sequence. `describe` says so. An
+    array as ``mask`` has the same effect.
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain. It must divide
-            the sequence, and twice its size should: else causal work is not balanced.
-        exchange: The transfers of attention. ``ring``: keys and values from device to
-            device [1], each piece sent on before the products with it; their gradients
-            travel too. The number of heads does not matter. ``all_to_all``: heads for
-            sequence and back [2]; ``size`` must divide the heads (of one tensor shard),
-            and any kernel then runs on whole sequences. ``gather``: keys and values
-            whole on each device [3], forward and again backward; simple, and cheap with
+            the sequence length. Twice the size should divide it too; otherwise the work
+            of causal attention is not balanced.
+        exchange: The transfers of attention. ``ring``: keys and values go from device
+            to device [1]. A device sends each piece on before it computes with it.
+            Their gradients travel too. Any number of heads works. ``all_to_all``:
+            devices exchange parts of the sequence for heads, and back [2]. ``size``
+            must divide the heads (of one tensor shard); any kernel then runs on whole
+            sequences. ``gather``: each device gathers all keys and values [3], in the
+            forward pass and again in the backward pass; this is simple, and cheap with
             few key heads.
         rules: Explicit rules for single arrays.
 
@@ -71,7 +75,7 @@ class ContextParallel(Strategy):
             )
 
     def claims(self) -> Claims:
-        """``context`` splits ``seq`` of activations, and FSDP's arrays."""
+        """``context`` splits ``seq`` of activations, and arrays that FSDP splits."""
         return Claims(
             axis_sizes={"context": self.size},
             activations={"seq": "context"},

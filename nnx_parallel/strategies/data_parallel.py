@@ -13,9 +13,9 @@ from nnx_parallel.strategies.base import Strategy
 class DataParallel(Strategy):
     """Data parallelism: the axis ``data`` splits the batch, each device has a replica.
 
-    Each microbatch all-reduces each gradient, which sends about twice its bytes per
-    device. The gradient of a tied table is all-reduced twice, once for each use.
-    Parameters, gradients and optimizer state take the same memory on any number of
+    In each microbatch every gradient is all-reduced: a device sends about twice the
+    gradient's bytes. The gradient of a tied table is all-reduced twice, once for each
+    use. Parameters, gradients and optimizer state take the same memory on any number of
     devices; only activations shrink. Use `FSDP` if that does not fit.
 
     Attributes:
@@ -32,5 +32,5 @@ class DataParallel(Strategy):
 
     def claims(self) -> Claims:
         """``data`` splits the batch."""
-        # No claim on state: each device has all of it.
+        # There is no claim on the training state: each device has all of it.
         return Claims(axis_sizes={"data": self.size}, batch=("data",), rules=self.rules)

@@ -21,21 +21,22 @@ class ExpertParallel(Strategy):
     """Expert parallelism: the axis ``expert`` splits the experts of each `MoE` [1].
 
     A device keeps ``1 / size`` of the experts and of their optimizer state. Outside of
-    the experts the axis splits the batch, as under `DataParallel`; with `FSDP`
-    it splits the state of everything else too, and FSDP splits the state of each
+    the experts the axis splits the batch, as `DataParallel` does. With `FSDP` the axis
+    also splits the state of all other parameters, and FSDP splits the state of each
     expert. No token is dropped, and the numbers equal one device's.
 
     Attributes:
-        size: Number of parts, which must divide the experts; ``None`` takes the devices
-            that remain.
+        size: Number of parts, which must divide the number of experts; ``None`` takes
+            the remaining devices.
         exchange: How tokens reach their experts. ``gather``: tokens of all devices are
             gathered, each device computes the rows of its experts, and their
-            outputs are summed and scattered. ``ragged``: each row is sent to the device
-            of its expert and comes back, ``jax.lax.ragged_all_to_all``: less to send
-            where a token goes to fewer experts than there are other devices; not on
-            CPUs. ``None`` chooses by that; `describe` says which, and why. Under both a
-            device has room for a quarter more rows than its share; those beyond come
-            in further rounds, forward and backward, until none is left.
+            outputs are summed and scattered. ``ragged``: ``jax.lax.ragged_all_to_all``
+            sends each row to the device of its expert and back. It sends less if a
+            token goes to fewer experts than there are other devices; CPUs do not have
+            it. ``None`` chooses by this rule; `describe` shows the choice and its
+            reason. With either exchange a device has room for a quarter more rows than
+            its share; it computes the remaining rows in further rounds, forward and
+            backward, until no row is left.
         rules: Explicit rules for single arrays.
 
     Raises:
@@ -74,10 +75,10 @@ class ExpertParallel(Strategy):
         )
 
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model without experts, or whose experts the axis does not divide.
+        """Refuses a model that has no experts, or whose experts the axis cannot share.
 
         Raises:
-            ExpertsError: Also of ``ragged`` on CPUs.
+            ExpertsError: For such a model, and for ``ragged`` on CPUs.
         """
         size = mesh.shape["expert"]
         found = {

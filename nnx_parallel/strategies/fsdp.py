@@ -15,12 +15,12 @@ from nnx_parallel.strategies.base import Strategy
 class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 
-    Each parameter is sharded along a free dim that the axis divides: that which the
-    gather copies least (`FSDPRules`), as a rule the one that a product contracts. Its
-    gradient and its optimizer state are sharded in the same way. The parameter is
-    all-gathered just before use, and again for the backward pass; its gradient is
-    reduce-scattered. A device keeps ``1 / size`` of the training state and sends at
-    most 1.5 times the bytes of `DataParallel` per step [1].
+    Each parameter is sharded along a free dim that the axis divides. `FSDPRules`
+    chooses the dim for which the gather copies least, which usually is the dim that a
+    product contracts. The gradient and the optimizer state are sharded in the same way.
+    The parameter is all-gathered just before use, and again for the backward pass; its
+    gradient is reduce-scattered. A device keeps ``1 / size`` of the training state and
+    sends at most 1.5 times the bytes of `DataParallel` per step [1].
 
     A `Stack` gathers one layer at a time, just before it runs, in both passes. With
     ``prefetch`` it gathers the first kernel of the next layer ahead [2].
@@ -38,13 +38,13 @@ class FSDP(Strategy):
         prefetch: ``"first"``: a `Stack` gathers the parameters of the next layer's
             first product, such as the queries' kernel, while the current layer runs; a
             layer gathers the rest itself, during its products. It is for TPUs whose
-            SparseCores gather (docs/benchmarks.md has figures). ``None``: no prefetch.
-            It needs ``shard="params"``; in stages of a `Pipeline` its ``gather``
-            decides. A stack of one layer, or whose input is not a floating-point array,
-            gathers when it runs.
+            SparseCores gather (docs/benchmarks.md has figures), and needs
+            ``shard="params"``. In the stages of a `Pipeline`, `Pipeline.gather` decides
+            instead. A stack of one layer, and a stack whose input is not a
+            floating-point array, do not prefetch. ``None``: no prefetch.
 
     Raises:
-        ValueError: If a value is not one of these, or there is nothing to prefetch.
+        ValueError: If a value is invalid, or there is nothing to prefetch.
 
     Example:
         >>> FSDP(shard="optimizer").make_mesh().axis_names
@@ -83,8 +83,9 @@ class FSDP(Strategy):
             )
 
     def claims(self) -> Claims:
-        """``fsdp`` splits the batch, and the training state that ``shard`` says."""
-        # The dim does not depend on `shard`, which only says which specs have the axis.
+        """``fsdp`` splits the batch, and the training state that ``shard`` selects."""
+        # The dim does not depend on `shard`, which only selects the specs that have the
+        # axis.
         choice = FSDPRules(axis="fsdp", min_size=self.min_size)
         prefetches = self.prefetch is not None
         return Claims(

@@ -18,19 +18,19 @@ class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
     The layers of one `Stack` of the model are spread over the mesh axis ``pipe``. All
-    devices together compute the loss before and after the stack, with other
-    stacks that it calls there (DeepSeek-V3's first layers, an encoder); the part before
-    it runs twice, the second time for the backward pass. Loss and gradients are
-    a single device's. Set the Trainer's ``num_microbatches`` to several times
-    ``size``: more microbatches make the schedule more efficient.
+    devices together compute the parts of the loss before and after this stack, which
+    may call other stacks (DeepSeek-V3's first layers, an encoder). The part before the
+    stack runs twice, the second time for the backward pass. Loss and gradients equal a
+    single device's. Set the Trainer's ``num_microbatches`` to several times ``size``:
+    more microbatches make the schedule more efficient.
 
     Attributes:
-        size: Number of stages. Where they do not divide the layers, some have one layer
-            less and wait for the others; `Table.simulate` gives the cost. A
-            device then stores ``1 / size`` of each array of the layers along another
-            dim. Once a step it sends its part (in the dtype of the computation) to the
-            stages of these layers, and gradients come back; a stage holds a copy of its
-            parameters meanwhile.
+        size: Number of stages. If it does not divide the number of layers, some stages
+            have one layer less and wait for the others; `Table.simulate` gives the
+            cost. A device then stores ``1 / size`` of each array of the layers, split
+            along another dim. Once a step it sends its part (in the dtype of the
+            computation) to the stages of these layers, and gradients come back.
+            Meanwhile a stage holds a copy of its parameters.
         schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
             the papers, or your `Table`.
         stash: Values that a stage keeps of a microbatch between its forward and its
@@ -45,7 +45,7 @@ class Pipeline(Strategy):
             them once instead of twice per microbatch. Both reduce-scatter gradients
             once per microbatch.
         stack: Path of the stack that runs in stages, such as ``"decoder.blocks"``;
-            ``None``: the one with most parameters.
+            ``None``: the stack with the most parameters.
 
     Example:
         >>> from nnx_parallel import Composite, FSDP, TensorParallel
@@ -96,7 +96,7 @@ class Pipeline(Strategy):
         )
         return Claims(
             axis_sizes={"pipe": self.size},
-            # A stage holds a block of neighbours in the stack, whatever the schedule.
+            # With every schedule a stage stores a block of consecutive layers.
             logical={"layers": "pipe"},
             execution=execution,
         )

@@ -30,35 +30,36 @@ class TensorParallel(Strategy):
     ``sequence`` splits it along ``seq`` [2]. Each all-reduce then becomes an all-gather
     before the matmuls and a reduce-scatter after them. They send the same bytes, and a
     device keeps ``1 / size`` of those activations. ``overlap`` runs these transfers
-    during matmuls. In rings, those that they feed, with `all_gather_matmul` and
-    `matmul_reduce_scatter`: matmuls of one input (query, key and value; up and gate)
-    share a ring, and so does the gradient of that input (`nnx_parallel.layers.project`,
-    which our models call). In halves, the matmuls of the other half of the rows [3]. Of
-    Llama-2 7B's bytes on 64 TPU v5p, with ``FSDP(16)``, halves hide 73 %, rings 98 %,
-    only ``sequence`` 32 %, for 2.00, 2.54 and 2.05 billion of the compiler's estimated
-    cycles (``python -m benchmarks maxtext --full``).
+    during matmuls. ``"ring"`` runs a transfer during the matmuls that need it, with
+    `all_gather_matmul` and `matmul_reduce_scatter`: matmuls of one input (query, key
+    and value; up and gate) share a ring, and the gradient of that input has one ring
+    too (`nnx_parallel.layers.project`, which our models call). ``"halves"`` splits the
+    rows in two halves, and runs the transfers of one half during the matmuls of the
+    other half [3]. For Llama-2 7B on 64 TPU v5p with ``FSDP(16)``, halves hide 73 % of
+    the bytes in 2.00 billion of the compiler's estimated cycles, rings hide 98 % in
+    2.54 billion, and ``sequence`` without overlap hides 32 % in 2.05 billion (``python
+    -m benchmarks maxtext --full``).
 
-    A model says which dims to split by naming them. A model without names is
-    replicated, and a warning says so: name its dims by path (`PathNames`). ``sequence``
-    and ``overlap`` need names of activations, from `constrain` or from the layers
-    ``Dense`` and ``Embed``, and warn if they find none.
+    The names of a model's dims determine which dims are split. A model without names is
+    replicated, with a warning: name its dims by path (`PathNames`). ``sequence`` and
+    ``overlap`` need names of activations, from `constrain` or from the layers ``Dense``
+    and ``Embed``, and warn if they find none.
 
     Attributes:
         size: Number of parts; ``None`` takes the devices that remain.
-        sequence: True splits activations between the matmuls along ``seq``. A
-            length that ``size`` does not divide stays whole.
+        sequence: True splits activations between the matmuls along ``seq``. A sequence
+            is not split if ``size`` does not divide its length.
         overlap: ``ring``: matmuls that gather their input or scatter their output
-            overlap with the transfers. ``halves``: layers of a
-            `Stack` run on two halves of a device's rows. Rows stay whole in stages of a
-            `Pipeline`, where a device has an odd number of them, and where a layer has
-            dropout, state, masks or losses of experts. A layer that computes one row
-            from another gets other numbers, as with ``num_microbatches``. Each implies
-            ``sequence``.
-        rules: Explicit rules for single arrays; `LogicalRules` change the
-            meaning of a name, for instance ``{"vocab": None}``.
+            overlap with the transfers. ``halves``: layers of a `Stack` run on two
+            halves of a device's rows. Rows are not split in stages of a `Pipeline`, if
+            a device has an odd number of rows, or if a layer has dropout, state, masks
+            or losses of experts. A layer that mixes rows gets different numbers, as
+            with ``num_microbatches``. Both values imply ``sequence``.
+        rules: Explicit rules for single arrays. A `LogicalRules` changes the meaning of
+            a name, for instance ``{"vocab": None}``.
 
     Raises:
-        ValueError: If ``overlap`` is another value.
+        ValueError: If ``overlap`` has another value.
 
     Example:
         >>> TensorParallel(4).claims().logical["heads"]
@@ -67,7 +68,7 @@ class TensorParallel(Strategy):
     References:
         [1] Shoeybi et al., "Megatron-LM", 2019, section 3,
         https://arxiv.org/abs/1909.08053
-        [2] As of `all_gather_matmul`.
+        [2]: see `all_gather_matmul`.
         [3] Wang et al., "Domino", 2024, section 3, https://arxiv.org/abs/2409.15241
     """
 
@@ -89,8 +90,9 @@ class TensorParallel(Strategy):
         """``tensor`` splits heads, hidden units and vocabulary, perhaps ``seq``."""
         return Claims(
             axis_sizes={"tensor": self.size},
-            # Into mlp and heads by columns, out of them by rows: a product's output is
-            # then complete after one sum, and nothing is sent between the two.
+            # Kernels into mlp and heads are split by columns, and kernels out of them
+            # by rows. The second product's output is then complete after one sum, and
+            # nothing is sent between the two products.
             logical=dict.fromkeys(TENSOR_NAMES, "tensor"),
             activations={"seq": "tensor"} if self.sequence or self.overlap else {},
             overlap=None if self.overlap == "halves" else self.overlap,
