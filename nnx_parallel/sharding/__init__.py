@@ -1,4 +1,4 @@
-"""Placement: names in the model, rules for the names, specs on a mesh."""
+"""Placement: a model names its dims, rules map the names, and a mesh gets the specs."""
 
 from nnx_parallel.sharding.constrain import active_layout as active_layout
 from nnx_parallel.sharding.constrain import active_mesh as active_mesh

@@ -1,7 +1,7 @@
-"""The active layout: how a model that mentions no mesh is placed on one.
+"""The active layout, which places a model that does not mention a mesh.
 
-A step is traced inside ``using(layout)``. Outside, `constrain`, `use_params` and
-`annotate` return their argument unchanged: a model runs as plain NNX.
+A step is traced inside ``using(layout)``. Outside of it, `constrain`, `use_params` and
+`annotate` return their argument unchanged, and a model runs as plain NNX.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.specs import dim_axes, is_spec
 from nnx_parallel.sharding.tree import constrain_tree
 
-# Placements of annotations by name, and the names that were met.
+# Placements of annotations by name, and the names that the trace has met.
 _Bound = tuple[Mapping[str, Any], set[str]]
 
 _active: ContextVar[Layout | None] = ContextVar("layout", default=None)
-# The names that claims on activations have split in the step that is traced.
+# The names for which claims on activations had an effect in the traced step.
 _split: ContextVar[set[str] | None] = ContextVar("split", default=None)
 _bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 
 @contextlib.contextmanager
 def using(layout: Layout | None) -> Iterator[None]:
-    """Makes ``layout`` active in this thread; ``None`` makes none active."""
+    """Makes ``layout`` active in this thread; with ``None``, no layout is active."""
     token = _active.set(layout)
     try:
         yield
@@ -50,23 +50,24 @@ def using(layout: Layout | None) -> Iterator[None]:
 
 
 def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is traced in the context that other libraries' models expect.
+    """Wraps a function so that its trace can find the mesh in JAX's context.
 
-    These find the mesh where JAX keeps it: ``with_sharding_constraint`` with a bare
-    spec, ``jax.shard_map`` and others. A trace that needs no mesh is made without one.
+    Models of other libraries need this for ``jax.shard_map``, for
+    ``with_sharding_constraint`` with a bare spec, and similar calls. The mesh is set
+    only if a trace without it fails.
     """
 
     @wraps(function)  # the program gets the function's name
     def traced(*args: Any) -> Any:
-        # Otherwise Flax places each new Variable with names, on a mesh with axes like
-        # them.
+        # With eager sharding, Flax would place each new Variable that has names, and
+        # would need a mesh whose axes have these names.
         with nnx.use_eager_sharding(False), explaining_axes():
             try:
                 return function(*args)
             except (RuntimeError, ValueError) as error:
                 if not is_without_mesh(error):
                     raise
-            # Only then is it set: jaxprs, and so the programs, depend on the context.
+            # The mesh is not set earlier, because jaxprs and programs depend on it.
             with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
                 return function(*args)
 
@@ -74,12 +75,12 @@ def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., An
 
 
 def active_layout() -> Layout | None:
-    """The layout that places the code being traced, if any."""
+    """Returns the layout that places the code being traced, or ``None``."""
     return _active.get()
 
 
 def active_mesh() -> Mesh | None:
-    """The mesh that the code being traced is placed on, if any.
+    """Returns the mesh of the code being traced, or ``None``.
 
     Example:
         >>> active_mesh() is None
@@ -90,28 +91,30 @@ def active_mesh() -> Mesh | None:
 
 
 def constrain(x: Any, *names: Any) -> Any:
-    """Gives an activation the place that the strategy has for its dims.
+    """Places an activation as the strategy wants it, given the names of its dims.
 
-    Outside a strategy it returns ``x`` itself. A constraint is a hint to XLA's
-    partitioner, on Auto axes: a model need not be written for a mesh, as explicit axes
-    would have it, and an axis that does not divide its dim is left out.
+    Outside a strategy it returns ``x`` itself. The mesh has Auto axes, on which a
+    constraint is a hint to XLA's partitioner. So the rest of the model need not mention
+    a mesh, as it would have to with explicit axes, and an axis that does not divide its
+    dim is left out.
 
     Args:
         x: An activation.
-        names: The logical axis of each of its dims, a tuple of mesh axes, or ``None``.
-            Or one placement: rules or a spec, or a prefix tree of these; ``x`` may then
-            be any pytree, and an axis that does not divide its dim is an error.
+        names: One entry for each dim: a logical axis, a tuple of mesh axes, or
+            ``None``. Alternatively one placement for ``x``, which may then be any
+            pytree: rules, a spec, or a prefix tree of these. In a placement, an axis
+            that does not divide its dim is an error.
 
     Note:
-        JAX remembers traces: an inner ``jax.jit``, or a body of ``jax.lax.scan`` that
-        is defined once at the top of a file, keeps its first trace.
+        JAX remembers traces. An inner ``jax.jit``, or a body of ``jax.lax.scan`` that
+        is defined once at the top of a file, keeps the placement of its first trace.
         Define such functions where they are used.
 
     Raises:
-        SpecRankError: If there is not one name for each dim.
+        SpecRankError: If the number of names is not the number of dims.
         UnknownAxisError: If a name is neither a logical nor a mesh axis.
-        PlacementTreeError: If a dim is given a spec or a rule, or a pytree is given
-            names.
+        PlacementTreeError: If the entry of a dim is a spec or a rule, or if ``x`` is a
+            pytree and its dims are named.
 
     Example:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
@@ -128,16 +131,16 @@ def constrain(x: Any, *names: Any) -> Any:
             is_leaf=is_spec,
         )
         return constrain_tree(x, placements, layout.mesh)
-    # Names are checked without an active strategy too: a wrong model is wrong on one
-    # device as on many.
+    # Names are checked without an active strategy too, so that a mistake in a model
+    # shows on one device.
     _check_activation(x, names)
     return _constrain_by_names(x, names, activation_spec)
 
 
 def _is_name(entry: Any) -> bool:
-    """True if it names one dim: a logical axis, mesh axes, or nothing."""
-    # A tree of placements holds no strings, so that a tuple of them is not one. A spec
-    # may be a tuple to Python.
+    """True for an entry that names one dim: a logical axis, mesh axes or ``None``."""
+    # A tuple of strings is a name, because a tree of placements holds no strings.
+    # `type`, because a spec may be a subclass of tuple.
     parts = entry if type(entry) is tuple else (entry,)
     return entry is None or all(isinstance(part, str) for part in parts)
 
@@ -157,7 +160,7 @@ def _check_activation(x: Any, names: tuple) -> None:
 
 
 def constrain_param(x: jax.Array, *names: MeshAxes) -> jax.Array:
-    """A parameter at its use, placed without axes that split only activations."""
+    """Places a parameter at its use, without axes that split only activations."""
     return _constrain_by_names(x, names, Layout.used_spec)
 
 
@@ -167,14 +170,14 @@ def _constrain_by_names(
     layout = _active.get()
     if layout is None:
         return x
-    spec = spec_of(layout, x.shape, names)  # also where none is set: it checks names
+    spec = spec_of(layout, x.shape, names)  # this checks the names in any case
     if layout.is_silent(names):
         return x
     return jax.lax.with_sharding_constraint(x, layout.sharding(spec))
 
 
 def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
-    """`Layout.activation_spec` of names in a model or a loss: they count as used."""
+    """Returns `Layout.activation_spec`, and notes which claims it has used."""
     spec = layout.activation_spec(shape, names)
     for name, axes in zip(names, dim_axes(spec, len(shape)), strict=True):
         if not set(axes).isdisjoint(layout.activation_axes(name)):
@@ -183,14 +186,14 @@ def activation_spec(layout: Layout, shape: Sequence[int], names: Sequence) -> P:
 
 
 def note_effect(name: str) -> None:
-    """Notes a claim on activations that has an effect: a dim's name or ``overlap``."""
+    """Notes that a claim has an effect: a dim's name, ``overlap`` or ``halves``."""
     if (split := _split.get()) is not None:
         split.add(name)
 
 
 @contextlib.contextmanager
 def noticing_idle_claims(layout: Layout) -> Iterator[None]:
-    """Warns of claims on activations that do not split any activation traced within."""
+    """Warns about claims that have no effect on the activations traced inside."""
     token = _split.set(split := set())
     try:
         yield
@@ -228,25 +231,32 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
 
 
 def use_params(leaves: dict, placements: dict) -> dict:
-    """Gathers parameters from their stored shards, as the computation uses them.
+    """Gathers parameters from their stored shards to their specs in the computation.
 
-    Their gradients are summed into the ``gradient`` specs. Under
-    `saves_all_but_gathers` they are gathered again for the backward pass. Arrays have
-    the same keys as their `Placement`; an array without one does not change.
+    Gradients are summed into the ``gradient`` specs. Under `saves_all_but_gathers` the
+    backward pass gathers the parameters again.
+
+    Args:
+        leaves: Arrays by key.
+        placements: The `Placement` of each array, by the same keys. An array without a
+            placement does not change.
+
+    Returns:
+        The arrays by key; the argument itself if no layout is active.
     """
     layout = _active.get()
     if layout is None:
         return leaves
 
-    # They are gathered at use and not before the step: a gathered array then lives as
-    # long as the layer that uses it, and remat can drop it between the passes.
+    # Parameters are gathered at use and not before the step. A gathered array then
+    # lives as long as the layer that uses it, and remat can drop it between the passes.
     def use(x: jax.Array, place: Placement | None) -> jax.Array:
         if place is None or not place.is_gathered:
             return x
         used, gradient = layout.sharding(place.used), layout.sharding(place.gradient)
         x = _gather(x, used, gradient)
-        # The gradient of a lookup is summed in the spec of its use and cut afterwards;
-        # otherwise its shards pull the activations apart
+        # The gradient of a lookup is summed in the `used` spec and cut afterwards.
+        # Otherwise the partitioner would split the activations like the gradient
         # (docs/library-notes.md, "The partitioner").
         return jax.lax.with_sharding_constraint(x, used) if place.is_looked_up else x
 
@@ -261,10 +271,10 @@ def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.A
 def _gather_backward(
     used: NamedSharding, gradient: NamedSharding, _: None, grad: jax.Array
 ) -> tuple[jax.Array]:
-    # The transpose of a constraint is the same constraint: without another rule
-    # the gradient would be summed whole on every device before it is cut. A constraint
-    # to `used` does not come first: with it the TPU compiler writes an all-reduce and a
-    # slice, and without it a ring that overlaps with the product
+    # The transpose of a constraint is the same constraint. Without this rule every
+    # device would sum the complete gradient before it is cut. There is no constraint to
+    # `used` before this one: with it the TPU compiler writes an all-reduce and a slice,
+    # and without it a ring that overlaps with the product
     # (docs/library-notes.md, "The partitioner").
     return (jax.lax.with_sharding_constraint(grad, gradient),)
 
@@ -273,15 +283,16 @@ _gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 
 
 def saves_all_but_gathers(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: keep real residuals except gathered parameters.
+    """A `jax.checkpoint` policy that keeps real residuals except gathered parameters.
 
-    So a device only holds the gathered parameters of the present layer. The input of a
-    gather, which is a sharding constraint, is kept: it has the same values, as a
-    parameter's shard. Complex values are computed again (`without_complex`).
+    A device then holds the gathered parameters of only the present layer. The policy
+    keeps the input of a gather, which is a shard of the same parameter. It recognises
+    a gather as a sharding constraint. Complex values are computed again
+    (`without_complex`).
     """
     if _makes_complex(primitive, avals, params):
         return False
-    # A policy is asked about a custom_vjp call as one operation and never about its
+    # JAX asks a policy about a custom_vjp call as one operation, and never about its
     # equations, not even a `checkpoint_name` (docs/library-notes.md, "Remat"). So the
     # gather is recognised by its body, not by a name.
     inner = params.get("call_jaxpr")
@@ -290,10 +301,10 @@ def saves_all_but_gathers(primitive: Any, *avals: Any, **params: Any) -> bool:
 
 
 def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The same `jax.checkpoint` policy, except that complex values are not kept.
+    """Changes a `jax.checkpoint` policy so that it does not keep complex values.
 
-    JAX rounds residuals that a policy keeps, and has no such operation for complex
-    numbers: it raises a TypeError (docs/library-notes.md, "Remat").
+    JAX rounds the residuals that a policy keeps. It cannot round complex numbers, and
+    raises a TypeError (docs/library-notes.md, "Remat").
     """
 
     def keeps(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -305,7 +316,7 @@ def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
-    """True if an operation may have a complex output; False only if it has none."""
+    """True if an operation may have a complex output; False if it surely has not."""
 
     def is_complex(dtype: Any) -> bool:
         return jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)
@@ -319,7 +330,7 @@ def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
 
 
 def check_names(names: tuple[str | None, ...]) -> None:
-    """Refuses a layer with two dims of one name, when it is built."""
+    """Refuses names of dims in which one name occurs twice, when a layer is built."""
     for name in names:
         if name is not None and names.count(name) > 1:
             free = [n for n in LOGICAL_AXES if n not in names]
@@ -332,9 +343,10 @@ def check_names(names: tuple[str | None, ...]) -> None:
 def annotate(tree: Any, name: str) -> Any:
     """Gives an intermediate pytree a name that the caller may place.
 
-    Returns the tree, constrained as ``sharded_jit(..., annotations={name: ...})`` says
-    for the name, or the same object if the name is not listed. An inner ``jax.jit``
-    keeps its trace, and with it the placement of its first caller on a mesh.
+    Returns the tree, constrained by the entry for the name in
+    ``sharded_jit(..., annotations={name: ...})``, or the same object without an entry.
+    An inner ``jax.jit`` keeps its trace, and so the placement of its first caller on a
+    mesh.
 
     Example:
         >>> x = {"hidden": [1.0, 2.0]}
@@ -351,7 +363,7 @@ def annotate(tree: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
-    """Makes a layout and its mesh active; warns of placements with unknown names."""
+    """Makes a layout and its mesh active; warns about placements with unused names."""
     met: set[str] = set()
     token = _bound.set((placements, met))
     try:

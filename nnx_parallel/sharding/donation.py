@@ -16,11 +16,13 @@ _is_deleted = methodcaller("is_deleted")
 
 
 class Donating:
-    """A ``jax.jit`` by position that refuses donated arrays it cannot take.
+    """A ``jax.jit`` that first checks the arrays that a call donates.
 
-    These are arrays that an earlier call took, and arrays that are passed twice. Each
-    device would find them by itself, while others may wait for it in a collective
-    (docs/library-notes.md, "Arrays and buffers").
+    It refuses arrays that an earlier call took, and arrays that are passed twice.
+    Without this check each device would find the error separately, while other devices
+    may wait for it in a collective (docs/library-notes.md, "Arrays and buffers").
+
+    Arguments are passed by position.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class Donating:
             )
         given = jax.tree.leaves([values[i] for i in self._donated])
         kept = jax.tree.leaves([values[i] for i in self._kept])
-        # This costs a few microseconds if all is well; paths are found afterwards.
+        # This check takes a few microseconds. Only if it fails, `_check` looks for the
+        # paths of the wrong arrays.
         ids = set(map(id, given))
         try:
             is_free = len(ids) == len(given) and ids.isdisjoint(map(id, kept))
@@ -50,11 +53,11 @@ class Donating:
         return self._jitted(*values)
 
     def running(self, program: Any) -> Donating:
-        """The same checks before another program, which was compiled already."""
+        """Returns the same checks for another program, which is already compiled."""
         return Donating(program, self._names, self._donated)
 
     def __getattr__(self, name: str) -> Any:
-        """``lower``, ``trace`` and all other attributes of ``jax.jit``."""
+        """Returns attributes of the ``jax.jit``, such as ``lower`` and ``trace``."""
         return getattr(self._jitted, name)
 
     def _check(self, values: tuple) -> None:
@@ -62,7 +65,7 @@ class Donating:
         for i in (*self._donated, *self._kept):
             for keys, x in jax.tree.leaves_with_path({self._names[i]: values[i]}):
                 if not isinstance(x, jax.Array) or isinstance(x, Tracer):
-                    continue  # nothing that a device could take
+                    continue  # not an array that a device could take
                 path = path_of(keys)
                 if id(x) in donated:
                     raise DonatedArrayError(

@@ -1,4 +1,4 @@
-"""`sharded_jit`: ``jax.jit`` with rules, which are resolved once shapes are known."""
+"""`sharded_jit`: ``jax.jit`` with rules, which become shardings when it is called."""
 
 import inspect
 import math
@@ -39,7 +39,7 @@ _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 
 
 class Arguments:
-    """The parameters of a function, static ones among them, and placements of each."""
+    """The parameters of a function: static ones, donated ones, and placements."""
 
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any]) -> None:
         try:
@@ -47,7 +47,7 @@ class Arguments:
         except (TypeError, ValueError):  # some functions in C have none
             self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.known = self._signature.parameters
-        # A function has at most one ``*args`` and one ``**kwargs``.
+        # By kind, since a function has at most one ``*args`` and one ``**kwargs``.
         by_kind = {parameter.kind: name for name, parameter in self.known.items()}
         self._var_positional = by_kind.get(Parameter.VAR_POSITIONAL, "")
         self._var_keyword = by_kind.get(Parameter.VAR_KEYWORD, "")
@@ -58,7 +58,7 @@ class Arguments:
         self._dynamic = [name for name in self._positional if name not in self.static]
 
     def _select(self, options: Mapping[str, Any], by_name: str, by_index: str) -> Names:
-        """The parameters that a pair of options selects."""
+        """Returns the parameters that a pair of options selects."""
         names, indices = as_tuple(options[by_name]), options[by_index]
         self.check_names(names, by_name)
         count = len(self._positional)
@@ -104,20 +104,20 @@ class Arguments:
             )
 
     def names(self, values: tuple, keywords: Names) -> Names:
-        """The name of each value of a call: ``args_0`` for the first of ``*args``."""
+        """Names each value of a call; the first value of ``*args`` is ``args_0``."""
         count = len(values) - len(keywords)
         self._signature.bind(*values[:count], **dict.fromkeys(keywords))
         extra = range(count - len(self._positional))
         return (*self._positional[:count], *(f"args_{i}" for i in extra), *keywords)
 
     def placements(self, placements: Any, names: Names, option: str) -> dict[str, Any]:
-        """The entry of an option for each dynamic argument of a call."""
+        """Returns the entry of an option for each dynamic argument of a call."""
         dynamic = [name for name in names if name not in self.static]
         if is_placeable(placements):
             return dict.fromkeys(dynamic, placements)
         extra = [n for n in names if n not in self.known and n.startswith("args_")]
         if not isinstance(placements, Mapping):
-            # Keyword-only arguments have no place in an order.
+            # Keyword-only arguments are not in this order.
             order = [*self._dynamic, *extra]
             if missing := [n for n in order[len(placements) :] if n in names]:
                 raise PlacementTreeError(
@@ -126,7 +126,7 @@ class Arguments:
                     "None to leave it to the compiler, or a mapping by name."
                 )
             placements = dict(zip(order, placements, strict=False))
-        # ``*args`` and ``**kwargs`` speak for the values that they take.
+        # An entry for ``*args`` or ``**kwargs`` counts for every value that it takes.
         owners = {n: self._var_keyword for n in dynamic if n not in self.known}
         owners |= dict.fromkeys(extra, self._var_positional)
         return {n: placements.get(n, placements.get(owners.get(n))) for n in dynamic}
@@ -145,37 +145,42 @@ def sharded_jit(
     static_argnums: int | Iterable[int] = (),
     donate_argnums: int | Iterable[int] = (),
 ) -> Any:
-    """Compiles any function over any pytrees, placed by rules on a mesh.
+    """Compiles a function of any pytrees, placed by rules on a mesh.
 
-    The compiled program, its traces and its dispatch equal ``jax.jit``'s with the
-    shardings that the rules resolve to. Each place of a sharding takes rules, a
-    ``PartitionSpec``, a ``NamedSharding`` or ``None`` (the compiler chooses) for all
-    below it in the tree; a call with new shapes, dtypes or structures resolves them
-    (`resolve_shardings`). The result is called like ``fn``, also as a method, and has
-    ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them.
-    While ``fn`` is traced, `active_mesh` and ``jax.sharding.get_abstract_mesh`` return
-    its mesh, and `constrain` and `annotate` place.
+    A placement is a tree whose leaves are rules, a ``PartitionSpec``, a
+    ``NamedSharding``, or ``None`` to let the compiler choose. Each leaf counts for the
+    arrays below it in the argument or output. A call with new shapes, dtypes or
+    structures converts rules to shardings (`resolve_shardings`). The compiled program,
+    its traces and its dispatch are equal to ``jax.jit`` with these shardings.
+
+    The result is called like ``fn``, also as a method, and has ``lower``, ``trace``,
+    ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them. While ``fn`` is traced,
+    `active_mesh` and ``jax.sharding.get_abstract_mesh`` return the mesh, and
+    `constrain` and `annotate` take effect.
 
     Args:
-        fn: The function; left out, a decorator is returned.
-        mesh: The mesh, or a strategy for the mesh and the names that `constrain` meets.
-        in_shardings: Placements of arguments: one entry for all, a tuple with one for
-            each that is not static, or a mapping by name. Arguments without an explicit
-            place are moved there; arguments that were put elsewhere are refused.
+        fn: The function. Without it a decorator is returned.
+        mesh: The mesh, or a strategy that has a mesh and maps the names in `constrain`.
+        in_shardings: Placements of arguments: one entry for all of them, a tuple with
+            one entry for each argument that is not static, or a mapping by name. An
+            argument that is not committed to devices is moved to its place; an argument
+            that is committed elsewhere is refused.
         out_shardings: Placements of outputs: a prefix of the result of ``fn``.
-        constrain_args: Like ``in_shardings``, for arguments that may lie anywhere.
+        constrain_args: Like ``in_shardings``, but an argument may be committed anywhere
+            and is moved inside the program.
         annotations: Placements of the values that ``fn`` passes to `annotate`, by name.
-        static_argnames: Hashable arguments: a new value is a new program.
+        static_argnames: Hashable arguments; each new value compiles a new program.
         donate_argnames: Arguments whose memory the outputs may take.
         static_argnums: Static arguments by position.
         donate_argnums: Donated arguments by position.
 
     Raises:
-        DonatedArrayError: If a call donates an array that is gone, or passes it twice.
+        DonatedArrayError: If a call donates an array that was deleted, or passes a
+            donated array twice.
         UnknownAxisError: If a spec names an axis that the mesh lacks.
         PlacementTreeError: If placements do not fit the arguments or outputs.
         TypeError: If ``mesh`` is not a mesh, or a non-static argument is not an array.
-        ValueError: If an argument is named that ``fn`` does not take.
+        ValueError: If an option names an argument that ``fn`` does not take.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -186,7 +191,8 @@ def sharded_jit(
         >>> float(mean({"w": jax.numpy.ones((4, 2))}, jax.numpy.ones((8, 4))))
         4.0
     """
-    # The copy comes first: a loop over ``locals()`` fails under a debugger or profiler.
+    # The dict is copied before anything else, because a loop over ``locals()`` fails
+    # under a debugger or profiler.
     options = dict(locals())
     del options["fn"]
     if fn is None:
@@ -208,7 +214,7 @@ class ShardedFunction:
         self._arguments = Arguments(fn, options)
         for option in ("in_shardings", "constrain_args"):
             self._arguments.check_placements(options[option], option)
-        # This comes before the tree: a mapping that is not a dict is a leaf to JAX.
+        # A mapping that is not a dict is a leaf to JAX, so `on_mesh` needs a dict.
         options["annotations"] = dict(options["annotations"] or {})
         placed = (on_mesh(options[n], self._layout.mesh, n) for n in _PLACEMENTS)
         self._in, self._out, self._constraints, self._annotations = placed
@@ -217,18 +223,19 @@ class ShardedFunction:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function: every line counts in a dispatch of a tenth of a ms."""
+        """Runs the function. It must be quick: a dispatch takes a tenth of a ms."""
         values, keywords = _by_position(args, kwargs) if kwargs else (args, ())
         form, program = self._steady
-        # A look-up flattens the arguments, and `jax.jit` does so again. A program that
-        # was called twice in a row is tried without a look-up: it refuses other
-        # signatures when JAX traces it for them. That costs a millisecond, so it needs
-        # to be rare.
+        # A look-up flattens the arguments, and `jax.jit` flattens them again. So a
+        # program that was called twice in a row is tried without a look-up. If the
+        # signature is another one, JAX traces the program again, and the trace raises
+        # an error. That costs a millisecond, so it must be rare.
         if form == keywords:
             try:
                 return program(*values)
             except Exception:
-                # JAX refuses some signatures before the trace, if shardings do not fit.
+                # JAX may refuse another signature even before the trace, if shardings
+                # do not fit. So the look-up tells whose error this is.
                 if self._programs.get(self._signature(values, keywords)) is program:
                     raise
         program = self._find(values, keywords)
@@ -238,20 +245,20 @@ class ShardedFunction:
         return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The method of an instance, which is then the first argument."""
+        """Binds the function to an instance, which becomes the first argument."""
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """The lowered program of a call; arrays may be ``jax.ShapeDtypeStruct``."""
+        """Lowers the program of a call; arrays may be ``jax.ShapeDtypeStruct``."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-        """The jaxpr of a call; its last inputs are keywords, sorted by name."""
+        """Traces a call; the last inputs of its jaxpr are keywords, sorted by name."""
         values, keywords = _by_position(args, kwargs)
         traced = self._find(values, keywords).trace(*values)
         if named := [name for name in keywords if name not in self._arguments.static]:
-            # The next stages read from this tree how they are called: without it
-            # keywords would be positions, in alphabetical order
+            # The next stages read the form of a call from this tree. Without it they
+            # would take keywords by position, in alphabetical order
             # (docs/library-notes.md, "Tracing and compiling").
             infos, _ = traced.args_info
             at = len(infos) - len(named)
@@ -260,12 +267,12 @@ class ShardedFunction:
         return traced
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of a call as ``jax.ShapeDtypeStruct``; nothing is compiled."""
+        """Returns outputs as ``jax.ShapeDtypeStruct``, without compiling anything."""
         values, keywords = _by_position(args, kwargs)
         return self._find(values, keywords).eval_shape(*values)
 
     def clear_cache(self) -> None:
-        """Drops every program: the next call resolves, traces and compiles again."""
+        """Drops every program; the next call resolves, traces and compiles again."""
         with self._lock:
             for program in self._programs.values():
                 program.clear_cache()
@@ -273,7 +280,7 @@ class ShardedFunction:
             self._last = self._steady = _NONE
 
     def _signature(self, values: tuple, keywords: Names) -> tuple:
-        """Key of a program: structure, avals and static values of its calls."""
+        """Returns a program's key: structure, avals and static values of its calls."""
         static: tuple = ()
         if fixed := self._arguments.static:
             names = self._arguments.names(values, keywords)
@@ -296,13 +303,16 @@ class ShardedFunction:
         key = self._signature(values, keywords)
         program = self._programs.get(key)
         if program is None:
-            with self._lock:  # two threads with a new signature trace it once
+            with self._lock:  # so that two threads trace a new signature only once
                 program = self._programs.get(key) or self._resolve(values, keywords)
                 self._programs[key] = program
         return program
 
     def _resolve(self, values: tuple, keywords: Names) -> Any:
-        """The ``jax.jit`` of a call by position, with shardings in place of rules."""
+        """Makes the ``jax.jit`` for a call, with shardings in place of rules.
+
+        The program takes all values by position.
+        """
         arguments, mesh = self._arguments, self._layout.mesh
         names = arguments.names(values, keywords)
         entries = arguments.placements(self._in, names, "in_shardings")
@@ -318,8 +328,8 @@ class ShardedFunction:
 
         def traced(*values: Any) -> Any:
             nonlocal first
-            # The first trace belongs to the call that was resolved. JAX traces a known
-            # signature again in another context.
+            # The first trace belongs to the call for which rules were resolved. A later
+            # trace is allowed only for the same signature, in another context.
             signature = self._signature(values, keywords)
             first = first or signature
             if signature != first:
@@ -342,9 +352,9 @@ class ShardedFunction:
         donated = [i for i, name in enumerate(names) if name in arguments.donated]
         numbers = {"static_argnums": static, "donate_argnums": donated}
         jit = partial(jax.jit, traced, **numbers)
-        # Without a trace, under `jax.disable_jit`, nothing is partitioned.
+        # Under `jax.disable_jit` there is no trace, and nothing is partitioned.
         if mesh.size > 1 and not jax.config.jax_disable_jit:
-            # JAX keeps it by function and arguments: the program takes this trace.
+            # JAX keeps traces by function and arguments: the program reuses this trace.
             trace = jit().trace(*values)
             corrected = correct(self._layout, trace.jaxpr, is_complete=False)
             if corrected is not trace.jaxpr:
@@ -353,12 +363,12 @@ class ShardedFunction:
                 _name_as(run, self._fn, names)
                 jit = partial(jax.jit, run, **numbers)
         out_shardings = self._out
-        # Only rules need shapes, which `jax.disable_jit` does not trace.
+        # Only rules need the shapes of outputs. `jax.disable_jit` does not trace them.
         if has_rules(out_shardings):
-            # JAX keeps it by function and arguments: the program takes this trace.
+            # JAX keeps traces by function and arguments: the program reuses this trace.
             shapes = jit().trace(*values).out_info
             out_shardings = resolve_prefix(out_shardings, shapes, mesh, "output")
-        # Without any sharding JAX chooses by the places of the arguments.
+        # If no argument has a sharding, JAX follows the places of the arguments.
         if jax.tree.leaves(in_shardings):
             jit = partial(jit, in_shardings=in_shardings)
         program = jit(out_shardings=out_shardings)
@@ -372,7 +382,10 @@ class ShardedFunction:
         first: tuple,
         static: list[int],
     ) -> Callable[..., Any]:
-        """A function that runs a corrected program for the signature of its trace."""
+        """Returns a function that runs a corrected program.
+
+        It refuses any signature but the one of the program's trace.
+        """
 
         def run(*values: Any) -> Any:
             if self._signature(values, keywords) != first:
@@ -390,35 +403,38 @@ def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
     only = Parameter.POSITIONAL_ONLY
     try:
         signature = Signature([Parameter(name, only) for name in names])
-    except ValueError:  # ``**kwargs`` may have any string, or another argument's name
+    except ValueError:  # a key of ``**kwargs`` is no identifier, or a parameter's name
         signature = inspect.signature(traced)  # (*values)
     traced.__signature__ = signature
-    # An error in the trace then shows a line of the user's function.
+    # With this, an error in the trace shows a line of the user's function.
     traced.__wrapped__ = fn
 
 
 def _by_position(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Names]:
-    """All values of a call, and the names of those at the end, sorted."""
-    # ``jax.jit`` refuses keywords if it is given shardings.
+    """Puts all values of a call in order, keywords last and sorted by name.
+
+    Returns the values, and the names of the keywords.
+    """
+    # ``jax.jit`` with shardings refuses calls with keywords.
     keywords = tuple(sorted(kwargs))
     return (*args, *(kwargs[name] for name in keywords)), keywords
 
 
 def _on_devices(x: Any, mesh: Mesh) -> Any:
-    """An output on the mesh's devices, its layout left open."""
+    """Puts an output on the devices of a mesh, in a layout that XLA may choose."""
     if not isinstance(x, jax.Array):
         return x
-    # JAX's active mesh is abstract. If nothing else names a device, specs on it would
-    # be compiled for one device, and ignored.
+    # JAX's active mesh is abstract. If nothing else names devices, JAX would compile
+    # the program for one device, and ignore the specs on that mesh.
     sharding = NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim))
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _aval(leaf: Any) -> Any:
-    """Shape, dtype and weak type, by which JAX traces; or the leaf's type."""
+    """Returns the shape, dtype and weak type of an array; of another leaf, its type."""
     try:
-        # Arrays and tracers have an aval; to make one costs more than the rest of a
-        # look-up.
+        # Arrays and tracers have an aval already. To make a new aval costs more than
+        # the rest of a look-up.
         aval: Any = leaf.aval if hasattr(leaf, "aval") else shaped_abstractify(leaf)
     except TypeError:
         return type(leaf)

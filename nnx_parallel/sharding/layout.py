@@ -1,6 +1,7 @@
-"""Claims: all that a strategy claims, as one value that merges. Layout: on a mesh.
+"""`Claims` holds everything that a strategy decides; `Layout` applies it to a mesh.
 
-A new kind of claim is a field of `Claims`, merged in ``__or__``, read where it acts.
+To add a kind of claim, add a field to `Claims`, merge it in ``__or__``, and read it
+where it takes effect.
 """
 
 from __future__ import annotations
@@ -50,27 +51,31 @@ from nnx_parallel.sharding.specs import (
 )
 
 
-# Abstract, since `training` must not import `pipeline`: each has its form.
-# Without a claim it is `AccumulateMicrobatches`.
+# An abstract class, because `training` must not import `pipeline`, and each of them
+# has a subclass. If no strategy claims one, a step uses `AccumulateMicrobatches`.
 class Execution(abc.ABC):
-    """How a step is run on the mesh: its gradients, and its outputs.
+    """A way to run a step on the mesh: it computes gradients and outputs.
 
-    A plan is a `StatePlan`, a state a `TrainState`. All but `check` is traced.
+    In the methods, ``plan`` is a `StatePlan` and ``state`` a `TrainState`. `gradients`
+    and `outputs` are traced.
     """
 
     def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
-        """Refuses a model, concrete or abstract, that cannot be run so on a mesh."""
+        """Refuses a model, concrete or abstract, that it cannot run on a mesh."""
 
     def find_staged(self, model: Any, mesh: Mesh) -> Staged | None:
-        """The `Stack` whose layers are spread over stages, if one is."""
+        """Returns the `Stack` that runs in stages, or ``None``."""
         return None
 
     def describe(self, model: Any, mesh: Mesh) -> tuple[str, ...]:
-        """Notes on how this model runs, as lines of `describe`."""
+        """Returns notes about this model, as lines of `describe`."""
         return ()
 
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
-        """The `LabelRange` of each call of our losses in ``run``, if any can report."""
+        """Calls ``run``; returns the `LabelRange` of each call of our losses in it.
+
+        The list is empty if they cannot report.
+        """
         return []  # callbacks inside a loss that is cut into parts do not run
 
     @abc.abstractmethod
@@ -83,12 +88,21 @@ class Execution(abc.ABC):
         key: Any,
         num_microbatches: int,
     ) -> tuple[dict, dict, dict]:
-        """Gradients of the batch's mean loss, summed over microbatches and devices.
+        """Computes the gradients of the batch's mean loss.
 
-        ``forward`` maps ``(params, variables, batch, key)`` to means by name, ``loss``
-        among them, and the variables after it, and with these the trained parameters
-        that the loss has assigned. Returns the gradients of the parameters, the
-        variables after the step, with the same ones, and the means.
+        Args:
+            plan: The plan of the state.
+            forward: A function ``(params, variables, batch, key)``. It returns means by
+                name, one of them ``loss``, and the new variables. These include
+                trained parameters that the loss has assigned.
+            state: The state before the step.
+            batch: The batch.
+            key: The random key of the step.
+            num_microbatches: The number of microbatches.
+
+        Returns:
+            The gradients of the parameters, summed over microbatches and devices; the
+            variables after the step, with the assigned parameters; and the means.
         """
 
     @abc.abstractmethod
@@ -104,36 +118,45 @@ class Execution(abc.ABC):
         join: Callable[[Any], Any],
         needs_stack: bool,
     ) -> Any:
-        """Outputs of a function ``(model, batch, key)`` of a model in evaluation mode.
+        """Computes the outputs of a function of a model in evaluation mode.
 
-        ``arrays`` are the parameters, and all other variables; ``join`` takes outputs
-        with a leading dim of microbatches to outputs of the batch. Where the model is
-        cut at its `Stack`, a function that does not call it is an error if the call is
-        needed; otherwise it runs whole.
+        Args:
+            plan: The plan of the state.
+            function: A function ``(model, batch, key)``.
+            arrays: The parameters, and all other variables.
+            batch: The batch.
+            key: The random key.
+            num_microbatches: The number of microbatches.
+            join: Converts outputs with a leading dim of microbatches to outputs of the
+                batch.
+            needs_stack: What happens under a pipeline if the function does not call
+                the `Stack`. True: an error. False: the function runs without stages.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """Mesh axes, and their use: batch, arrays, the step; merged by ``|``.
+    """The mesh axes of a strategy and their use; ``|`` merges two claims.
 
     Attributes:
-        axis_sizes: Size of each mesh axis that it owns; ``None`` takes the devices that
-            remain.
+        axis_sizes: Size of each mesh axis of the strategy. ``None``: as many as the
+            devices that remain.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
-        activations: Axes only for activations, from all parts that claim a name. They
-            yield: another dim of the same activation that claims the axis has it.
-        zero: Axes that split training state which is gathered at use.
-        rules: Explicit rules of the user; they come before names and choices.
-        overlap: How products that gather or scatter run; ``None``: as the partitioner.
+        activations: Mesh axes by logical name, only for activations. If two strategies
+            claim a name, both axes count. An axis that ``logical`` gives to another dim
+            of the same activation is left to that dim.
+        zero: Axes that split training state which the computation gathers at use.
+        rules: Explicit rules of the user, which decide before names and `FSDPRules`.
+        overlap: How products that gather or scatter overlap with their transfers.
+            ``None``: as XLA's partitioner writes them.
         halves: True if a `Stack` runs two halves of the rows at once.
         sequence: The axis of long sequences, and attention's exchange over it.
-        experts: The axis of experts, and their exchange. The first of ``zero`` takes
-            both axes along.
-        execution: How the step is run; ``None``: one microbatch after the other.
-        owner: The strategy that claims, as messages call it.
-        parts: The claims that were merged into these.
+        experts: The axis of experts, and their exchange. The first axis of ``zero``
+            splits state together with the axes of ``sequence`` and ``experts``.
+        execution: How the step is run. ``None``: one microbatch after the other.
+        owner: The name of the strategy in messages.
+        parts: The claims that were merged into this object.
 
     Example:
         >>> left = Claims(axis_sizes={"fsdp": None}, batch=("fsdp",))
@@ -160,20 +183,23 @@ class Claims:
         object.__setattr__(self, "rules", check_rules(self.rules, self.owner))
 
     def __or__(self, other: Claims) -> Claims:
-        """Both claims as one, unless both use one mesh axis, run the step, or disagree.
+        """Merges two claims.
 
-        They disagree if one name has different axes and no `LogicalRules` decide it.
+        Raises:
+            PlacementConflictError: If both use the same mesh axis, if both say how the
+                step is run, or if they give a name different axes and no `LogicalRules`
+                decide about it.
         """
-        # Pair by pair: a message names the two strategies that disagree.
+        # Pairs of parts are checked, so that a message names two strategies.
         left, right = self.parts or (self,), other.parts or (other,)
         decided = {name for name, _ in logical_items(self.rules + other.rules)}
         for mine, theirs in itertools.product(left, right):
             mine._check(theirs, decided)
-        # `owner` stays the default: messages take the owners from `parts`.
+        # `owner` keeps its default, because messages take the owners from `parts`.
         return Claims(
             axis_sizes={**self.axis_sizes, **other.axis_sizes},
             batch=self.batch + other.batch,
-            # Equal where both have a name, or a rule decides in `on`.
+            # If both have a name, its axes are equal, or a rule decides in `on`.
             logical={**self.logical, **other.logical},
             activations=merge_axes(self.activations, other.activations),
             zero=self.zero + other.zero,
@@ -208,7 +234,7 @@ class Claims:
                 )
 
     def on(self, mesh: Mesh) -> Claims:
-        """The claims over one mesh: its order of axes, and the user's word on names."""
+        """Returns the claims with axes in a mesh's order and `LogicalRules` applied."""
         decided: dict[str, tuple[str, ...]] = {}
         for name, axes in logical_items(self.rules):
             claimed = axes_on(mesh, axes)  # 'tensor' and ('tensor',) agree
@@ -222,11 +248,11 @@ class Claims:
         along = in_order(tuple(each.axis for each in owned if each), mesh)
         return replace(
             self,
-            # In the mesh's order: the outer ones split rows that not all axes divide.
+            # In the mesh's order: if not all axes divide the rows, the outer axes do.
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
-            # The user's word on a name holds for activations too. Of several axes the
-            # outer ones split first: a group of the inner ones holds neighbours.
+            # The user's rule for a name holds for activations too. Outer axes split
+            # first, so that devices along the inner axes hold neighbouring parts.
             activations={
                 n: in_order(axes_on(mesh, a), mesh) for n, a in activations.items()
             },
@@ -236,11 +262,11 @@ class Claims:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Claims on a mesh, from which every array gets its place.
+    """Claims on a mesh: they decide the place of every array.
 
     Attributes:
-        mesh: The mesh, all of its axes Auto.
-        claims: A strategy's `Claims.on` this mesh, which has all of their axes.
+        mesh: The mesh. All axes are Auto.
+        claims: The result of `Claims.on` for this mesh. The mesh has all axes in it.
     """
 
     mesh: Mesh
@@ -260,40 +286,43 @@ class Layout:
 
     @property
     def prefetches(self) -> bool:
-        """True if a stack gathers the first kernel of its next layer ahead."""
+        """True if a `Stack` gathers the first kernel of the next layer in advance."""
         return any(z.prefetches for z in self.claims.zero)
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
-        """Axes that split long sequences and no parameter: one, or none."""
+        """Returns the axis that splits long sequences, as a tuple; ``()`` without one.
+
+        This axis splits no parameter.
+        """
         split = self.claims.sequence
         return (split.axis,) if split else ()
 
     def is_silent(self, names: Sequence) -> bool:
-        """True if it says nothing about an array's names, like a bare mesh."""
+        """True if the claims are empty, as for a bare mesh, and no name is an axis."""
         claims = self.claims.logical or self.claims.batch or self.claims.activations
         named = (axis for name in names for axis in as_tuple(name))
         return not claims and self.mesh.shape.keys().isdisjoint(named)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """The spec on this mesh; in a manual region, on the mesh as it is there."""
-        # JAX refuses to mix values that are placed on one and on the other: the aval of
-        # a manual region has its mesh (docs/library-notes.md, "Partly manual regions").
+        """Returns the spec on this mesh, or inside a manual region on its mesh."""
+        # JAX refuses to mix values on the two meshes, and values in a manual region
+        # have the region's mesh (docs/library-notes.md, "Partly manual regions").
         return NamedSharding(mesh_here(self.mesh), spec)
 
     def place(self, info: ArrayInfo) -> Placement:
-        """The four specs of an array, which rules and names must fit (`check_spec`)."""
+        """Decides the four specs of an array; raises the errors of `check_spec`."""
         given: list[MeshAxes] = list(info.names or ())
 
         def translate(spec: P) -> P:
-            given[:] = spec  # it replaces the names
+            given[:] = spec  # the spec replaces the names
             return self.translate(spec)
 
         stage_axes: tuple[str, ...] = ()
         rules = placing_rules(self.claims.rules, self.mesh)
         explicit = answer_of(rules, info, self.mesh, translate=translate)
         if explicit:
-            # The user decides on every dim: FSDP adds no axis, even if all are whole.
+            # The user's spec decides every dim: FSDP adds no axis to a replicated one.
             spec, reason = explicit
             axes = dim_axes(spec, len(info.shape))
         else:
@@ -301,12 +330,12 @@ class Layout:
             axes, reason = self._with_zero_axes(info, axes, reason)
             axes, reason, stage_axes = self._with_moved_axes(info, axes, reason)
 
-        found = self.claims.experts  # which are not gathered over their axis
+        found = self.claims.experts  # experts are not gathered over their axis
         expert_axes = (
             {found.axis} if found and "expert" in (info.names or ()) else set()
         )
 
-        # ZeRO-1, 2 and 3 are one array of axes, from which each role drops some.
+        # `axes` has all axes of ZeRO-1, 2 and 3. The spec of each role drops some.
         def with_zero(*kept: ZeroKind) -> P:
             idle = (z for z in self.claims.zero if z.shard not in kept)
             dropped = {axis for z in idle for axis in z.axes} - expert_axes
@@ -325,8 +354,9 @@ class Layout:
         )
 
     def translate(self, spec: P, *, is_activation: bool = False) -> P:
-        """A spec in the axes of this mesh (`spec_on`)."""
-        # A bare mesh has no strategy that may change: there a wrong axis is an error.
+        """Translates a spec to the axes of this mesh (`spec_on`)."""
+        # Axes may be missing so that users can change the strategy. A bare mesh has no
+        # strategy, so there a missing axis is an error.
         if not self.claims.axis_sizes:
             return spec
         return spec_on(self.mesh, spec, self.claims.batch if is_activation else None)
@@ -336,23 +366,23 @@ class Layout:
             return ((),) * len(info.shape), ""
         axes = tuple(self.axes_of(name, info.path) for name in info.names)
         if info.is_stacked and not self._splits_layers(info):
-            axes = ((), *axes[1:])  # also where a mesh axis is called so
+            axes = ((), *axes[1:])  # also if a mesh axis is called "layers"
         check_spec(info.path, info.shape, to_spec(axes), self.mesh)
         pairs = zip(info.names, axes, strict=True)
         found = [f"{name!r} -> {'+'.join(dim)}" for name, dim in pairs if dim]
         return axes, "name " + ", ".join(found) if found else ""
 
     def _splits_layers(self, info: ArrayInfo) -> bool:
-        """True if the dim ``layers`` of an array is split by its name."""
+        """True if the name ``layers`` of an array's dim splits the dim."""
         if self.claims.execution is None:
-            return "layers" in self.claims.logical  # one that does not fit is an error
+            return "layers" in self.claims.logical  # `check_spec` refuses a misfit
         size = math.prod(self.mesh.shape[a] for a in self.axes_of("layers"))
         return info.splits_layers and info.shape[0] % size == 0
 
     def _with_moved_axes(
         self, info: ArrayInfo, axes: DimAxes, reason: str
     ) -> tuple[DimAxes, str, tuple[str, ...]]:
-        """Axes of stages over another dim than the layers that they cannot split."""
+        """Adds axes of stages to another dim, if they cannot split the layers."""
         wanted = self.axes_of("layers") if self.claims.execution else ()
         free = not any(axis in dim for dim in axes for axis in wanted)
         is_moved = info.is_stacked and info.is_param and not self._splits_layers(info)
@@ -363,11 +393,16 @@ class Layout:
         reason = "; ".join(filter(None, (reason, why)))
         if dim is None:
             return axes, reason, ()
-        # Innermost: FSDP then gathers a block of neighbours in a stage.
+        # The axes of stages come last in the dim, so that in a stage each shard of FSDP
+        # is a block of neighbouring entries.
         return (*axes[:dim], (*axes[dim], *wanted), *axes[dim + 1 :]), reason, wanted
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
-        """Mesh axes of one dim's name; a mesh axis names itself. Others are refused."""
+        """Returns the mesh axes of a dim's name, which may be a mesh axis.
+
+        Raises:
+            UnknownAxisError: If the name is neither a logical axis nor a mesh axis.
+        """
         if name is None:
             return ()
         if not isinstance(name, str):
@@ -379,7 +414,7 @@ class Layout:
         axes = axes_on(self.mesh, name)
         if all(axis in self.mesh.shape for axis in axes):
             return axes
-        # A model names dims for techniques that this run does not use.
+        # A model also names dims for techniques that this run does not use.
         if name in LOGICAL_AXES:
             return ()
         where = f" of `{path}`" if path else ""
@@ -398,10 +433,10 @@ class Layout:
         # Only parameters are gathered at use; statistics and counters are small.
         for zero in self.claims.zero if info.is_param else ():
             if any(zero.rules.axis in dim for dim in axes):
-                continue  # a name gives it a dim already
+                continue  # a name already gives the axis to a dim
             along = tuple(a for a in zero.along if not any(a in dim for dim in axes))
             dim, why = zero.rules.choose_dim(info, axes, self.mesh, along)
-            if dim is None and along:  # better one axis than none
+            if dim is None and along:  # then at least the first axis splits a dim
                 along = ()
                 dim, why = zero.rules.choose_dim(info, axes, self.mesh)
             reasons.append(why)
@@ -412,22 +447,23 @@ class Layout:
         return axes, "; ".join(reasons)
 
     def batch_spec(self, num_rows: int) -> P:
-        """Spec of a batch's dim 0: as many of the batch axes as divide the rows."""
-        # An evaluation's last batch may be short: it is then split less.
+        """Returns the spec of a batch's dim 0, with as many batch axes as divide it."""
+        # The last batch of an evaluation may be short, and is then split less.
         kept = dividing_prefix(num_rows, self.claims.batch, self.mesh.shape)
         return P(kept) if kept else P()
 
     def activation_axes(self, name: str) -> tuple[str, ...]:
-        """Mesh axes of a logical name, only for activations."""
+        """Returns the mesh axes that a logical name has only for activations."""
         return as_tuple(self.claims.activations.get(name))
 
     def activation_spec(self, shape: Sequence[int], names: Sequence) -> P:
-        """Spec of an activation; axes that do not divide their dim are left out."""
+        """Returns the spec of an activation, without axes that do not divide a dim."""
         known, mesh = self.claims.logical, self.mesh
         names = [
             "batch" if n not in known and splits_rows(mesh, n) else n for n in names
         ]
-        # Two rounds: the claims of names come first, whichever dim is written first.
+        # `logical` gives axes to all dims before `activations` gives any, so that the
+        # order of the dims does not matter.
         axes = self._claimed(shape, names)
         for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
             more = self.activation_axes(name) if isinstance(name, str) else ()
@@ -436,11 +472,11 @@ class Layout:
         return to_spec(axes)
 
     def used_spec(self, shape: Sequence[int], names: Sequence) -> P:
-        """Spec of a parameter in the computation, only by its names."""
+        """Returns the spec of a parameter in the computation, from its names."""
         return to_spec(self._claimed(shape, names))
 
     def _claimed(self, shape: Sequence[int], names: Sequence) -> list[tuple[str, ...]]:
-        """Axes of each dim by its name, as many as divide it."""
+        """Returns the axes of each dim by its name, as many as divide the dim."""
         axes: list[tuple[str, ...]] = []
         for size, name in zip(shape, names, strict=True):
             named = self.axes_of(name)

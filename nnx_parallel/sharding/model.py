@@ -1,4 +1,4 @@
-"""Placement of a whole model: decided from shapes, built sharded."""
+"""Placement of a model: decided from shapes, so that the model is built sharded."""
 
 from __future__ import annotations
 
@@ -39,34 +39,43 @@ from nnx_parallel.sharding.placement import Placement, place_array
 from nnx_parallel.sharding.rules import warn_idle
 
 MODES = ("deterministic", "use_running_average")
-"""Attributes of modules that tell evaluation from training."""
+"""Attributes by which modules distinguish evaluation from training."""
 
-_EMPTY = CellType()  # of a name that has no value yet
+_EMPTY = CellType()  # the cell of a variable that has no value yet
 
 Path = tuple[Hashable, ...]
 ModelFn = Callable[[nnx.Rngs], nnx.Module]
 
 nest = nnx.traversals.unflatten_mapping
-"""A flat dict by path as nested dicts."""
+"""Converts a flat dict by path to nested dicts."""
 
 flatten = nnx.traversals.flatten_mapping
-"""Nested dicts as one flat dict by path."""
+"""Converts nested dicts to one flat dict by path."""
 
 
 @runtime_checkable
 class ReadsArrays(Protocol):
-    """A function that builds a model, some of whose arrays are read from files."""
+    """A function that builds a model and reads some of its arrays from files."""
 
     def read_arrays(self, arrays: Mapping[Path, jax.ShapeDtypeStruct]) -> dict:
-        """Reads the arrays that are in files, in their shardings, by path."""
+        """Reads those arrays that are in files.
+
+        Args:
+            arrays: The shape, dtype and sharding of each array, by path.
+
+        Returns:
+            The arrays from files in these shardings, by path.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class ModelDef:
-    """A model without its arrays; the structure is NNX's graphdef.
+    """The structure of a model, without its arrays.
 
-    ``state`` has its Variables, with their metadata and the structure of their values.
+    Attributes:
+        graphdef: NNX's graphdef.
+        state: The Variables, with their metadata and the structure of their values.
     """
 
     graphdef: nnx.GraphDef
@@ -74,13 +83,14 @@ class ModelDef:
 
     @classmethod
     def of(cls, model: nnx.Module) -> ModelDef:
-        """The structure of a model without sown values."""
+        """Returns the structure of a model that has no sown values."""
         graphdef, state = nnx.split(model)
         return cls(graphdef, state)
 
     def merge(self, arrays: Mapping[Path, Any]) -> nnx.Module:
         """Builds the model with the arrays, in new Variables."""
-        # In nested dicts of arrays NNX would take a value that is a dict for a module.
+        # Nested dicts of arrays do not work: NNX takes a value that is a dict for a
+        # module.
         state = map_arrays(lambda path, _: arrays[path], self.state)
         return unwrap_constants(nnx.merge(self.graphdef, state))
 
@@ -88,7 +98,7 @@ class ModelDef:
 def map_arrays(
     function: Callable[[Path, nnx.Variable], Any], state: nnx.State
 ) -> nnx.State:
-    """The same state with ``function(path, variable)`` in place of each array."""
+    """Returns the state with ``function(path, variable)`` in place of each array."""
     leaves = {}
     for path, leaf in nnx.to_flat_state(state):
         is_variable = isinstance(leaf, nnx.Variable)
@@ -99,9 +109,9 @@ def map_arrays(
 
 
 def arrays_of(model: nnx.Module) -> dict[Path, Any]:
-    """The arrays of a model by path."""
-    # A forward pass may have replaced a constant by an array of its trace. Flax treats
-    # it as static, so it would escape.
+    """Returns the arrays of a model by path."""
+    # A forward pass may have replaced a constant by a tracer. Flax treats the tracer as
+    # static, so it would escape from the trace.
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
             if isinstance(value, Tracer):
@@ -110,9 +120,9 @@ def arrays_of(model: nnx.Module) -> dict[Path, Any]:
 
 
 def update_arrays(model: nnx.Module, arrays: Mapping[Path, Any]) -> None:
-    """Replaces some arrays of a model, in its Variables."""
-    # Other Variables are not touched: NNX refuses changes to Variables of an outer
-    # trace.
+    """Replaces the given arrays of a model, in its Variables."""
+    # Other Variables are left alone, because NNX refuses a change to a Variable that
+    # belongs to an outer trace.
     changed = {
         path: leaf
         for path, leaf in nnx.to_flat_state(nnx.state(model))
@@ -127,13 +137,16 @@ def abstract_model(
     rngs: nnx.Rngs,
     names: Callable[[nnx.Module], object] | None = None,
 ) -> nnx.Module:
-    """The model with shapes for arrays; nothing is allocated, ``rngs`` not advanced.
+    """Returns the model with ``jax.ShapeDtypeStruct`` for arrays; allocates nothing.
 
-    ``names`` writes names of dims into its metadata.
+    Args:
+        source: A model, or a function that builds one.
+        rngs: Random streams for the function; they are not advanced.
+        names: A function that writes names of dims into the model's metadata.
 
     Raises:
-        ModelError: If an array in no Variable is drawn from ``rngs``, or if two arrays
-            have one name.
+        ModelError: If an array outside of Variables is drawn from ``rngs``, or if two
+            arrays have the same dotted path.
     """
     if isinstance(source, nnx.Module):
 
@@ -152,14 +165,15 @@ def abstract_model(
         def build() -> nnx.Module:
             return build_model(source, nnx.merge(graphdef, state, copy=True))
 
-        # In a context with a mesh Flax would give the shapes shardings, by their names.
+        # If the context had a mesh, Flax would give the shapes shardings, by the names
+        # of their dims.
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh, nnx.use_eager_sharding(False), explaining_axes():
             model = nnx.eval_shape(build)
     name_layers(model)
     _check_names(model)
-    # Values sown in a pass before the training are dropped: every further pass would
-    # add to them.
+    # Values that a pass before the training has sown are dropped, because every further
+    # pass would add to them.
     nnx.pop(model, nnx.Intermediate)
     _check_constants(model, source, rngs)
     if names is not None:
@@ -171,25 +185,26 @@ def abstract_model(
 
 
 def as_source(model: Any) -> Any:
-    """The model behind a ``(graphdef, state)`` pair; anything else unchanged."""
+    """Merges a ``(graphdef, state)`` pair; returns anything else unchanged."""
     match model:
         case (nnx.GraphDef() as graphdef, *states):
-            # Copied: the model would otherwise have the state's Variables.
+            # Without a copy the model would share the state's Variables.
             return nnx.merge(graphdef, *states, copy=True)
     return model
 
 
 def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
-    """The model that a function, a class or a partial of one makes of random streams.
+    """Calls a function, a class or a partial with random streams to build a model.
 
     Raises:
         TypeError: If it cannot be called with only ``rngs``, or does not return a
             model.
     """
-    # Weights in files give their shapes: they are read later, in their shardings.
+    # A `ReadsArrays` builds only shapes here. It reads its files later, when the
+    # shardings are known.
     build: Callable[..., Any] = getattr(model_fn, "build_shapes", model_fn)
     signature, remedy = _signature(model_fn), "Pass lambda rngs: Model(..., rngs=rngs)."
-    # Flax's layers take it only by name.
+    # Flax's layers take `rngs` only by name.
     by_name = signature is not None and "rngs" in signature.parameters
     args, keywords = ((), {"rngs": rngs}) if by_name else ((rngs,), {})
     try:
@@ -219,14 +234,14 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
         return inspect.signature(call)
     except ValueError:
-        return None  # a function in C may not tell
+        return None  # some functions in C have no signature
 
 
 def wrap_constants(model: nnx.Module) -> nnx.Module:
-    """Puts each array in no Variable into a `Constant`; returns the model.
+    """Puts each array outside of Variables into a `Constant`; returns the model.
 
-    In a model of shapes Flax finds Variables again, but no bare array that is in a dict
-    or was made under a trace.
+    In an abstract model Flax finds Variables, but not a bare array that is in a dict or
+    was made under a trace.
     """
     kinds = jax.Array | np.ndarray
     _map_attributes(model, lambda x: Constant(x) if isinstance(x, kinds) else x)
@@ -234,13 +249,13 @@ def wrap_constants(model: nnx.Module) -> nnx.Module:
 
 
 def unwrap_constants(model: nnx.Module) -> nnx.Module:
-    """The inverse of `wrap_constants`: the objects of the model's code."""
+    """Undoes `wrap_constants`, so that the model's code finds plain arrays."""
     _map_attributes(model, lambda x: x.get_value() if isinstance(x, Constant) else x)
     return model
 
 
 def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
-    """Maps the attributes of all modules, and the leaves of pytrees among them."""
+    """Applies a function to all attributes of all modules, pytrees leaf by leaf."""
 
     def convert(value: Any) -> Any:
         leaves, tree = _parts(value)
@@ -255,10 +270,10 @@ def _map_attributes(model: nnx.Module, function: Callable[[Any], Any]) -> None:
 
 
 def _parts(value: Any) -> tuple[list, Any]:
-    """The leaves of an attribute, and its tree structure."""
+    """Returns the leaves of an attribute, and its tree structure."""
     try:
         return jax.tree.flatten(value, is_leaf=_is_part_of_graph)
-    except ValueError:  # keys of a dict that have no order: settings, not arrays
+    except ValueError:  # a dict whose keys have no order has settings, not arrays
         return jax.tree.flatten(value, is_leaf=lambda _: True)
 
 
@@ -270,7 +285,8 @@ def _check_hidden(model: nnx.Module) -> None:
     """Refuses arrays of this trace in objects that Flax does not look into.
 
     Raises:
-        ModelError: With the attribute. JAX would name the tracer that has escaped.
+        ModelError: If there is such an array. The message names the attribute; JAX's
+            error would name only the tracer that has escaped.
     """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
@@ -290,7 +306,7 @@ def _check_hidden(model: nnx.Module) -> None:
 
 
 def plain_attributes(model: nnx.Module) -> dict[Path, Any]:
-    """Numbers, strings and flags of a model's modules, which a compiled step has."""
+    """Returns numbers, strings and flags of modules: constants of a compiled step."""
     return {
         (*path, name): value
         for path, module in nnx.iter_modules(model)
@@ -311,12 +327,12 @@ def _check_names(model: nnx.Module) -> None:
 def _check_constants(
     model: nnx.Module, source: nnx.Module | ModelFn, rngs: nnx.Rngs
 ) -> None:
-    """Refuses weights that are not in a Variable by mistake, and names possible ones.
+    """Refuses, or warns about, weights that are outside of Variables by mistake.
 
     An array outside of Variables is a constant, as in plain NNX: it is not trained.
     Integers and single numbers are accepted. Floating-point arrays that a function
-    draws from its ``rngs`` are weights, unless they are marked as constants. Other
-    arrays may be either.
+    draws from its ``rngs`` are weights, and raise a `ModelError`, unless they are
+    marked as constants. All other arrays could be either, and give a warning.
     """
     bare = [
         path
@@ -341,7 +357,7 @@ def _check_constants(
 
 
 def _drawn(model_fn: ModelFn, rngs: nnx.Rngs, paths: list[Path]) -> list[str]:
-    """The arrays of a model that depend on its random streams."""
+    """Returns the dotted paths of those arrays that depend on the random streams."""
     build, streams = arrays_from(model_fn, rngs)
 
     def wanted(streams: dict) -> list:
@@ -358,10 +374,11 @@ def _drawn(model_fn: ModelFn, rngs: nnx.Rngs, paths: list[Path]) -> list[str]:
 
 
 def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
-    """Each array's `Placement` by path, also written into an abstract model's metadata.
+    """Places each array of an abstract model; returns the placements by path.
 
-    Metadata travels in the graphdef, so that a `Stack` knows where its arrays live.
-    Warns of path rules that match no array.
+    The placements are also written into the model's metadata. Metadata travels in the
+    graphdef, so that a `Stack` knows where its arrays live.
+    Warns about path rules that match no array.
     """
     run, found = layout.claims.execution, {}
     staged = run.find_staged(model, layout.mesh) if run else None
@@ -383,15 +400,16 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         placements[path] = replace(
             place,
             reason=reason,
-            # (vocab, embed): shards of whole rows do not change the activations.
+            # Dims are (vocab, embed). If only rows are split, the activations do not
+            # change.
             is_looked_up=path in tables and place.gradient[1:] != place.used[1:],
         )
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         if isinstance(leaf, nnx.Variable):
             own = tuple(placements[p] for p, _ in inner_variables(path, leaf))
             placement = own[0] if holds_one_array(leaf) else own
-            # Eager sharding would have Flax place the array by its names, on a mesh of
-            # its context, when the model is merged.
+            # With eager sharding, Flax would place the array by its names, on the mesh
+            # of the context, when the model is merged.
             leaf.set_metadata(placement=placement, eager_sharding=False)
     warn_idle(
         layout.claims.rules, reasons, "strategy.describe(model) lists every path."
@@ -400,27 +418,27 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 
 def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
-    """The spec in which each array of a state is kept, as the same tree."""
+    """Returns the spec in which each array of a state is stored, as the same tree."""
     return map_arrays(lambda p, v: layout.place(array_info(p, v)).stored, state)
 
 
 def stored_shardings(
     placements: dict[Path, Placement], layout: Layout
 ) -> dict[Path, NamedSharding]:
-    """The sharding in which each array is kept, by path."""
+    """Returns the sharding in which each array is stored, by path."""
     return {p: layout.sharding(place.stored) for p, place in placements.items()}
 
 
 def placed_copies(
     arrays: dict[Path, Any], shardings: Mapping[Path, NamedSharding]
 ) -> dict[Path, jax.Array]:
-    """Copies of arrays in their places, which may be donated."""
+    """Copies arrays to their shardings; the copies may be donated."""
     if jax.process_count() > 1:
-        # Compiled, so that each process places its shards of values that all of them
-        # have.
+        # All processes have the same values. A compiled copy lets each process place
+        # its shards of them.
         return jax.jit(dict, out_shardings=shardings)(arrays)
-    # `may_alias=False` is not enough: of a replicated array the shard on the device
-    # that holds the source is the source itself, and donating it deletes the source
+    # `may_alias=False` is not enough: the device that holds the source uses it as its
+    # shard of a replicated array, and donating that array deletes the source
     # (docs/library-notes.md, "Arrays and buffers").
     return {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}
 
@@ -432,9 +450,11 @@ def _copy(x: jax.typing.ArrayLike) -> Any:
 def arrays_from(
     model_fn: ModelFn, rngs: nnx.Rngs
 ) -> tuple[Callable[[dict], dict], dict]:
-    """A pure function of random streams to a model's arrays, and these streams.
+    """Makes a pure function that builds a model's arrays from random streams.
 
-    Both are nested dicts; the streams are not advanced.
+    Returns:
+        The function, and its argument: the streams of ``rngs``, which are not advanced.
+        The function takes and returns nested dicts.
     """
     graphdef, state = nnx.split(rngs)
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# One of these that no strategy maps leaves its dim free. An unknown name is an error,
-# so that a misspelt one does not replicate its dim silently (`Layout.axes_of`).
+# A name in this list that no strategy maps leaves its dim free. Any other name is an
+# error, so that a misspelt name does not replicate its dim silently (`Layout.axes_of`).
 LOGICAL_AXES = (
     "batch", "seq", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers",
     "expert",
@@ -17,8 +17,8 @@ LOGICAL_AXES = (
 
 """The names that this library's models give to their dims."""
 
-# "sp" as an axis splits long sequences; sequence parallelism, which some also call
-# "sp", has the axis "tensor".
+# An axis that is called "sp" splits long sequences. Some also say "sp" for sequence
+# parallelism, but that uses the axis "tensor".
 AXIS_NAMES = {
     "pipe": ("pp", "pipeline", "stage", "stages"),
     "data": ("dp", "ddp", "replica", "replicas"),
@@ -28,7 +28,7 @@ AXIS_NAMES = {
     "tensor": ("tp", "mp", "mdl", "model"),
 }
 
-"""Our mesh axes, and their customary names in other libraries' models."""
+"""Our mesh axes, each with its usual names in the models of other libraries."""
 
 MeshAxes = str | tuple[str, ...] | None
 
@@ -41,22 +41,23 @@ DimAxes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """One array of a model as rules see it.
+    """The description of one array of a model that rules get.
 
     Attributes:
         path: Dotted path in the model, such as ``blocks.mlp.up.kernel``.
         shape: Global shape.
         dtype: dtype of the elements.
-        names: Logical (or mesh) axis of each dim, ``None`` for a dim without one;
-            ``None`` as a whole for an array without names.
+        names: Logical (or mesh) axis of each dim, ``None`` for a dim without a name.
+            If no dim has a name, ``names`` is ``None``.
         kind: Class of its NNX Variable: ``Param``, ``BatchStat``, ``RngKey``.
         is_param: True for a parameter (any subclass of ``nnx.Param``).
-        splits_layers: False where stages do not run its layers, or share them unevenly.
+        splits_layers: False if its layers do not run in stages of a pipeline, or if
+            the stages have different numbers of layers.
     """
 
     path: str
     shape: tuple[int, ...]
-    # The default suits a leaf that is not a Variable: FSDP splits it, and strict rules
+    # The defaults suit a leaf that is not a Variable: FSDP splits it, and strict rules
     # must match it.
     dtype: jax.typing.DTypeLike = jnp.float32
     names: tuple[MeshAxes, ...] | None = None
@@ -77,12 +78,12 @@ class ArrayInfo:
 
 
 def dotted(path: tuple[Hashable, ...]) -> str:
-    """A path of attribute names and indices as users write it: ``blocks.0.kernel``."""
+    """Joins attribute names and indices to a dotted path: ``blocks.0.kernel``."""
     return ".".join(map(str, path))
 
 
 def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
-    """A JAX key path as users write it.
+    """Converts a JAX key path to the path that users write.
 
     Example:
         >>> leaves = jax.tree_util.tree_leaves_with_path({"blocks": [{"kernel": 1}]})
@@ -93,5 +94,5 @@ def path_of(keys: tuple[Any, ...], separator: str = ".") -> str:
 
 
 def as_tuple(names: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Names, such as names of mesh axes, in any of their spellings as a tuple."""
+    """Returns names as a tuple, given one name, several names or ``None``."""
     return (names,) if isinstance(names, str) else tuple(names or ())

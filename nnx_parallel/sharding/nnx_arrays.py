@@ -1,4 +1,4 @@
-"""The arrays of an NNX model: its variables, their metadata, and their dims' names."""
+"""The arrays of an NNX model: Variables, their metadata, and the names of dims."""
 
 from collections.abc import Hashable, Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -15,17 +15,21 @@ from nnx_parallel.sharding.names import ArrayInfo, MeshAxes, as_tuple, dotted, p
 
 
 class Constant(nnx.Variable):
-    """An array that a module holds outside of Variables: not trained, as in NNX."""
+    """An array that a module holds outside of Variables; it is not trained."""
 
 
 def variables_of(
     model: object, wrt: Any = ...
 ) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
-    """Path and Variable of every array of a model, each shared one once.
+    """Yields the path and Variable of every array of a model, shared arrays once.
 
-    ``wrt`` filters them as in NNX. An array of a pytree that a Variable holds comes in
-    a Variable like it, at a separate path; an array in no Variable as a `Constant`.
-    Sown values are left out: they are not state.
+    If a Variable holds a pytree, each array in it has a separate path, and comes in a
+    Variable of the same class and metadata. An array outside of Variables comes as a
+    `Constant`. Sown values are left out, because they are not state.
+
+    Args:
+        model: The model.
+        wrt: A filter for Variables, as in NNX.
     """
     for path, leaf in nnx.to_flat_state(nnx.state(model, wrt)):
         if not isinstance(leaf, nnx.Intermediate):
@@ -35,7 +39,7 @@ def variables_of(
 def inner_variables(
     path: tuple[Hashable, ...], leaf: Any
 ) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
-    """`variables_of` one leaf of NNX's graph."""
+    """Yields the paths and Variables of the arrays in one leaf of NNX's graph."""
     if not isinstance(leaf, nnx.Variable):
         yield path, Constant(leaf)
     elif holds_one_array(leaf):
@@ -56,13 +60,13 @@ def holds_one_array(variable: nnx.Variable) -> bool:
 
 
 def _entry(key: Any) -> Hashable:
-    """A part of a JAX key path as part of a path."""
+    """Converts one entry of a JAX key path to a dict key, an index or a name."""
     names = ("key", "idx", "name")  # of dicts, of sequences, of dataclasses
     return next(getattr(key, name) for name in names if hasattr(key, name))
 
 
 def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
-    """Reads shape and names of a Variable; more names than dims are an error."""
+    """Describes the array of a Variable for rules; refuses more names than dims."""
     value = variable.get_value()
     names = names_of(variable) or None
     if names:
@@ -71,7 +75,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
                 f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
                 f"{names}. Give one name, or None, for each of its {value.ndim} dims."
             )
-        # Like in a PartitionSpec, dims without a name come last.
+        # As in a PartitionSpec, missing names are those of the last dims.
         names += (None,) * (value.ndim - len(names))
     return ArrayInfo(
         path=dotted(path),
@@ -83,7 +87,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
     )
 
 
-# Arrays that Flax's modules make, and their dims.
+# Arrays that Flax's modules make, and the number of their dims.
 _NUM_DIMS = (
     (nnx.Linear, "kernel", 2),
     (nnx.Embed, "embedding", 2),
@@ -93,13 +97,13 @@ _NUM_DIMS = (
 )
 
 
-# Not `Stack` itself, which is later in the order of imports.
+# A protocol, because this package must not import `Stack` from `layers`.
 @runtime_checkable
 class HasLayers(Protocol):
     """A module whose arrays have a leading dim of layers."""
 
     def name_layers(self) -> None:
-        """Names that dim in the metadata of its arrays."""
+        """Names the leading dim in the metadata of the module's arrays."""
         ...
 
 
@@ -107,17 +111,18 @@ def name_dim(variable: nnx.Variable) -> None:
     """Names dim 0 of an array ``layers``, unless it already has this name."""
     names = names_of(variable)
     if names[:1] != ("layers",):
-        # If each dim already has a name, the name of dim 0 is None.
+        # If there is an entry for every dim, the first may be None: replace it.
         ndim = getattr(variable.get_value(), "ndim", None)
         names = ("layers", *names[names[:1] == (None,) and len(names) == ndim :])
-    # The mesh is not known yet, so Flax cannot place it now.
+    # Flax cannot place the array now, since the mesh is not known yet.
     variable.set_metadata(out_sharding=names, eager_sharding=False)
 
 
 def name_layers(model: nnx.Module) -> None:
-    """Names the dims of layers in an abstract model, if they lack the name."""
-    # `nnx.update` and `nnx.merge` take the metadata of their arguments: names that
-    # a user has stacked or loaded lack the layers (docs/library-notes.md, "Flax NNX").
+    """Names the dims of layers in an abstract model where the name is missing."""
+    # `nnx.update` and `nnx.merge` replace metadata by that of their arguments. Arrays
+    # that a user stacked or loaded have no name for the layers
+    # (docs/library-notes.md, "Flax NNX").
     stacks = stacks_of(model)
     for stack in stacks.values():
         stack.name_layers()
@@ -135,14 +140,14 @@ def name_layers(model: nnx.Module) -> None:
 
 @runtime_checkable
 class FollowsNames(Protocol):
-    """A module in which some arrays take names from others (a kernel's adapters)."""
+    """A module with arrays named after other arrays: adapters, after their kernel."""
 
     def follow_names(self) -> None:
-        """Names these arrays by the others, whose names may have changed."""
+        """Renames these arrays after the names of the other arrays have changed."""
 
 
 def stacks_of(model: nnx.Module) -> dict[tuple[Hashable, ...], HasLayers]:
-    """The stacks of a model by path."""
+    """Returns the stacks of a model by path."""
     return {p: m for p, m in nnx.iter_modules(model) if isinstance(m, HasLayers)}
 
 
@@ -158,7 +163,11 @@ def _name_vmapped(
     path: tuple[Hashable, ...],
     count: int,
 ) -> None:
-    """Names dim 0 of the largest module around a path whose arrays all have it."""
+    """Names dim 0 of all arrays that were made by one ``nnx.vmap``.
+
+    These are the arrays of the largest module around ``path`` in which every array has
+    a dim 0 of length ``count`` that is free for the name.
+    """
 
     def below(root: tuple[Hashable, ...]) -> list[nnx.Variable]:
         return [v for p, v in arrays.items() if p[: len(root)] == root]
@@ -166,7 +175,7 @@ def _name_vmapped(
     def is_vmapped(variable: nnx.Variable) -> bool:
         shape = getattr(variable.get_value(), "shape", ())
         names = names_of(variable)
-        # If the user has named every dim, the names do not change.
+        # Names do not change if the user has named every dim.
         is_free = len(names) < len(shape) or names[0] in (None, "layers")
         return shape[:1] == (count,) and is_free
 
@@ -177,9 +186,9 @@ def _name_vmapped(
 
 
 def names_of(variable: nnx.Variable) -> tuple[MeshAxes, ...]:
-    """The names of dims in a Variable's metadata, also where a sharding gives them."""
-    # The key under which Flax keeps the names of nnx.with_partitioning: a tuple, a
-    # spec, a sharding with a spec, or a format with a sharding.
+    """Returns the names of dims in a Variable's metadata, from names or a sharding."""
+    # Flax keeps the names of nnx.with_partitioning under this key: as a tuple, a spec,
+    # a sharding with a spec, or a format with a sharding.
     found = variable.get_metadata().get("out_sharding")
     found = getattr(found, "sharding", found)
     names = as_tuple(getattr(found, "spec", found))
@@ -187,10 +196,10 @@ def names_of(variable: nnx.Variable) -> tuple[MeshAxes, ...]:
 
 
 def flatten_pure(tree: Any) -> dict[str, jax.Array]:
-    """A pytree of arrays as one flat dict by dotted path."""
+    """Returns the arrays of a pytree as one flat dict by dotted path."""
     return {path_of(keys): leaf for keys, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def is_inexact(x: Any) -> bool:
-    """True if gradients flow through it: floating-point or complex numbers."""
+    """True for floating-point and complex numbers, through which gradients flow."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -1,7 +1,7 @@
-"""Arrays of a training state that wait in the host's memory while no step needs them.
+"""Offload: arrays of a training state stay in host memory until a step needs them.
 
-A placement has a memory kind beside its spec: ``device``, or ``pinned_host``, which an
-accelerator reads and writes by itself.
+Beside its spec, a placement has a memory kind: ``device`` or ``pinned_host``. An
+accelerator reads and writes pinned host memory directly.
 """
 
 from collections.abc import Sequence
@@ -21,27 +21,28 @@ Kept = Literal["block_inputs"]
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Chooses arrays for pinned host memory, in shards as on the devices [1].
+    """Chooses arrays for pinned host memory, sharded as on the devices [1].
 
-    A step brings the optimizer's arrays in, updates them and sends them back in parts,
-    one layer of a `Stack` at a time, so that a device holds the arrays of one layer.
-    The arithmetic is the same, and checkpoints interchange. Per step each of these
-    bytes goes in and out once over the host's link: worth it where the state does not
-    fit, or makes room for a larger batch. Stored parameters stay on the device, and
-    with mixed precision these are the float32 ones.
+    A step moves the optimizer's arrays to the device, updates them and moves them back,
+    one layer of a `Stack` at a time, so that a device holds the arrays of only one
+    layer. The arithmetic is the same, and a checkpoint can be restored with or without
+    offload. Each step sends every offloaded byte over the host's link once in each
+    direction. This is worth its time if the state would not fit otherwise, or if the
+    freed memory allows a larger batch. Stored parameters stay on the device; with mixed
+    precision these are float32.
 
-    An optimizer whose update of an array looks at all of it (Adafactor, LAMB, Muon), or
-    at the moments of all arrays (clipping after Adam, `optax.MultiSteps`), gets whole
-    arrays at once, as long as the update lasts.
+    Some updates cannot run layer by layer: they read all of an array (Adafactor, LAMB,
+    Muon), or the moments of all arrays (clipping after Adam, `optax.MultiSteps`). Then
+    the arrays are on the devices with all layers while the update lasts.
 
     Attributes:
-        optimizer: Arrays of the optimizer's state that belong to a parameter. Counters
-            and hyperparameters stay on the devices.
-        activations: ``"block_inputs"``: the input of each block of a `Stack`, which
-            remat keeps for the backward pass.
+        optimizer: True to offload arrays of the optimizer's state that belong to a
+            parameter. Counters and hyperparameters stay on the devices.
+        activations: ``"block_inputs"`` to offload the input of each block of a `Stack`,
+            which remat keeps for the backward pass. ``None`` to offload none.
 
     Raises:
-        OffloadError: If a value is unknown, or nothing would be offloaded.
+        OffloadError: If a value is unknown, or if nothing would be offloaded.
 
     Example:
         >>> Offload(activations="block_inputs")
@@ -76,15 +77,16 @@ def check_host_memory(mesh: Mesh) -> None:
     """Refuses a mesh whose devices cannot reach pinned memory of their host.
 
     Raises:
-        OffloadError: If they cannot; it lists the kinds of memory that they reach.
+        OffloadError: If they cannot. The message lists the kinds of memory that the
+            devices reach.
     """
     device = mesh.devices.flat[0]
-    # A described slice, without real devices, answers the same.
+    # Described devices, which are not real, answer this too.
     check_kinds([m.kind for m in device.addressable_memories()], device.device_kind)
 
 
 def check_kinds(kinds: Sequence[str], device_kind: str) -> None:
-    """Refuses kinds of memory without the host's; see `check_host_memory`."""
+    """Refuses kinds of memory if pinned host memory is not among them."""
     if HOST not in kinds:
         raise OffloadError(
             f"Offload needs memory of kind {HOST!r}. Devices of kind {device_kind!r} "

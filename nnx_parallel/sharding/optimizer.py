@@ -1,4 +1,4 @@
-"""Placement of optimizer state: by the parameters that it belongs to."""
+"""Placement of optimizer state: each array follows the parameter that it belongs to."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,22 +27,26 @@ def optimizer_specs(
     placements: dict[Path, Placement],
     layout: Layout,
 ) -> optax.OptState:
-    """The spec of every array of an Optax state, as the same tree.
+    """Returns the spec of every array of an Optax state, as the same tree.
 
-    Transformations keep trees like the parameters' inside their state, whole or with
-    parts masked out. An array has the ``optimizer`` spec of the parameter whose path
-    ends its path; one of another shape (the row and column factors of Adafactor)
-    follows the dims whose sizes match; counters and all other arrays are replicated.
+    The state of a transformation contains trees that are like the tree of parameters,
+    complete or with some parts masked. An array belongs to the parameter whose path is
+    the end of the array's path:
+
+    - An array of the parameter's shape has the parameter's ``optimizer`` spec.
+    - An array of another shape, such as Adafactor's factors of rows and columns, has
+      the axes of those dims of the parameter whose sizes match.
+    - Counters and other arrays that belong to no parameter are replicated.
 
     Args:
         abstract_state: ``jax.eval_shape(tx.init, params)``.
         shapes: Shape of each parameter, by its path in the parameters' nested dict.
         placements: Placement of each parameter, by the same paths.
-        layout: The layout, for divisibility.
+        layout: The layout. Axes that do not divide a dim are left out.
     """
 
-    # A part that a mask leaves out is an `optax.MaskedNode`: a node without leaves,
-    # which stays as it is.
+    # A masked part is an `optax.MaskedNode`: a node without leaves, which stays as it
+    # is.
     def spec(path: tuple, leaf: Any) -> P:
         owner = owner_of(path, shapes)
         if owner is None:
@@ -50,7 +54,7 @@ def optimizer_specs(
         shape = shapes[owner]
         axes = dim_axes(placements[owner].optimizer, len(shape))
         kept: list[tuple[str, ...]] = []
-        start = 0  # Adafactor keeps one dim of a matrix in one array, one in another
+        start = 0  # dims match in order; an array of Adafactor has only some of them
         for size in leaf.shape:
             matches = [d for d in range(start, len(shape)) if shape[d] == size]
             of_dim = axes[matches[0]] if matches else ()
@@ -69,10 +73,10 @@ def optimizer_shardings(
     *,
     on_host: bool = False,
 ) -> optax.OptState:
-    """The sharding of every array of an Optax state, by `optimizer_specs`.
+    """Returns the sharding of every array of an Optax state, from `optimizer_specs`.
 
-    With ``on_host`` arrays that belong to a parameter are in the host's memory; single
-    numbers, counters and hyperparameters are on the devices all the same.
+    With ``on_host``, arrays that belong to a parameter are in the host's memory.
+    Single numbers, counters and hyperparameters stay on the devices.
     """
     specs = optimizer_specs(abstract_state, shapes, placements, layout)
 
@@ -85,7 +89,10 @@ def optimizer_shardings(
 
 
 def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
-    """The parameter whose path ends the path of an array of the state, if any."""
+    """Returns the parameter whose path is the end of ``path``, or ``None``.
+
+    ``path`` is the path of an array in an optimizer's state.
+    """
     # Optax's masks, chains and partitions only add keys before a parameter's path
     # (docs/library-notes.md, "Optax").
     keys = tuple(getattr(entry, "key", None) for entry in path)
@@ -94,10 +101,15 @@ def owner_of(path: tuple, shapes: dict[Path, tuple[int, ...]]) -> Path | None:
 
 
 def as_transformation(optimizer: Any, model: Any) -> Optimizer:
-    """The Optax transformation behind the argument ``optimizer``.
+    """Converts the argument ``optimizer`` to an Optax transformation.
 
-    That is a transformation; ``optax.MultiSteps``; or a function from the abstract
-    model to one of them. Anything else is a `TypeError`.
+    Args:
+        optimizer: A transformation, an ``optax.MultiSteps``, or a function that takes
+            the abstract model and returns one of them.
+        model: The abstract model.
+
+    Raises:
+        TypeError: If ``optimizer`` is anything else.
     """
     if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
         optimizer = optimizer(model)
@@ -121,14 +133,17 @@ _stacked: ContextVar[frozenset[Path] | None] = ContextVar("stacked", default=Non
 
 
 def stacked_params() -> frozenset[Path] | None:
-    """Paths of the arrays of every `Stack`, inside an optimizer that a run traces."""
+    """Returns the paths of all stacked arrays, inside an optimizer that a run traces.
+
+    Elsewhere it returns ``None``.
+    """
     return _stacked.get()
 
 
 @contextlib.contextmanager
 def _told(stacked: frozenset[Path]) -> Iterator[None]:
-    # A function of the module: a plan sends the optimizer to another process, and no
-    # process can send a ContextVar.
+    # A function of the module, not a closure over the ContextVar: a plan sends the
+    # optimizer to another process, and a ContextVar cannot be sent.
     token = _stacked.set(stacked)
     try:
         yield
@@ -137,7 +152,7 @@ def _told(stacked: frozenset[Path]) -> Iterator[None]:
 
 
 def _knowing_layers(tx: Optimizer, model: nnx.Module) -> Optimizer:
-    """The same transformation, whose parts can ask for `stacked_params`."""
+    """Wraps a transformation so that `stacked_params` works inside of it."""
     stacked = frozenset(
         path for path, x in variables_of(model) if array_info(path, x).is_stacked
     )

@@ -1,9 +1,10 @@
-"""Convolutions of a traced program, written so that XLA's partitioner is right.
+"""Rewrites convolutions of a traced program so that XLA partitions them correctly.
 
-The partitioner multiplies sums by the size of mesh axes that do not split them, and
-ends the process on some layouts, without a warning in either case
-(docs/library-notes.md, "What the partitioner computes wrongly"). A program is traced,
-derivatives included, and each convolution in it is replaced before it compiles.
+XLA's partitioner has two faults: it multiplies sums by the size of mesh axes that do
+not split them, and on some layouts it ends the process. Neither gives a warning
+(docs/library-notes.md, "What the partitioner computes wrongly"). So the program is
+traced together with its derivatives, and each convolution is replaced before XLA
+compiles the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,9 +24,10 @@ from nnx_parallel.sharding.layout import Layout
 def partition_correctly(
     layout: Layout, function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function whose traced program XLA partitions correctly; the same values.
+    """Wraps a function so that XLA partitions its program correctly.
 
-    Derivatives must be taken inside. On one device it is the function itself.
+    The values do not change. Derivatives must be taken inside the function, not of the
+    result. On one device the result is the function itself.
     """
     if layout.mesh.size == 1:
         return function
@@ -41,25 +43,34 @@ def partition_correctly(
 
 
 def correct(layout: Layout, program: Any, *, is_complete: bool = True) -> Any:
-    """A closed jaxpr whose convolutions XLA partitions correctly.
+    """Rewrites a closed jaxpr so that XLA partitions its convolutions correctly.
 
-    It is the same object if it has no convolution. Unless it ``is_complete``, callers
-    may take its derivatives, whose convolutions are then correct too.
+    Args:
+        layout: The layout of the program.
+        program: The closed jaxpr.
+        is_complete: False if callers may take derivatives of the result. Then the
+            convolutions of these derivatives are correct too.
+
+    Returns:
+        The new jaxpr, or ``program`` itself if it has no convolution.
     """
     return _Corrector(layout, is_complete).correct(program)
 
 
 class _Corrector:
-    """Replaces equations of a program and of the programs nested in it."""
+    """Replaces convolutions in a program and in the programs nested in it."""
 
     def __init__(self, layout: Layout, is_complete: bool) -> None:
         self._layout, self._is_complete = layout, is_complete
-        # Programs that are called twice stay one, so that JAX lowers them once. The
-        # old one is kept too: its id must not be given to another.
+        # A program that is called twice is corrected once, so that JAX lowers it once.
+        # The old program is kept too, so that no other object gets its id.
         self._known: dict[tuple, tuple[Any, Any]] = {}
 
     def correct(self, value: Any) -> Any:
-        """A program, or a parameter of an equation; the same object if unchanged."""
+        """Corrects a program or the parameter of an equation.
+
+        Returns the same object if nothing changes.
+        """
         if isinstance(value, tuple | list):
             new = [self.correct(x) for x in value]
             changed = any(a is not b for a, b in zip(value, new, strict=True))
@@ -90,7 +101,8 @@ class _Corrector:
             return self._correct_nested(eqn)
         convolution = _Convolution(eqn, self._layout, self._is_complete)
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
-        # As one equation: its inputs and outputs take the place of the old one's.
+        # `jit` makes one equation of the new convolution. This equation gets the inputs
+        # and outputs of the old one.
         call = jax.make_jaxpr(jax.jit(convolution.run))(*shapes).eqns[0]
         return call.replace(
             invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
@@ -103,7 +115,7 @@ class _Corrector:
 
 
 def _mesh_inside(eqn: jex.JaxprEqn) -> Any:
-    """The abstract mesh that code in a ``shard_map`` finds."""
+    """Returns the abstract mesh that code inside a ``shard_map`` finds."""
     mesh = eqn.params["mesh"]
     mesh = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     types = dict.fromkeys(eqn.params["newly_manual_axes"], AxisType.Manual)
@@ -111,20 +123,20 @@ def _mesh_inside(eqn: jex.JaxprEqn) -> Any:
 
 
 class _Convolution:
-    """One convolution, which ``run(lhs, rhs)`` computes."""
+    """One convolution; ``run(lhs, rhs)`` computes it."""
 
     def __init__(self, eqn: jex.JaxprEqn, layout: Layout, is_complete: bool) -> None:
         self._eqn, self._layout = eqn, layout
-        # Each spec: batch or output features, features, then window dims.
+        # Each spec lists dims: batch or output features, features, then the window.
         dims = eqn.params["dimension_numbers"]
         self._specs = dims.lhs_spec, dims.rhs_spec, dims.out_spec
         self._mesh, free = mesh_here(layout.mesh), free_axes(layout.mesh)
         self._axes = [axis for axis in self._mesh.axis_names if axis in free]
         self._sums_rows = eqn.params["batch_group_count"] > 1
-        # XLA divides a depthwise convolution well, by rows or by channels that are
-        # split already. For other groups it gathers the batch, and a window of one
+        # XLA partitions a depthwise convolution well, by rows or by channels that are
+        # already split. For other groups it gathers the batch, and a window of one
         # entry ends the process. A derivative that is taken outside of this program is
-        # correct only if it is the derivative of a region.
+        # correct only if the convolution runs in a manual region.
         has_groups = self._sums_rows or eqn.params["feature_group_count"] > 1
         shape = eqn.invars[1].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
         is_depthwise = shape[dims.rhs_spec[1]] == 1
@@ -137,10 +149,10 @@ class _Convolution:
         return self._eqn.primitive.bind(lhs, rhs, **self._eqn.params | params)
 
     def _run_unsplit(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """Runs it with window dims that no axis splits.
+        """Runs the convolution with window dims that no axis splits.
 
-        Nor does one split features, unless all axes together divide the groups: within
-        a group the partitioner fails.
+        Features are not split either, unless all axes together divide the groups,
+        because the partitioner fails if an axis splits a group.
         """
         groups = self._eqn.params["feature_group_count"]
         count = prod(self._mesh.shape[axis] for axis in self._axes)
@@ -159,11 +171,11 @@ class _Convolution:
         return place(out, out_spec, out_spec[:1])
 
     def _run_on_shards(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        """Runs one with groups on each device's rows and groups.
+        """Runs a convolution with groups: each device computes its rows and groups.
 
-        The kernel's gradient of a convolution with groups has them in its batch. Its
-        contracted features are the rows: each device sums over its part of them, and
-        one all-reduce adds these sums.
+        If the convolution is the gradient of a kernel, its batch has the groups, and it
+        contracts the rows as its features. Each device then sums over its rows, and one
+        all-reduce adds these sums.
         """
         lhs_spec, rhs_spec, out_spec = self._specs
         name = ("batch" if self._sums_rows else "feature") + "_group_count"
@@ -188,7 +200,7 @@ class _Convolution:
         return region(lhs, rhs)
 
     def _divide(self, num_rows: int, num_groups: int) -> tuple[tuple, tuple]:
-        """The axes that split the rows, and those that split the groups."""
+        """Chooses the axes that split the rows, and the axes that split the groups."""
         batch = self._layout.claims.batch
         order = [a for a in batch if a in self._axes]
         order += [a for a in self._axes if a not in order]
@@ -197,9 +209,10 @@ class _Convolution:
         for axis in order:
             size = self._mesh.shape[axis]
             if batch and axis not in batch and not self._sums_rows:
-                continue  # computed twice rather than sent
-            # Other axes often split channels already (a layer under tensor
-            # parallelism), and cut a replicated array along any dim for free.
+                continue  # computing twice is cheaper than sending
+            # Axes of the batch split rows first. Other axes split groups first: often
+            # they already split the channels (a layer under tensor parallelism), and to
+            # cut a replicated array along any dim costs nothing.
             for which in (0, 1) if axis in batch or not batch else (1, 0):
                 if size > 1 and lengths[which] % size == 0:
                     lengths[which] //= size

@@ -1,4 +1,4 @@
-"""Names of dims by path, for models that give none; a table for common transformers."""
+"""Names of dims by path, for models that do not name them, and a transformer table."""
 
 import re
 from dataclasses import dataclass
@@ -17,26 +17,29 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 @dataclass(frozen=True, init=False)
 class PathNames:
-    r"""Names of dims by regular expression over the dotted path.
+    r"""Names the dims of arrays whose dotted paths match regular expressions.
 
-    They are a property of the model, not of a strategy: called on a model, concrete or
-    abstract, it writes them into the metadata of its Variables, where every strategy
-    reads them, in place of those that the model gave. A ``Trainer`` takes them as
-    ``names=`` and leaves a built model as it is. For an array the first pair counts
-    whose regex is found in its path and that has a name for each of its dims; the
-    ``layers`` of a `Stack` are named already.
+    Names are a property of the model, not of a strategy. Call this object on a model,
+    concrete or abstract: it writes the names into the metadata of the model's
+    Variables, where every strategy reads them, and replaces the names that the model
+    gave. A ``Trainer`` takes it as ``names=`` and does not change a built model.
+
+    An array gets the names of the first pair that matches: its regex is found in the
+    array's path, and it has a name for each of the array's dims. A pair need not name
+    the ``layers`` of a `Stack`, which already have their name.
 
     Attributes:
         pairs: ``(regex, names)`` in order, with ``None`` for a dim without a name; the
             regex is searched, not anchored.
-        optional: A table for many models: pairs that match nothing are no mistake, nor
-            are arrays of another rank.
+        optional: True for a table that serves many models. Then a pair may match no
+            array, and an array that the pairs match may have another rank.
 
     Raises:
         SpecRankError: If all pairs that match an array have names for another rank.
 
     Warns:
-        ParallelWarning: If a regex matches no array, or an optional table names none.
+        ParallelWarning: If a regex matches no array. With ``optional``, only if no
+            regex of the table does, and for each array of another rank.
 
     Example:
         >>> names = PathNames((r"up\.kernel", ("embed", "mlp")))
@@ -66,7 +69,8 @@ class PathNames:
         found: set[str] = set()
         misfits: list[tuple[ArrayInfo, list[Names]]] = []
         for path, variable in nnx.to_flat_state(nnx.state(model)):
-            # Arrays in no Variable, or several in one, have no metadata.
+            # An array outside of Variables has no metadata. Several arrays in one
+            # Variable have no separate metadata.
             if not isinstance(variable, nnx.Variable) or not holds_one_array(variable):
                 continue
             info = array_info(path, variable)
@@ -77,7 +81,7 @@ class PathNames:
                 found.add(regex)
                 is_short = len(names) < len(info.shape)
                 names = ("layers", *names) if is_short else names
-                # No mesh is known yet, on which Flax could place it now.
+                # Flax cannot place the array now, since the mesh is not known yet.
                 variable.set_metadata(out_sharding=names, eager_sharding=False)
             elif matching:
                 found |= {regex for regex, _ in matching}
@@ -88,7 +92,7 @@ class PathNames:
     def _report(
         self, found: set[str], misfits: list[tuple[ArrayInfo, list[Names]]]
     ) -> None:
-        """Says which pairs name no array, and which arrays have another rank."""
+        """Warns about unused pairs; refuses, or warns about, arrays of another rank."""
         for info, names in misfits:
             text = (
                 f"`{info.path}` has shape {info.shape}, and none of {names} has a name "
@@ -100,7 +104,7 @@ class PathNames:
             warn_user(f"{text}. {remedy}", ParallelWarning)
         regexes = [regex for regex, _ in self.pairs]
         idle = [regex for regex in regexes if regex not in found]
-        # Each model uses a part of a table for many.
+        # A model uses only a part of a table that serves many models.
         if not self.optional or not found:
             hint = "strategy.describe(model) lists every path."
             warn_unmatched("Names for paths", idle, hint)
@@ -112,14 +116,14 @@ def _fits(names: Names, info: ArrayInfo) -> bool:
 
 
 def _pairs(modules: str, leaves: str, *names: str) -> list[tuple[str, Names]]:
-    """A pair for each rank that a parameter of these modules has in some models."""
+    """Returns one pair for each rank that a parameter of these modules can have."""
     regex = rf"(^|\.)({modules}){leaves}$"
     dims = [text.split() for text in names]
     return [(regex, tuple(None if n == "." else n for n in each)) for each in dims]
 
 
-# Kernels are ``.kernel`` in Flax's modules and ``.w`` in Tunix's; kernels of experts
-# have one dim more, and may be attributes of the block itself.
+# A kernel is called ``.kernel`` in Flax's modules and ``.w`` in Tunix's. Kernels of
+# experts have one more dim, and may be attributes of the block itself.
 _KERNEL, _BIAS = r"\.(kernel|w)", r"(\.bias|_bias)"
 _ATTENTION = r"\w*(attn|attention)\w*\.(\w+\.)*"
 _KEY_VALUE = r"[kv]_proj|key|value|wk|wv"
@@ -134,10 +138,12 @@ TRANSFORMER_NAMES = PathNames(
     *_pairs(rf"{_KEY_VALUE}|k|v", _BIAS, "kv_heads head_dim", "kv_heads"),
     *_pairs(_OUT, _KERNEL, "heads head_dim embed", "heads embed"),
     *_pairs(_OUT, _BIAS, "embed"),
-    # Three products in one: its output is split into them, and sent around for it.
+    # One product computes queries, keys and values. Devices exchange its output to
+    # split it into the three.
     *_pairs(rf"{_ATTENTION}(c_attn|qkv|qkv_proj)", _KERNEL, "embed heads"),
     *_pairs(rf"{_ATTENTION}(c_attn|qkv|qkv_proj)", _BIAS, "heads"),
-    # Gemma's, in the order of its einsums; two or three products side by side.
+    # Gemma's kernels, with dims in the order of its einsums. `kv_einsum` and
+    # `qkv_einsum` hold two and three products along their first dim.
     *_pairs(r"q_einsum", _KERNEL, "heads embed head_dim"),
     *_pairs(r"kv_einsum", _KERNEL, ". kv_heads embed head_dim"),
     *_pairs(r"qkv_einsum", _KERNEL, ". heads embed head_dim"),
@@ -157,7 +163,7 @@ TRANSFORMER_NAMES = PathNames(
 )
 """Names for the parameters of transformers whose modules have the usual names.
 
-It names Llama, Qwen, Gemma (Tunix, Bonsai, Flax's example), GPT-2 and ViT, in matrices
-and in the kernels of einsums. Your pairs go in front:
+The table covers Llama, Qwen, Gemma (Tunix, Bonsai, Flax's example), GPT-2 and ViT, with
+kernels that are matrices or have the shapes of einsums. Put additional pairs in front:
 ``PathNames((r"gate$", ("embed", "expert")), *TRANSFORMER_NAMES.pairs, optional=True)``.
 """

@@ -1,4 +1,4 @@
-"""The place of one array: four specs, and why."""
+"""The place of one array: four specs, and the reason for them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from nnx_parallel.sharding.specs import to_spec
 
 
 def axes_of(spec: P) -> tuple[str, ...]:
-    """The mesh axes of a spec."""
+    """Returns the mesh axes of all dims of a spec."""
     return tuple(axis for dim in spec for axis in as_tuple(dim))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The four specs of one array, and why.
+    """The four specs of one array, and the reason for them.
 
     Attributes:
         stored: Spec between steps.
-        used: Spec in the computation; differs from ``stored`` where it is gathered at
-            use.
+        used: Spec in the computation; differs from ``stored`` if the array is gathered
+            at use.
         gradient: Spec of its gradient, once summed.
         optimizer: Spec of its optimizer state.
-        reason: The rule that decided, or the reason why it stays replicated.
+        reason: The rule that decided, or the reason why the array is replicated.
         is_stacked: True if dim 0 enumerates layers, which are gathered one by one.
-        absent: Axes that a rule or a name gives it and the mesh lacks: of size one.
-        is_looked_up: True for a table whose rows are split in its gradient.
-        is_staged: True for layers that stages of a pipeline run.
-        moved: Axes of stages that cannot split its ``layers``, and split the stored
-            array along another dim. They are gathered at use; stages take whole layers.
+        absent: Axes in the array's rule or names that the mesh lacks. They count as
+            axes of size one.
+        is_looked_up: True for the table of an embedding if its gradient and the table
+            in use are split differently along the columns.
+        is_staged: True if stages of a pipeline run its layers.
+        stage_axes: Axes of stages that cannot split the dim ``layers``, and so split
+            another dim of the stored array. The array is gathered over them at use,
+            because a stage needs complete layers.
     """
 
     stored: P
@@ -50,13 +53,13 @@ class Placement:
     stage_axes: tuple[str, ...] = ()
 
     def of_layer(self) -> Placement:
-        """The placement of one layer of a stacked array."""
+        """Returns the placement of one layer of a stacked array."""
         # (layers, ...) to (...)
         place = self._map(lambda spec: P(*spec[1:]))
         return replace(place, is_stacked=False)
 
     def in_stage(self) -> Placement:
-        """The placement in a stage, without the axes of stages."""
+        """Returns the placement inside a stage, without the axes of stages."""
         if not self.stage_axes:
             return self
         dropped = {*self.stage_axes}
@@ -68,14 +71,14 @@ class Placement:
         return replace(place, stage_axes=())
 
     def _map(self, function: Callable[[P], P]) -> Placement:
-        """The placement with other specs, in all four roles."""
+        """Returns the placement with ``function`` applied to all four specs."""
         roles = ("stored", "used", "gradient", "optimizer")
         specs: dict[str, Any] = {r: function(getattr(self, r)) for r in roles}
         return replace(self, **specs)
 
     @property
     def is_gathered(self) -> bool:
-        """True if the computation uses it in another layout than it is stored in."""
+        """True if the array in use, or its gradient, has another spec than stored."""
         return self.used != self.stored or self.gradient != self.stored
 
 
@@ -83,27 +86,35 @@ class Staged(NamedTuple):
     """A `Stack` that runs in stages."""
 
     path: tuple[Hashable, ...]  # of the stack, in the model
-    is_even: bool  # all stages have as many layers
+    is_even: bool  # all stages have the same number of layers
 
 
 _ROWS, _COLUMNS = 8, 128
-"""A tile of a TPU, over the last two dims."""
+"""The rows and columns of a TPU's tile, which covers the last two dims."""
 
 
 def cheapest_dim(
     dims: Sequence[int], shape: Sequence[int], size: int
 ) -> tuple[int, bool]:
-    """The dim that ``size`` divides and whose gather copies the least.
+    """Chooses the dim whose gather over ``size`` devices copies the least.
 
-    Returns the dim, and whether its shards are whole tiles.
+    Args:
+        dims: The candidates; ``size`` divides each of them.
+        shape: The shape of the array.
+        size: The number of shards.
+
+    Returns:
+        The dim, and whether its shards fit the tiles of a TPU, so that no gather copies
+        once more.
     """
     last = len(shape) - 1
 
-    # A gather puts whole tiles one after the other; other shards it copies. A last
-    # dim of some rows' length is laid out as rows: its gather is cheap, the product of
-    # its transpose a little less. Estimated cycles of 4 layers of Llama 2 7B over 64
-    # v5p chips, (4096, 11008) and (11008, 4096) split to 172 columns and 172 rows: 372
-    # million; to 64 rows and 172 rows: 332; to 64 rows and 64 columns: 318.
+    # A gather puts whole tiles one after the other; it copies other shards. If shards
+    # of the last dim have a multiple of 8 columns, XLA lays out columns as rows: the
+    # gather is cheap, but a product with the transpose is a little slower. Estimated
+    # cycles of 4 layers of Llama 2 7B over 64 v5p chips, with kernels (4096, 11008) and
+    # (11008, 4096): split to 172 columns and 172 rows, 372 million; to 64 rows and 172
+    # rows, 332 million; to 64 rows and 64 columns, 318 million.
     def rank(dim: int) -> int:
         shard = shape[dim] // size
         if dim == last:
@@ -117,10 +128,17 @@ def cheapest_dim(
 def choose_other_dim(
     info: ArrayInfo, taken: DimAxes, axes: tuple[str, ...], mesh: Mesh, min_size: int
 ) -> tuple[int | None, str]:
-    """The dim that axes of stages split in place of layers, and why this one.
+    """Chooses the dim that axes of stages split in place of the layers.
 
-    ``taken`` has the mesh axes that other claims give to each dim; arrays of fewer
-    elements than ``min_size`` stay whole.
+    Args:
+        info: The array, with the layers as dim 0.
+        taken: The mesh axes that other claims give to each dim.
+        axes: The axes of stages.
+        mesh: The mesh.
+        min_size: Arrays of fewer elements are not split.
+
+    Returns:
+        The dim and the reason, or ``None`` and the reason why no dim is split.
     """
     sizes, name = mesh.shape, "+".join(axes)
     size = math.prod(sizes[axis] for axis in axes)
@@ -129,10 +147,10 @@ def choose_other_dim(
         return info.shape[dim] // math.prod(sizes[axis] for axis in taken[dim])
 
     fitting = [d for d in range(1, len(taken)) if part(d) and part(d) % size == 0]
-    # As with FSDP, each array would be a separate message.
+    # Small arrays are not split, as under FSDP: each would be a separate message.
     if not fitting or info.size < min_size:
         return None, f"{name}={size} does not split the layers: whole on all stages"
-    # A dim of another axis is taken only if all dims have one.
+    # A dim that another axis splits is chosen only if there is no free dim.
     free = [d for d in fitting if not taken[d]] or fitting
     dim, _ = cheapest_dim(free, [part(d) for d in range(len(taken))], size)
     return dim, f"{name}: dim {dim}, for it does not split the layers"
@@ -144,7 +162,7 @@ def place_array(
     staged: Staged | None,
     place: Callable[[ArrayInfo], Placement],
 ) -> Placement:
-    """The placement of an array of a model, some of whose layers may run in stages."""
+    """Places one array of a model, of which one `Stack` may run in stages."""
     if staged is None:
         return place(info)
     is_staged = path[: len(staged.path)] == staged.path

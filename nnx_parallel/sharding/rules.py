@@ -1,8 +1,8 @@
-"""Rules: who says where an array lives, as small frozen objects.
+"""Rules: small frozen objects that decide where an array lives.
 
-The rules of a strategy come before the names in the model, and these before FSDP's
-choice; in any order, two that disagree are an error. In placements of a pytree
-(`shard`, `sharded_jit`, `constrain`) `ChainRules` orders several.
+In a strategy, rules decide first, then the names in the model, then FSDP. Two rules of
+a strategy that disagree about an array are an error, whatever their order. For a pytree
+(`shard`, `sharded_jit`, `constrain`) `ChainRules` puts several rules in an order.
 """
 
 import contextlib
@@ -36,15 +36,15 @@ from nnx_parallel.sharding.specs import axes_on, check_spec, dim_axes
 # A protocol: a user's rule needs a method and no base class.
 @runtime_checkable
 class Rules(Protocol):
-    """A rule of the user: it gives an array a spec, or passes."""
+    """A rule of the user, which gives an array a spec or leaves it to other rules."""
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The array's spec and the reason for it, or ``None`` to pass."""
+        """Returns the array's spec and the reason, or ``None`` to pass."""
         ...
 
 
 def check_regex(owner: str, regex: str) -> None:
-    """Refuses a regex of a path that does not compile."""
+    """Raises a `RuleError` for a regex that does not compile."""
     try:
         re.compile(regex)
     except (re.error, TypeError) as error:
@@ -57,13 +57,13 @@ def check_regex(owner: str, regex: str) -> None:
 
 @dataclass(frozen=True, init=False)
 class PathRules:
-    """Specs by regular expression over the dotted path; the first that matches counts.
+    """Specs for dotted paths, by the first regular expression that matches.
 
     Attributes:
         pairs: ``(regex, spec)`` in order; the regex is searched, not anchored.
-        strict: Raise for an array that no regex matches. By default one that is
-            replicated for it, as no later rule answers either, is named in a warning;
-            ``False`` leaves that out.
+        strict: What happens to an array that no regex matches. ``True``: it is an error
+            if the array is a parameter. ``None``: a warning lists it if it stays
+            replicated, because no later rule answers either. ``False``: no warning.
 
     Example:
         >>> rules = PathRules((r"mlp.*kernel", P(None, "tensor")), (r".*", P()))
@@ -86,11 +86,11 @@ class PathRules:
         object.__setattr__(self, "strict", strict)
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The spec of the first regex found in the path."""
+        """Returns the spec of the first regex that is found in the path."""
         for regex, spec in self.pairs:
             if re.search(regex, info.path):
                 return spec, f"path rule {regex!r}"  # which `warn_idle` looks for
-        # Statistics, counters and random keys stay whole: they need no rule.
+        # Statistics, counters and random keys stay replicated without a rule.
         if self.strict and info.is_param:
             raise UnmatchedRuleError(
                 f"No path rule matches `{info.path}` with shape {info.shape}. Strict "
@@ -102,7 +102,7 @@ class PathRules:
 
 @dataclass(frozen=True)
 class PolicyRules:
-    """Specs by any function of an `ArrayInfo`; ``None`` passes.
+    """Specs from any function of an `ArrayInfo`, which returns ``None`` to pass.
 
     Example:
         >>> rules = PolicyRules(lambda info: P("fsdp") if info.size > 1e6 else None)
@@ -121,12 +121,12 @@ class PolicyRules:
                 ) from None
 
     def __repr__(self) -> str:
-        # Processes compare the reprs of their strategies before the first step; that
-        # of a function has its address.
+        # Processes compare the reprs of their strategies before the first step. The
+        # repr of a function has its address, which differs by process.
         return f"PolicyRules({hash_code(self.policy)})"
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The function's spec."""
+        """Returns the spec that the function returns."""
         spec = self.policy(info)
         name = getattr(self.policy, "__name__", type(self.policy).__name__)
         return None if spec is None else (spec, f"policy {name!r}")
@@ -134,16 +134,16 @@ class PolicyRules:
 
 @dataclass(frozen=True, init=False)
 class LogicalRules:
-    """Mesh axes by the logical names in the model; ``None`` replicates a dim.
+    """Maps logical names in the model to mesh axes, or to ``None`` for replicated dims.
 
-    Given to a strategy it replaces the strategy's entry for each name that it has.
+    In a strategy's rules, each entry replaces the strategy's entry for the same name.
 
     Example:
         >>> LogicalRules({"mlp": None, "model": "tensor"}).mapping["model"]
         'tensor'
     """
 
-    # Not a dict: strategies are hashed, and their rules with them.
+    # A dict cannot be hashed, and a strategy's hash includes its rules.
     items: tuple[tuple[str, MeshAxes], ...]
 
     def __init__(self, mapping: Mapping[str, MeshAxes]) -> None:
@@ -158,11 +158,11 @@ class LogicalRules:
 
     @property
     def mapping(self) -> dict[str, MeshAxes]:
-        """Mesh axes by logical name."""
+        """Returns mesh axes by logical name."""
         return dict(self.items)
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The spec of the dims whose names it knows."""
+        """Returns a spec with the axes of all names that the mapping has."""
         names: tuple[Any, ...] = info.names or ()
         if self.mapping.keys().isdisjoint(names):
             return None
@@ -171,19 +171,25 @@ class LogicalRules:
 
 @dataclass(frozen=True)
 class FSDPRules:
-    """One mesh axis over the free dim that costs its gather the fewest copies.
+    """Splits one free dim over a mesh axis: the dim that a gather copies least.
 
-    Among the free dims that the axis divides, first come dims whose shards are whole
-    tiles of a TPU: multiples of 128 along the last dim, of 8 along the one before it,
-    of any length along the others. Then a last dim whose shards are multiples of 8.
-    Among equals those before the last come first, then the largest, then the first. So
-    most kernels are split along the dim that a product contracts. In a reason
-    ``unaligned`` says that no dim has such shards: each gather copies once more.
+    A dim is a candidate if no other claim splits it and the axis divides it. The
+    candidates are ranked by the tiles of a TPU:
+
+    1. Dims whose shards are whole tiles: a multiple of 128 entries along the last dim,
+       of 8 along the second-to-last dim, and any number along the other dims.
+    2. The last dim, if its shards are a multiple of 8 entries.
+    3. All other dims. The reason then says ``unaligned``: each gather makes one more
+       copy.
+
+    Within a rank, the last dim comes after the other dims, a larger dim comes before a
+    smaller one, and the first of equal dims wins. Most kernels are therefore split
+    along the dim that a product contracts.
 
     Attributes:
         axis: The mesh axis.
-        min_size: Arrays of fewer elements stay whole: to gather them would cost
-            latency and save next to nothing.
+        min_size: Arrays of fewer elements are not split: a gather would cost latency
+            and save next to no memory.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -203,7 +209,7 @@ class FSDPRules:
             )
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The spec with the axis on the dim that it chooses; passes without one."""
+        """Returns a spec with the axis on the chosen dim, or ``None`` without one."""
         if self.axis not in mesh.shape:
             raise UnknownAxisError(
                 f"{self} shards over an axis that the mesh lacks."
@@ -216,19 +222,25 @@ class FSDPRules:
     def choose_dim(
         self, info: ArrayInfo, taken: DimAxes, mesh: Mesh, along: tuple[str, ...] = ()
     ) -> tuple[int | None, str]:
-        """The dim to split and the reason, or ``None`` and the reason against it.
+        """Chooses the dim to split.
 
-        ``taken`` has the mesh axes that other claims give to each dim; those ``along``
-        split the dim too.
+        Args:
+            info: The array.
+            taken: The mesh axes that other claims give to each dim.
+            mesh: The mesh.
+            along: Further axes that split the same dim.
+
+        Returns:
+            The dim and the reason, or ``None`` and the reason why no dim is split.
         """
         axes = (self.axis, *along)
         size, name = math.prod(mesh.shape[a] for a in axes), "+".join(axes)
         if info.size < self.min_size:
             return None, f"{info.size} elements < min_size {self.min_size}"
-        # A scan takes one layer at a time: split over dim 0, it would have to be sent
-        # from the device that has it.
+        # A scan takes one layer at a time. If dim 0 were split, the device that has
+        # the layer would have to send it to all others.
         free = [d for d in range(info.is_stacked, len(info.shape)) if not taken[d]]
-        # Each size divides a dim of 0 elements, of which there is nothing to split.
+        # Every size divides a dim of length 0, but there is nothing to split.
         fitting = [d for d in free if info.shape[d] % size == 0 and info.shape[d]]
         if not fitting:
             dims = [info.shape[d] for d in free]
@@ -245,13 +257,15 @@ class ZeroAxis:
     """A mesh axis that splits training state which the computation gathers [1].
 
     Attributes:
-        rules: The axis and how it chooses a dim.
-        shard: State that it splits: ``params`` (ZeRO-3: with gradients and optimizer
-            state), ``gradients`` (ZeRO-2: with optimizer state) or ``optimizer``
-            (ZeRO-1).
-        prefetches: True if a `Stack` gathers the first kernel of its next layer ahead.
-        along: Axes that split the same dim too, where all divide one. On a mesh these
-            are of experts and long sequences, whose devices would hold the same state.
+        rules: The axis, and the choice of the dim that it splits.
+        shard: State that the axis splits: ``params`` (ZeRO-3, with gradients and
+            optimizer state), ``gradients`` (ZeRO-2, with optimizer state) or
+            ``optimizer`` (ZeRO-1).
+        prefetches: True if a `Stack` gathers the first kernel of the next layer while
+            it computes the present one.
+        along: Further axes that split the same dim, if there is a dim that all of them
+            divide. They are the axes of experts and of long sequences. Without this,
+            devices along these axes would hold the same state.
 
     References:
         [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
@@ -265,7 +279,7 @@ class ZeroAxis:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that the computation gathers over."""
+        """Returns all axes that the computation gathers over."""
         return (self.rules.axis, *self.along)
 
 
@@ -273,8 +287,8 @@ class ZeroAxis:
 class ChainRules:
     """Several rules in order of precedence: the first that answers decides.
 
-    An array that none of them answers for is replicated. A strict `PathRules` raises
-    for one that it does not match, so it comes last.
+    An array is replicated if no rule answers for it. A strict `PathRules` raises an
+    error for a parameter that it does not match, so put it last.
 
     Example:
         >>> rules = ChainRules(PathRules((r"embedding", P("fsdp"))), FSDPRules())
@@ -288,18 +302,18 @@ class ChainRules:
         object.__setattr__(self, "rules", check_rules(rules, "ChainRules"))
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """The first answer."""
+        """Returns the answer of the first rule that has one."""
         answers = (rule.match(info, mesh) for rule in self.rules)
         return next((answer for answer in answers if answer is not None), None)
 
 
 def is_rule(x: object) -> bool:
-    """True of a rule, but not of its class, which has the same methods."""
+    """True for a rule; False for a class of rules, which has the same methods."""
     return isinstance(x, Rules) and not isinstance(x, type)
 
 
 def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
-    """Rules as a tuple, each checked to be one."""
+    """Returns rules as a tuple; raises a `RuleError` for any other object."""
     is_sequence = isinstance(rules, tuple | list)
     wrong = [rule for rule in rules if not is_rule(rule)] if is_sequence else [rules]
     if wrong:
@@ -312,17 +326,17 @@ def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
-    """The rules of a chain, nested ones too; a rule by itself is a chain of one."""
+    """Returns the rules of a chain and of chains inside it, or a rule by itself."""
     if not isinstance(rules, ChainRules):
         return (rules,)
     return tuple(member for rule in rules.rules for member in members(rule))
 
 
 def placing_rules(rules: Iterable[Rules], mesh: Mesh) -> list[Rules]:
-    """The rules of a strategy that place arrays on a mesh."""
+    """Returns the rules of a strategy that place arrays on a mesh."""
 
-    # `Claims.on` has applied LogicalRules: they change names. An axis of ours that the
-    # mesh lacks splits nothing, nor does a rule for it.
+    # LogicalRules are left out: `Claims.on` has applied them to the names. FSDPRules
+    # are idle if the mesh lacks their axis and the axis is one of ours.
     def is_idle(rule: Rules) -> bool:
         return isinstance(rule, FSDPRules) and not axes_on(mesh, rule.axis)
 
@@ -331,7 +345,7 @@ def placing_rules(rules: Iterable[Rules], mesh: Mesh) -> list[Rules]:
 
 
 def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> None:
-    """Warns of path rules that gave none of the reasons: they decide about no array."""
+    """Warns about path rules that are not among the reasons: they place no array."""
     paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
     regexes = [regex for rule in paths for regex, _ in rule.pairs]
     idle = [r for r in regexes if f"path rule {r!r}" not in reasons]
@@ -339,7 +353,10 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
 
 
 def warn_unmatched(kind: str, regexes: list[str], hint: str) -> None:
-    """Warns of the regular expressions among ``kind`` that decide about no array."""
+    """Warns about regular expressions that decide about no array, if there are any.
+
+    ``kind`` names their owner in the message.
+    """
     if regexes:
         warn_user(
             f"{kind} {regexes} match no array, or an earlier rule takes them all. "
@@ -356,10 +373,17 @@ def answer_of(
     *,
     translate: Callable[[P], P] = lambda spec: spec,
 ) -> tuple[P, str] | None:
-    """The one answer of several rules, checked; their order does not matter.
+    """Returns the checked answer of several rules, whose order does not matter.
 
-    ``path`` is the path in messages, if not the array's; ``translate`` writes a spec in
-    the axes of the mesh.
+    Args:
+        rules: The rules. Two rules with different answers are an error.
+        info: The array.
+        mesh: The mesh.
+        path: The path in messages; by default the path of the array.
+        translate: Translates a spec to the axes of the mesh.
+
+    Returns:
+        The spec and the reason, or ``None`` if no rule answers.
     """
     asked = (_ask(rule, info, mesh) for rule in rules)
     found = [answer for answer in asked if answer is not None]
@@ -368,7 +392,7 @@ def answer_of(
     found = [(translate(spec), reason) for spec, reason in found]
     (first, first_reason), ndim = found[0], len(info.shape)
     for spec, reason in found[1:]:
-        # Compared by dims: P('fsdp') and P('fsdp', None) are one answer.
+        # Dims are compared, because P('fsdp') and P('fsdp', None) mean the same.
         if dim_axes(spec, ndim) != dim_axes(first, ndim):
             raise PlacementConflictError(
                 f"Two rules claim `{info.path}`: {first_reason} says {first}, {reason} "
@@ -379,9 +403,9 @@ def answer_of(
 
 
 def _ask(rule: Rules, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-    """One rule's answer, which may be a user's function."""
+    """Asks one rule, and checks the answer: a user may have written the rule."""
     answer: Any = rule.match(info, mesh)
-    # A spec may be a tuple to Python.
+    # `type`, because a spec may be a subclass of tuple.
     is_pair = type(answer) is tuple and len(answer) == 2
     if answer is None or (is_pair and isinstance(answer[0], P)):
         return answer
@@ -393,19 +417,19 @@ def _ask(rule: Rules, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
 
 
 def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
-    """Every name and its mesh axes that the `LogicalRules` among ``rules`` have."""
+    """Returns all names and mesh axes in the `LogicalRules` among ``rules``."""
     return [item for r in rules if isinstance(r, LogicalRules) for item in r.items]
 
 
 def hash_code(function: Callable) -> str:
-    """A function's name and a short hash of its code, equal for equal code.
+    """Returns a function's name and a short hash of its code, equal for equal code.
 
     Example:
         >>> hash_code(lambda x: x + 1) == hash_code(lambda x: x + 2)
         False
     """
     inner: Any = function
-    # A wrapper's code is the same for all functions that it wraps.
+    # The code of a wrapper does not tell which function it wraps.
     while isinstance(inner, functools.partial) or hasattr(inner, "__wrapped__"):
         inner = (
             inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
@@ -421,12 +445,12 @@ def hash_code(function: Callable) -> str:
 
 
 def _constant(value: Any) -> Any:
-    """Code, or a constant of it, written alike in every process."""
+    """Converts code, or a constant in it, to a value with one repr in all processes."""
     if isinstance(value, CodeType):
-        # Not all of it: file names and line numbers may differ by process.
+        # File names and line numbers are left out, because they may differ by process.
         return value.co_code.hex(), [*map(_constant, value.co_consts)], value.co_names
     if isinstance(value, tuple):
         return tuple(map(_constant, value))
-    if isinstance(value, frozenset):  # their order depends on the process's hash seed
+    if isinstance(value, frozenset):  # the order depends on the process's hash seed
         return "frozenset", sorted(repr(_constant(x)) for x in value)
     return repr(value)

@@ -1,4 +1,4 @@
-"""Arithmetic on partition specs and mesh axes, and the checks of a spec on a mesh."""
+"""Functions that compute with partition specs and mesh axes, and check them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +25,11 @@ _AXES = {n: axis for axis, others in AXIS_NAMES.items() for n in (axis, *others)
 
 
 def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
-    """Mesh axes by the mesh's names; a name that is unknown to us does not change.
+    """Translates axes to the names of a mesh.
 
-    Conventional names of other libraries become ours. One of our axes that the mesh
-    lacks has size one, and is left out: the same rules then serve every strategy.
+    Usual names of other libraries are replaced by ours. One of our axes that the mesh
+    lacks counts as an axis of size one and is left out, so that the same rules serve
+    every strategy. Any other name does not change.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -43,7 +44,7 @@ def axes_on(mesh: Mesh, axes: MeshAxes) -> tuple[str, ...]:
 def merge_axes(
     left: Mapping[str, MeshAxes], right: Mapping[str, MeshAxes]
 ) -> dict[str, MeshAxes]:
-    """The axes of each name, from both sides together."""
+    """Merges two mappings; a name in both gets the axes of both."""
     return {
         name: tuple(dict.fromkeys((*as_tuple(left.get(name)), *as_tuple(right[name]))))
         if name in right
@@ -53,7 +54,7 @@ def merge_axes(
 
 
 def in_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Axes in the order of a mesh; those that it lacks come last."""
+    """Sorts axes by the order of a mesh; axes that the mesh lacks come last."""
     order = (*mesh.axis_names, *axes)
     return tuple(sorted(axes, key=order.index))
 
@@ -61,25 +62,31 @@ def in_order(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 def absent_from(
     mesh: Mesh, names: Iterable[MeshAxes], logical: Iterable[str]
 ) -> tuple[str, ...]:
-    """The mesh axes among names of dims that a mesh lacks; without logical axes."""
+    """Returns the names of dims that are mesh axes, but not axes of this mesh.
+
+    Names in ``logical`` and in `LOGICAL_AXES` are not mesh axes.
+    """
     known = {*logical, *LOGICAL_AXES}
     flat = (axis for name in names for axis in as_tuple(name))
     return tuple(a for a in flat if a not in known and not axes_on(mesh, a))
 
 
 def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
-    """True for axes of data parallelism that a mesh lacks.
+    """True if all axes are axes of data parallelism and the mesh has none of them.
 
-    Other libraries' models give these names to the rows of their activations. As axes
-    of size one, they would gather the rows on all devices of the axes that split the
-    batch here.
+    Models of other libraries give these names to the rows of their activations. If the
+    names counted as axes of size one, they would leave the rows unsplit: all devices
+    would gather the rows, although other axes of this mesh split the batch.
     """
     our_axes = {_AXES.get(axis, axis) for axis in as_tuple(axes)}
     return bool(our_axes) and our_axes <= {"data", "fsdp"} and not axes_on(mesh, axes)
 
 
 def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:
-    """A spec in the axes of a mesh (`axes_on`); an activation's with the batch's axes.
+    """Translates a spec to the axes of a mesh (`axes_on`).
+
+    ``batch`` has the axes of the batch, for the spec of an activation: they replace
+    axes of data parallelism that the mesh lacks (`splits_rows`).
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -97,13 +104,13 @@ def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:
 
 
 def dim_axes(spec: P | Sequence, ndim: int) -> DimAxes:
-    """A spec as one tuple of mesh axes per dim.
+    """Converts a spec to one tuple of mesh axes for each of ``ndim`` dims.
 
     Example:
         >>> dim_axes(P(None, "tensor"), 3)
         ((), ('tensor',), ())
     """
-    # A spec may be shorter than the rank: dims that it leaves out are whole.
+    # A spec may be shorter than the rank: dims that it leaves out are not split.
     return tuple(map(as_tuple, spec)) + ((),) * (ndim - len(spec))
 
 
@@ -113,13 +120,13 @@ def is_spec(x: object) -> bool:
 
 
 def to_spec(axes: Sequence[tuple[str, ...]]) -> P:
-    """The shortest spec with these mesh axes.
+    """Returns the shortest spec with these mesh axes.
 
     Example:
         >>> to_spec(((), ("tensor",), ())) == P(None, "tensor")
         True
     """
-    # P(None) and P() mean the same and are not equal, so there is one spelling.
+    # P(None) and P() mean the same but are not equal, so trailing Nones are removed.
     entries = [a[0] if len(a) == 1 else a or None for a in axes]
     while entries and entries[-1] is None:
         entries.pop()
@@ -129,9 +136,9 @@ def to_spec(axes: Sequence[tuple[str, ...]]) -> P:
 def dividing_prefix(
     size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The longest prefix of ``axes`` whose product divides ``size``."""
-    # If a longer product divides the size, so does each shorter one.
-    # The last axes are given up first: for a batch these are the inner ones.
+    """Returns the longest prefix of ``axes`` whose product divides ``size``."""
+    # If the product of a prefix divides the size, so does each shorter product.
+    # The last axes are given up first. For a batch these are the inner axes.
     count = len(axes)
     while size % math.prod(mesh_shape[axis] for axis in axes[:count]):
         count -= 1
@@ -142,8 +149,8 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
     """Checks that a spec fits an array and a mesh.
 
     Raises:
-        SpecRankError: If it is longer than the array's rank.
-        UnknownAxisError: If it names an axis that the mesh lacks.
+        SpecRankError: If the spec is longer than the array's rank.
+        UnknownAxisError: If the spec names an axis that the mesh lacks.
         PlacementConflictError: If one axis splits two dims.
         IndivisibleDimError: If an axis does not divide its dim.
     """
@@ -153,7 +160,7 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
             f"{start} {spec}: the spec has {len(spec)} entries for {len(shape)} dims. "
             "Shorten it."
         )
-    # This comes before sizes are looked up, which a missing axis does not have.
+    # This check comes first, because the next one looks up the size of each axis.
     check_axes(path, spec, mesh)
     axes = dim_axes(spec, len(shape))
     flat = [axis for dim in axes for axis in dim]
@@ -178,8 +185,8 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
 
 def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
     """Checks that a mesh has all axes that a spec names."""
-    # Without the shape, since the shape of a batch that several processes load in parts
-    # is not known to one of them.
+    # The message leaves out the shape: if several processes load parts of a batch, none
+    # of them knows its global shape.
     for axis in (axis for entry in spec for axis in as_tuple(entry)):
         if axis not in mesh.shape:
             raise UnknownAxisError(

@@ -30,26 +30,26 @@ from nnx_parallel.sharding.rules import (
 from nnx_parallel.sharding.specs import check_axes, check_spec
 
 
-# Not `Strategy` itself, which is later in the order of imports.
+# A protocol, because this package must not import `Strategy`.
 @runtime_checkable
 class HasLayout(Protocol):
-    """A strategy, as far as placement is concerned."""
+    """A strategy, of which placement uses only the layout."""
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """Its claims on one mesh."""
+        """Returns the layout of the strategy on a mesh."""
         ...
 
 
 MeshLike = Mesh | Layout | HasLayout
-"""A ``mesh`` argument, as users give it."""
+"""The types of ``mesh`` arguments."""
 
 
 def layout_of(where: MeshLike) -> Layout:
-    """The layout behind the argument ``mesh``; its axes must be Auto."""
+    """Returns the layout for an argument ``mesh``, whose axes must be Auto."""
     if isinstance(where, Layout):
         return where
     if isinstance(where, Mesh):
-        # Its sizes fit; only the types of its axes can be wrong.
+        # Sizes are compared with themselves, so only the types of axes can be wrong.
         check_mesh(where, where.shape)
         return Layout(mesh=where)
     if isinstance(where, HasLayout):
@@ -67,9 +67,14 @@ def named_tree_map(
     is_leaf: Callable[[Any], bool] | None = None,
     separator: str = ".",
 ) -> Any:
-    """``jax.tree.map`` whose function also gets the path of each leaf.
+    """Maps a tree like ``jax.tree.map``, with the path as the first argument.
 
-    It takes ``(path, leaf, *rest)``; ``separator`` is between the parts of a path.
+    Args:
+        function: Takes ``(path, leaf, *rest)``.
+        tree: Any pytree.
+        rest: Further trees that have the structure of ``tree`` as a prefix.
+        is_leaf: As in ``jax.tree.map``.
+        separator: The text between the parts of a path.
 
     Example:
         >>> named_tree_map(lambda path, x: f"{path}={x}", {"a": 1, "b": {"c": 2}})
@@ -83,15 +88,15 @@ def named_tree_map(
 
 
 def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
-    """The sharding of every array of a pytree.
+    """Returns the sharding of every array of a pytree.
 
-    Only shapes are looked at: the tree may be abstract. Arrays without dims are
-    replicated without asking a rule. Arrays that no rule answers for are replicated
-    too. The path that a rule gets starts at the node that has the rule.
+    The tree may be abstract, since only shapes and dtypes are read. An array without
+    dims is replicated, and no rule is asked about it. An array that no rule answers for
+    is replicated too. The path that a rule gets starts at the node that has the rule.
 
     Args:
-        tree: A pytree of arrays or ``jax.ShapeDtypeStruct``; the Variables of an NNX
-            model or state bring their names and kinds along.
+        tree: A pytree of arrays or ``jax.ShapeDtypeStruct``. Rules also get the names
+            and kinds of Variables in an NNX model or state.
         rules: Rules, a spec, a sharding or ``None``, or a prefix tree of these. A tuple
             of rules is a chain: the first that answers decides.
         mesh: The mesh, or a strategy.
@@ -102,7 +107,7 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
     Raises:
         PlacementTreeError: If ``rules`` is not a prefix of the tree.
         SpecRankError: If a spec is longer than an array's rank.
-        UnknownAxisError: If it names an axis that the mesh lacks.
+        UnknownAxisError: If a spec names an axis that the mesh lacks.
         IndivisibleDimError: If an axis does not divide its dim.
         UnmatchedRuleError: If strict path rules do not match an array.
         TypeError: If a leaf is not an array.
@@ -123,15 +128,16 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
 
 
 def as_chain(rules: Any) -> Any:
-    """A tuple of only rules as one `ChainRules`; returns anything else unchanged."""
-    # A NamedTuple, like a state of Optax, is a tree of placements, and so is ().
+    """Converts a tuple of rules to a `ChainRules`; returns anything else unchanged."""
+    # An empty tuple is a tree of placements, and so is a NamedTuple such as a state of
+    # Optax.
     if type(rules) is tuple and rules and all(map(is_rule, rules)):
         return ChainRules(*rules)
     return rules
 
 
 def is_placeable(x: object) -> bool:
-    """True if a node of a tree of placements places everything below it."""
+    """True if an object is one placement for everything below its node in a tree."""
     return x is None or isinstance(x, P | Sharding) or is_rule(x)
 
 
@@ -142,7 +148,7 @@ def has_rules(placements: Any) -> bool:
 
 
 def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
-    """Placements with a ``NamedSharding`` for every spec, whose axes are checked."""
+    """Replaces every spec by a ``NamedSharding``, after a check of its axes."""
 
     def place(entry: Any) -> Any:
         if not is_placeable(entry):
@@ -165,7 +171,7 @@ def on_mesh(placements: Any, mesh: Mesh, where: str) -> Any:
 def resolve_leaves(
     placements: Any, tree: Any, mesh: Mesh, root: str = ""
 ) -> list[Sharding | None]:
-    """One sharding for each leaf of ``tree``, whose name in messages is ``root``."""
+    """Returns the sharding of each leaf of ``tree``, called ``root`` in messages."""
     parts: list[tuple[Any, ...]] = []  # (key path, entry, the tree below it)
     try:
         # `is_placeable` makes None a leaf; to JAX it is a node without leaves.
@@ -187,7 +193,12 @@ def resolve_leaves(
 
 
 def resolve_prefix(placements: Any, tree: Any, mesh: Mesh, root: str) -> Any:
-    """A sharding for every leaf if there are rules; otherwise the checked prefix."""
+    """Checks that placements fit a tree, and replaces rules by shardings.
+
+    Returns:
+        A tree with a sharding for each leaf if there are rules in ``placements``;
+        otherwise ``placements``.
+    """
     leaves = resolve_leaves(placements, tree, mesh, root)
     if not has_rules(placements):
         return placements
@@ -209,11 +220,11 @@ def _shardings(entry: Any, tree: Any, mesh: Mesh, where: str) -> list[Sharding |
 
 
 def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
-    """Yields each leaf as rules see it, with a path in ``tree``, and its full path."""
+    """Yields the `ArrayInfo` of each leaf, and the path from ``root`` for messages."""
 
     def is_variable(x: Any) -> bool:
-        # A Variable brings names and kind along. One that holds several arrays, or
-        # none, has no single shape.
+        # A Variable has names and a kind. But a Variable that does not hold exactly one
+        # array has no shape.
         return isinstance(x, nnx.Variable) and holds_one_array(x)
 
     for keys, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_variable):
@@ -266,8 +277,8 @@ def _warn_replicated(
         kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
         found = []
         for info, path in infos:
-            # Smaller arrays are left whole on purpose. All dims are free: in a tree one
-            # rule decides for an array, and names do not claim dims.
+            # Smaller arrays are replicated on purpose. All dims are free, because in a
+            # tree one rule decides about an array, and names do not claim dims.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")
@@ -280,7 +291,7 @@ def _warn_replicated(
 
 
 def constrain_tree(tree: Any, placements: Any, mesh: Mesh, root: str = "") -> Any:
-    """``jax.lax.with_sharding_constraint`` by rules; ``None`` constrains nothing."""
+    """Constrains the arrays of a tree by placements; ``None`` constrains nothing."""
     if placements is None:
         return tree
     return _placed(jax.lax.with_sharding_constraint, tree, placements, mesh, root)
@@ -294,12 +305,14 @@ def _placed(place: Callable, tree: Any, rules: Any, mesh: Mesh, root: str = "") 
 
 
 def shard(tree: Any, rules: Any, mesh: MeshLike) -> Any:
-    """Puts a pytree on a mesh as global arrays: each device receives only its shards.
+    """Puts a pytree on a mesh as global arrays; each device receives only its shards.
+
+    It raises the errors of `resolve_shardings`.
 
     Args:
-        tree: A pytree of arrays; with several processes, the same global values on all.
-        rules: Rules, specs or shardings, as in `resolve_shardings`, which lists the
-            errors. Leaves with ``None`` stay the same objects.
+        tree: A pytree of arrays. All processes must pass the same global values.
+        rules: Rules, specs or shardings, as in `resolve_shardings`. A leaf whose entry
+            is ``None`` is returned unchanged.
         mesh: The mesh, or a strategy.
 
     Example:
@@ -315,20 +328,20 @@ def _place(x: Any, sharding: Sharding) -> jax.Array:
     is_global = isinstance(x, jax.Array) and not x.is_fully_addressable
     if is_global or jax.process_count() == 1:
         return jax.device_put(x, sharding)
-    # `device_put` would compare the host's values on all processes, by a collective.
+    # `device_put` would compare the values of all processes, in a collective.
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, host.__getitem__)
 
 
 def gather(tree: Any, *, to_host: bool = True) -> Any:
-    """Gathers every array of a pytree, each complete in one place.
+    """Gathers the shards of every array of a pytree.
 
-    Leaves that are not a ``jax.Array`` stay the same objects; typed random keys, which
-    NumPy cannot hold, are replicated.
+    A leaf that is not a ``jax.Array`` is returned unchanged. Typed random keys are
+    always replicated, because NumPy cannot hold them.
 
     Args:
-        tree: A pytree. With several processes all of them call this.
-        to_host: True to return NumPy arrays; False to return replicated arrays, which
+        tree: A pytree. All processes must call this function.
+        to_host: True to return NumPy arrays. False to return replicated arrays, which
             do not pass through the host.
 
     Example:
@@ -348,7 +361,7 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
             return _replicated(x)
         if x.is_fully_addressable:
             return np.asarray(x)
-        # `tiled` gives the whole array, not one copy per process along a new dim.
+        # `tiled` returns the array itself, not one copy per process along a new dim.
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.tree.map(bring, tree)
@@ -357,7 +370,7 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
 def _replicated(x: jax.Array) -> jax.Array:
     if not isinstance(x.sharding, NamedSharding):
         return x
-    # A function of the module, so that it is compiled once for each shape.
+    # `_identity` is defined once, so that JAX compiles it once for each shape.
     return jax.jit(_identity, out_shardings=NamedSharding(x.sharding.mesh, P()))(x)
 
 
@@ -368,21 +381,21 @@ def _identity(x: jax.Array) -> jax.Array:
 def process_local_to_global(
     batch: Any, mesh: MeshLike, axes: str | Sequence[str] | None = None, *, dim: int = 0
 ) -> Any:
-    """Joins the arrays of each process into global arrays, sharded along one dim.
+    """Joins the arrays of all processes into global arrays, sharded along one dim.
 
-    Arrays without dims, the same in all processes, are replicated.
+    Arrays without dims must be equal in all processes, and are replicated.
 
     Args:
         batch: A pytree of host arrays: this process's part of the global batch.
         mesh: The mesh, or a strategy.
-        axes: The mesh axes that split ``dim``; by default the strategy's batch axes,
-            or all axes of a mesh.
-        dim: The dim along which the parts follow one another.
+        axes: The mesh axes that split ``dim``. The default is the batch axes of a
+            strategy, or all axes of a mesh.
+        dim: The dim along which the parts are concatenated.
 
     Raises:
         UnknownAxisError: If the mesh lacks an axis.
         IndivisibleDimError: If the axes do not divide the global dim.
-        SpecRankError: If an array has no such dim.
+        SpecRankError: If an array has no dim ``dim``.
 
     Example:
         >>> from nnx_parallel import make_mesh
@@ -394,11 +407,12 @@ def process_local_to_global(
     if axes is None:
         axes = layout.claims.batch or layout.mesh.axis_names
     spec = P(*[None] * dim, axes if isinstance(axes, str) else tuple(axes))
-    # The whole batch is checked first: an error gives the path of a wrong leaf.
+    # The batch is checked first, so that an error has the path of the wrong leaf.
     paths = [path for _, path in array_infos(batch, "batch")]
     leaves, tree = jax.tree.flatten(batch)
     pairs = zip(leaves, paths, strict=True)
-    # Unflattened only with arrays: a user's pytree class may accept nothing else.
+    # The tree is built only once, with arrays, because a user's pytree class may accept
+    # nothing else.
     return tree.unflatten(_from_local(x, path, spec, layout.mesh) for x, path in pairs)
 
 
@@ -407,7 +421,8 @@ def _from_local(x: Any, path: str, spec: P, mesh: Mesh) -> jax.Array:
     if not shape:
         spec = P()
     elif jax.process_count() == 1 or len(spec) > len(shape):
-        # With several processes the global size of the dim is not known yet.
+        # With several processes this check is left out, because the global size of the
+        # dim is not known here.
         check_spec(path, shape, spec, mesh)
     check_axes(path, spec, mesh)
     sharding = NamedSharding(mesh, spec)
