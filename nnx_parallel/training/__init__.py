@@ -1,1 +1,1 @@
-"""The Trainer: its step, its loop, its evaluation."""
+"""The Trainer: the compiled step, the loop of a fit, and evaluation."""

@@ -1,7 +1,7 @@
 """The arguments of a Trainer: classes that group the less common ones, and checks.
 
-`check_arguments` finds natural mistakes, each with the valid spelling. All others are
-found where an argument is read.
+`check_arguments` finds common mistakes and names the valid spelling of each. Other
+mistakes are found where an argument is read.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ EvalParams = Literal["params", "ema"] | Callable[[TrainState], Any]
 class LossFn(Protocol):
     """A loss as users write it, for one device.
 
-    ``loss(model, batch)`` or, if it draws random numbers, ``loss(model, batch, rngs)``.
-    It returns a scalar or a `Mean`, or one of them with metrics: a dict, or any pytree,
-    whose paths name them, of scalars, means, or a `Sum`.
+    Its signature is ``loss(model, batch)``, or ``loss(model, batch, rngs)`` if it draws
+    random numbers. It returns a scalar or a `Mean`, or a tuple of this and metrics. The
+    metrics are a dict or any other pytree. Its leaves are scalars, `Mean` or `Sum`, and
+    the path of a leaf is the metric's name.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> LossOutput:
@@ -55,18 +56,19 @@ class LossFn(Protocol):
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class SkipSteps:
-    """Bad steps change nothing, and the run goes on with the next batch.
+    """Lets bad steps change nothing; the run continues with the next batch.
 
     A step is bad if its loss or the norm of its gradients is not finite, or if that
-    norm is too large. Parameters, other variables, averages and the optimizer's state,
-    its counts included, stay as they were; only the number of steps grows. The metric
-    ``skipped`` is 1 for such a step, and the fit ends with a line that counts them.
+    norm is too large. Such a step does not change the parameters, other variables,
+    averages or the optimizer's state, including its counts. Only the number of steps
+    grows. The metric ``skipped`` is 1 for such a step, and the fit ends with a line
+    that counts these steps.
 
     Attributes:
-        limit: Number of bad steps in a row that are skipped; one more is a
+        limit: Number of bad steps in a row that are skipped. One more bad step raises a
             `NonFiniteLossError`.
-        max_grad_norm: Largest norm of all gradients, before clipping, of a step that is
-            not bad; ``None`` accepts every finite norm.
+        max_grad_norm: A step is bad if the norm of all gradients, before clipping, is
+            larger than this. ``None`` accepts every finite norm.
 
     Raises:
         ValueError: If the limit is not an integer of at least 1, or the norm is not
@@ -99,18 +101,20 @@ class Evaluation:
     """The loss and the parameters of evaluations; ``Trainer(evaluation=...)``.
 
     Attributes:
-        loss: The loss of evaluations, if it is another function than the Trainer's.
-            Both get the model in evaluation mode. A model that takes its mode as an
-            argument, ``model(x, training=True)``, needs a loss here that passes False.
-        params: The parameters that are evaluated, predicted with, called best, and in
-            `Trainer.eval_model`: ``"params"``, the trained ones; ``"ema"``, their
-            average; or a function of the `TrainState`. ``None`` takes the average if
-            there is one; under ``optax.contrib.schedule_free`` and ``sam`` the
-            parameters at which these should be evaluated; otherwise the trained ones.
+        loss: The loss of evaluations, if it differs from the Trainer's loss. Both
+            losses get the model in evaluation mode. If a model takes its mode as an
+            argument, ``model(x, training=True)``, give a loss here that passes False.
+        params: The parameters that are used in evaluations, in predictions, for the
+            best checkpoint and in `Trainer.eval_model`. ``"params"`` are the trained
+            parameters, and ``"ema"`` their average. A function computes them from the
+            `TrainState`. ``None`` takes the average if there is one. Under
+            ``optax.contrib.schedule_free`` and ``sam``, ``None`` takes the parameters
+            at which these optimizers should be evaluated. In all other cases ``None``
+            takes the trained parameters.
 
     Raises:
         TypeError: If the loss is not a function.
-        ValueError: If ``params`` is none of these.
+        ValueError: If ``params`` has none of these values.
 
     Example:
         >>> Evaluation(params="ema")
@@ -139,13 +143,16 @@ class Faults:
     """Detection of faults, and the reaction to them; ``Trainer(faults=...)``.
 
     Attributes:
-        on_non_finite: The effect of a step whose loss or gradients are not finite: it
-            ends the fit (``"raise"``) or changes nothing (``"skip"``, or a `SkipSteps`
-            with a limit). A batch whose loss has weight 0 changes nothing in any case.
-        step_timeout: Seconds for a step, its data and ``on_step_end``, or for a batch
-            of the fit's evaluation. Then the process prints all stacks and ends.
-            Compilation, first batch, checkpoints and ``on_eval_end`` do not count.
-        check_replicas_every: Steps between comparisons of devices' copies; 0: never.
+        on_non_finite: Effect of a step whose loss or gradients are not finite.
+            ``"raise"`` ends the fit. With ``"skip"``, or a `SkipSteps` with a limit,
+            the step changes nothing. A batch whose loss has weight 0 never changes
+            anything.
+        step_timeout: Limit in seconds. It applies to a step with its data and
+            ``on_step_end``, and to a batch of the fit's evaluation. If the limit is
+            exceeded, the process prints all stacks and ends. Compilation, the first
+            batch, checkpoints and ``on_eval_end`` do not count.
+        check_replicas_every: Steps between comparisons of the devices' copies; 0 means
+            never.
 
     Raises:
         ValueError: If a value is invalid.
@@ -166,13 +173,13 @@ class Faults:
                 f"on_non_finite={found!r}. It must be 'raise', 'skip', or a SkipSteps, "
                 "such as SkipSteps(limit=10, max_grad_norm=100.0)."
             )
-        Watchdog(self.step_timeout)  # refuses an invalid time
+        Watchdog(self.step_timeout)  # raises an error if the time is invalid
         least = ", which compares nothing"
         check_count("check_replicas_every", self.check_replicas_every, 0, least)
 
     @property
     def skip(self) -> SkipSteps | None:
-        """How bad steps are skipped; ``None`` if they end the run."""
+        """The rule that skips bad steps; ``None`` if a bad step ends the run."""
         found = self.on_non_finite
         if isinstance(found, SkipSteps):
             return found
@@ -186,7 +193,7 @@ class Debugging:
 
     Attributes:
         fast_dev_run: Run two steps and one batch of evaluation, and write nothing.
-        overfit_batches: Train on this many batches over and over; 0 takes all batches.
+        overfit_batches: Train only on this many batches, repeatedly; 0 takes all.
         profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
 
     Raises:
@@ -222,12 +229,14 @@ class Backend:
     """Mesh, host memory and compiler of a run; ``Trainer(backend=...)``.
 
     Attributes:
-        mesh: A mesh with the strategy's axes, all Auto, instead of the one that the
-            strategy would make.
-        offload: An `Offload`, which selects the arrays that wait in the host's memory.
-        compiler_options: Options of XLA by name, over those that the library sets for
-            TPUs and GPUs (`compiler_options`); ``None`` as a value removes one.
-        warm_start: Directory of a `plan`, whose compiled step ``fit`` takes if it can.
+        mesh: A mesh with the strategy's axes, all Auto, which is used instead of the
+            strategy's mesh.
+        offload: An `Offload`, which selects the arrays that are kept in host memory.
+        compiler_options: Options of XLA by name. They override the options that the
+            library sets for TPUs and GPUs (`compiler_options`); the value ``None``
+            removes an option.
+        warm_start: Directory of a `plan`. If possible, ``fit`` uses the step that the
+            plan has compiled.
 
     Raises:
         TypeError: If a value has the wrong type.
@@ -263,7 +272,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "debugging": (Debugging, "a Debugging, such as Debugging(fast_dev_run=True)"),
     "backend": (Backend, "a Backend, such as Backend(mesh=FSDP().make_mesh())"),
 }
-"""The valid types of each argument, and their description; ``None`` is always valid."""
+"""The valid types of each argument and their description; ``None`` is always valid."""
 
 _BACKEND_KINDS: dict[str, tuple[Any, str]] = {
     "mesh": (Mesh, "a jax.sharding.Mesh, such as FSDP().make_mesh()"),
@@ -274,14 +283,14 @@ _BACKEND_KINDS: dict[str, tuple[Any, str]] = {
         "whose values may be None to leave one of the library's out",
     ),
 }
-"""The same for `Backend`."""
+"""The valid types of each argument of `Backend`, and their description."""
 
 _Elements = tuple[Callable[[object], bool], str, str]
 """A test of a list's element, the element's name, and an example of the list."""
 
 _LISTS: dict[str, _Elements] = {
     "devices": (
-        # Devices of a described TPU slice have a different class.
+        # Devices of a described TPU slice have another class, so the test is a name.
         lambda x: hasattr(x, "process_index"),
         "device",
         "jax.devices()[:8]",
@@ -297,13 +306,13 @@ _LISTS: dict[str, _Elements] = {
         "[SaveSamples()]",
     ),
 }
-"""The lists among the Trainer's arguments."""
+"""The arguments of the Trainer that are lists."""
 
 
 def check_arguments(
     model: object, optimizer: object, loss: object, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuses arguments that have the wrong type for a Trainer, by name.
+    """Raises an error if an argument of a Trainer has the wrong type; names it.
 
     Args:
         model: The argument ``model``.
@@ -314,8 +323,8 @@ def check_arguments(
     Raises:
         TypeError: If an argument has the wrong type; the message gives the type that
             was found and the valid values.
-        ValueError: If ``log_every`` is not a number of steps, or there are both devices
-            and a mesh.
+        ValueError: If ``log_every`` is not a number of steps, or if both devices and a
+            mesh are given.
     """
     if _is_transformation(loss) and callable(optimizer):
         raise TypeError(
@@ -361,7 +370,7 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
             f"{name} is {kind_of(value)}. It must be a list, also of a single "
             f"{kind}, such as {example}."
         )
-    # An iterator is not inspected: it would be empty afterwards.
+    # Elements of an iterator are not checked: the iterator would be empty afterwards.
     for i, element in enumerate(value if isinstance(value, list | tuple) else ()):
         if inspect.isclass(element) or not is_valid(element):
             raise TypeError(
@@ -385,7 +394,7 @@ def _check_optimizer(optimizer: object) -> None:
     module = getattr(optimizer, "__module__", None) or ""
     if inspect.isfunction(optimizer) and module.partition(".")[0] == "optax":
         name, _, inner = optimizer.__qualname__.partition(".<locals>")
-        if inner:  # `update` of a transformation, or a schedule
+        if inner:  # it is `update` of a transformation, or a schedule
             raise TypeError(
                 f"optimizer is a function that optax.{name} returned. It must be a "
                 "complete transformation; a schedule is the learning rate of one: "
@@ -406,7 +415,7 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_model(model: object) -> None:
     if isinstance(model, nnx.Module):
         return
-    # Linen is looked up, not imported: a user with a Linen module has imported it.
+    # Linen is looked up and not imported: anyone with a Linen module has imported it.
     linen = getattr(sys.modules.get("flax.linen"), "Module", ())
     if isinstance(model, linen) or (
         inspect.isclass(model) and linen and issubclass(model, linen)
@@ -425,7 +434,7 @@ def _check_model(model: object) -> None:
 
 
 def _if_called(value: object, is_valid: Callable[[Any], bool]) -> str:
-    """The remedy for a class in place of its instance."""
+    """Returns the remedy if a class was given instead of its instance."""
     if not inspect.isclass(value) or not is_valid(value):
         return ""
     return f". Call the class: {value.__name__}(...)"
@@ -436,7 +445,7 @@ def _is_transformation(value: object) -> bool:
 
 
 def check_assignment(owner: object, name: str) -> None:
-    """Refuses an assignment that a built Trainer would ignore.
+    """Raises an error for an assignment that a built Trainer would ignore.
 
     Raises:
         AttributeError: If the name belongs to an argument, or to a property without a

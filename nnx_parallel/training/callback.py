@@ -1,4 +1,4 @@
-"""`Callback`: hooks of a fit, for the user's code; `EarlyStopping`."""
+"""`Callback`, hooks in a fit for the user's code, and `EarlyStopping`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from nnx_parallel.training.recorder import Values
 
 
 class Callback:
-    """Hooks of a fit; by default each does nothing. Subclass it and override some.
+    """Hooks of a fit. Subclass it and override some hooks; by default they do nothing.
 
-    Metrics reach a hook when they have arrived from the devices, up to two steps after
+    A hook gets metrics once they have arrived from the devices, up to two steps after
     the step itself. A hook ends the fit early with ``trainer.stop(reason)``. The value
-    that `get_state` returns is saved with the run, and given back when the run is
-    restored.
+    that `get_state` returns is saved with the run. When the run is restored,
+    `set_state` gets this value.
 
     Example:
         >>> class StopBelow(Callback):
@@ -24,14 +24,14 @@ class Callback:
     """
 
     needs_evaluation: bool = False
-    """True if a fit without ``eval_data`` is an error."""
+    """True if a fit without ``eval_data`` raises an error."""
 
     @property
     def end_reason(self) -> str | None:
         """The reason why a fit must not begin; ``None`` lets it begin."""
         return None
 
-    # `trainer` is `Any`, since the Trainer's module imports this one.
+    # `trainer` is `Any`, because the Trainer's module imports this module.
     def on_fit_start(self, trainer: Any) -> None:
         """Runs before the first step, after the state is built or restored."""
 
@@ -45,7 +45,7 @@ class Callback:
         """Runs after the last step and its checkpoint."""
 
     def get_state(self) -> Any:
-        """The state that a resumed run needs, as JSON values; or ``None``."""
+        """Returns the state that a resumed run needs, as JSON values, or ``None``."""
         return None
 
     def set_state(self, state: Any) -> None:
@@ -55,30 +55,33 @@ class Callback:
 class EarlyStopping(Callback):
     """Ends a fit once a metric has not improved for a while.
 
-    A value is better if it beats the best value so far by more than ``min_delta``; NaN
+    A value is better if it beats the best value so far by more than ``min_delta``. NaN
     is never better. After ``patience`` values in a row that are not better, the fit
-    ends with that step, which is evaluated and saved. With several processes it ends a
-    few steps later, because they agree on the end with the batches that they read
-    ahead. The best value and the count are saved with the run: a resumed run decides as
-    if it had not been interrupted, and a run that has stopped stops at once if it is
-    started again. ``Checkpoint(keep_best=...)`` keeps the best checkpoint.
+    ends with that step, which is evaluated and saved. With several processes the fit
+    ends a few steps later, because they agree on the end when they read batches, which
+    is some steps ahead. The best value and the count are saved with the run. So a
+    resumed run decides as if it had not been interrupted. A run that has stopped stops
+    at once if it is started again. ``Checkpoint(keep_best=...)`` keeps the best
+    checkpoint.
 
     Args:
-        metric: Name as in the history. An ``"eval_..."`` metric is judged after each
-            evaluation, a metric of training after each step.
-        patience: Number of values in a row that may be no better.
-        min_delta: Improvement that a value needs to count as better.
+        metric: Name of the metric in the history. An ``"eval_..."`` metric is judged
+            after each evaluation, a metric of training after each step.
+        patience: Number of values in a row, none of them better, after which the fit
+            ends.
+        min_delta: Improvement that a value must exceed to count as better.
         mode: ``"min"`` (the default) if the smallest value is the best, ``"max"`` if
-            the largest is. It is required for a metric that grows, such as an accuracy.
+            the largest is. It must be given for a metric whose name suggests that
+            larger is better, such as an accuracy.
 
     Attributes:
         best: The best value so far, or ``None``.
         best_step: The step of the best value.
-        num_since: Number of values since then.
+        num_since: Number of values since the best value.
 
     Raises:
-        ValueError: If an argument is out of range; in the fit: if there is no
-            ``eval_data`` for an ``"eval_..."`` metric, or no metric of this name.
+        ValueError: If an argument is out of range. The fit raises it if there is no
+            metric of this name, or no ``eval_data`` for an ``"eval_..."`` metric.
 
     Example:
         >>> stopping = EarlyStopping("eval_accuracy", mode="max", patience=2)
@@ -136,12 +139,12 @@ class EarlyStopping(Callback):
 
     @property
     def end_reason(self) -> str | None:
-        """The reason why an earlier fit ended, for a fit that would continue it."""
+        """The reason why an earlier fit ended, if this fit would continue it."""
         return self._reason() if self.num_since >= self.patience else None
 
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Judges a metric of training."""
-        # A skipped step may have no loss, and it did not change the model.
+        # A skipped step may have no loss, and it has not changed the model.
         if not self.needs_evaluation and not metrics.get("skipped"):
             self._judge(trainer, step, metrics, self.metric)
 
@@ -151,7 +154,7 @@ class EarlyStopping(Callback):
             self._judge(trainer, step, metrics, self.metric.removeprefix("eval_"))
 
     def get_state(self) -> dict[str, Any]:
-        """The best value and the count."""
+        """Returns the best value and the count."""
         return {
             "best": self.best,
             "best_step": self.best_step,
@@ -182,13 +185,13 @@ class EarlyStopping(Callback):
 
 
 def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
-    """The states that are saved with a run, each with its callback's class."""
+    """Returns the states that are saved with a run, each with its callback's class."""
     states = [(type(each).__qualname__, each.get_state()) for each in callbacks]
     return [[name, state] for name, state in states if state is not None]
 
 
 def restore_states(callbacks: Sequence[Callback], states: Sequence[Any]) -> None:
-    """Gives callbacks their saved states; states of one class go by their order."""
+    """Gives callbacks their saved states; within a class, in the order of callbacks."""
     left = [*states]
     for callback in callbacks:
         name = type(callback).__qualname__

@@ -1,14 +1,14 @@
 """The program of a step, its compiler options, and its copy on disk.
 
-A compiled step is kept under a hash of its text and the facts that it depends on. It is
-read only if all of them are the same, and only from a file and a directory that no
-other user can write to, because it is code. Otherwise the step is compiled, and the
-reason is logged.
+A compiled step is stored under a hash of its text, with the other facts that it depends
+on. It is read only if all these facts are the same. Since it is code, it is read only
+from a file and a directory that no other user can write to. Otherwise the step is
+compiled, and the reason is logged.
 
-By default a TPU's TensorCore waits while it gathers parameters and adds up gradients:
-the compiler can send them during other work, but leaves this off. `TABLE` has the
-options that turn it on, each with its reason and its source. Options that another
-version of the compiler refuses are left out.
+By default a TPU's TensorCore waits while parameters are gathered and gradients are
+summed. The compiler can let these transfers overlap with other work, but leaves that
+off. `TABLE` has the options that turn it on, each with its reason and its source.
+Options that another version of the compiler refuses are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from nnx_parallel.sharding.partitioner import partition_correctly
 Options = Mapping[str, bool | int | float | str]
 
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables with options of XLA, and of TPUs' compiler, for the whole process."""
+"""Environment variables with options of XLA and of the TPU compiler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +54,9 @@ class CompilerOption:
 
     Attributes:
         value: The value that it is set to.
-        kinds: Kinds of devices that gain, as ``device.device_kind`` begins; on GPUs,
-            which are called by many names, ``"gpu"``.
-        reason: Its effect, and the known facts about its gain.
+        kinds: The beginnings of ``device.device_kind`` for devices that gain from the
+            option; ``"gpu"`` for GPUs, which have many names.
+        reason: The effect of the option, and the known facts about its gain.
         source: The source of these facts.
     """
 
@@ -67,8 +67,8 @@ class CompilerOption:
     source: str
 
 
-# The options are for v5p and v6e. v7x has them on by default (its program is the same
-# with and without them), v5e has no SparseCores, and for v4 nothing was measured.
+# The options are for v5p and v6e. On v7x they are on by default: the program is the
+# same with and without them. v5e has no SparseCores. On v4 nothing was measured.
 _SPARSE_CORES = ("TPU v5", "TPU v6")
 _NONE = ("TPU v5 lite", "TPU v5e")
 _MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
@@ -125,21 +125,21 @@ TABLE: tuple[CompilerOption, ...] = (
         source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
     ),
 )
-"""Every option of the library; other platforms have no options."""
+"""All options that the library sets; on other platforms it sets none."""
 
 
 def compiler_options(
     mesh: Mesh, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The options with which a step on a mesh is compiled.
+    """Returns the options with which a step on a mesh is compiled.
 
-    They are the options of `TABLE` for the mesh's devices. A single device has no
-    options, because it sends nothing. Options that ``XLA_FLAGS`` or
-    ``LIBTPU_INIT_ARGS`` set are left to these variables.
+    They are the options of `TABLE` for the mesh's devices. A single device gets no
+    options, because it sends nothing. If ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` sets an
+    option, it is left out here.
 
     Args:
-        mesh: Mesh of devices, which need not exist here.
-        overrides: More options, or other values; ``None`` as a value removes one.
+        mesh: Mesh of devices; they need not exist on this machine.
+        overrides: More options, or other values; the value ``None`` removes an option.
 
     Raises:
         ValueError: If a name or a value cannot belong to a compiler option.
@@ -170,7 +170,7 @@ def _is_for(option: CompilerOption, platform: str, kind: str) -> bool:
 
 
 def check_compiler_options(options: Mapping[str, Any] | None) -> None:
-    """Refuses invalid names and values of options before a compiler is asked."""
+    """Raises an error for invalid names or values before a compiler is asked."""
     for name, value in (options or {}).items():
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
             bare = re.match(r"-*([A-Za-z]\w*)", str(name))
@@ -189,9 +189,9 @@ def check_compiler_options(options: Mapping[str, Any] | None) -> None:
 def accepted_options(
     mesh: Mesh, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """`compiler_options` that the compiler accepts, and why it refuses the others.
+    """Returns the `compiler_options` that the compiler accepts, and errors of the rest.
 
-    Warns once of options in ``overrides`` that it refuses.
+    Warns once about options in ``overrides`` that the compiler refuses.
     """
     options = compiler_options(mesh, overrides)
     if not options:
@@ -206,7 +206,7 @@ def accepted_options(
 def _refused(
     device: Any, options: tuple[tuple[str, Any], ...], given: frozenset[str]
 ) -> Mapping[str, str]:
-    """The reasons why a device's compiler refuses options, by name."""
+    """Returns the reasons why a device's compiler refuses options, by name."""
     if _why_refused(device, dict(options)) is None:
         return {}
     reasons = {name: _why_refused(device, {name: value}) for name, value in options}
@@ -222,7 +222,7 @@ def _refused(
 
 
 def _why_refused(device: Any, options: dict[str, Any]) -> str | None:
-    """A compiler's error about options, found with a trivial program."""
+    """Returns a compiler's error about options, found with a trivial program."""
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(x).compile()
@@ -245,16 +245,16 @@ def jit_step(
     overrides: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> Any:
-    """``jax.jit`` with the options that the mesh's compiler accepts.
+    """Returns ``jax.jit`` of a function, with the options that the compiler accepts.
 
-    Every program of a Trainer is compiled through this. Its ``lower(...).compile()``
-    has the options too.
+    Every program of a Trainer is compiled through this function. The result's
+    ``lower(...).compile()`` uses the options too.
 
     Args:
-        layout: Layout with the mesh that runs the function; it is active while the
+        layout: Layout with the mesh that runs the function. It is active while the
             function is traced.
         function: The function to compile.
-        overrides: The same as in `compiler_options`.
+        overrides: Options that override, the same as in `compiler_options`.
         arguments: Other arguments of ``jax.jit``.
     """
     function = partition_correctly(layout, in_context(layout, function))
@@ -264,10 +264,10 @@ def jit_step(
 
 
 class _Optioned:
-    """A compiled function with options, which can be called inside another one.
+    """A compiled function with options that can also be called inside another one.
 
-    JAX refuses options there: a program is compiled as a whole, with the options of the
-    outermost function.
+    JAX refuses options there, because the entire program is compiled with the options
+    of the outermost function.
     """
 
     def __init__(self, plain: Any, optioned: Any) -> None:
@@ -311,14 +311,14 @@ def check_warm_start(found: object) -> None:
 
 
 def program_hash(lowered: jax.stages.Lowered) -> str:
-    """A name for the text of a program, which holds no devices."""
+    """Returns a hash of the text of a program; the text names no devices."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:32]
 
 
 def facts_of(
     devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """The facts that a compiled program depends on besides its text, by name.
+    """Returns the facts, besides its text, that a compiled program depends on, by name.
 
     Args:
         devices: Devices in the order of the mesh; they may belong to a described
@@ -331,7 +331,7 @@ def facts_of(
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
     facts |= {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    # These options say how to compile; a version of jax may lack some.
+    # These options control how a program is compiled; some versions of jax lack some.
     facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
         (d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0))
@@ -341,7 +341,7 @@ def facts_of(
     facts["order of the devices"] = _short(places)
     facts["compiler options"] = _short(sorted((options or {}).items()))
     if first.platform == "cpu":
-        # Code for a CPU is specific to the machine that compiled it.
+        # Code for a CPU runs only on the kind of machine that compiled it.
         facts["machine"] = platform.node()
     return facts
 
@@ -357,10 +357,10 @@ def keep_program(
     facts: Mapping[str, str],
     seconds: float,
 ) -> Path | None:
-    """Writes a compiled program, for `start_program`; ``None`` if JAX cannot.
+    """Writes a compiled program for `start_program`; returns ``None`` if JAX cannot.
 
     Args:
-        directory: Directory for the file; it exists.
+        directory: Directory for the file; it must exist.
         lowered: The program.
         compiled: The same program, compiled.
         facts: The facts from `facts_of`.
@@ -368,11 +368,11 @@ def keep_program(
     """
     try:
         payload, _, _ = serialize_executable.serialize(compiled)
-    except ValueError:  # it calls back into Python
+    except ValueError:  # the program calls back into Python
         return None
     head = json.dumps({"facts": dict(facts), "seconds": seconds}).encode()
     file = directory / f"{program_hash(lowered)}-{_short(dict(facts))}.step"
-    # The file is renamed into place, since another process may be reading.
+    # The file is complete when it is renamed, because another process may be reading.
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as new:
         new.write(head + b"\n" + payload)
     Path(new.name).replace(file)
@@ -385,9 +385,9 @@ class Program:
 
     Attributes:
         compiled: The program.
-        is_read: True if it was read, and not compiled.
-        note: The file that it comes from, or the reason why it was compiled although
-            there was a plan; otherwise empty.
+        is_read: True if the program was read instead of compiled.
+        note: The file that the program was read from. If it was compiled although there
+            was a plan, this is the reason. Otherwise it is empty.
     """
 
     compiled: jax.stages.Compiled
@@ -403,13 +403,13 @@ def start_program(
 ) -> Program:
     """Reads a program that a plan has compiled, or compiles it.
 
-    Either all processes read it, or all compile it.
+    Either all processes read the program, or all compile it.
 
     Args:
         lowered: The program.
         mesh: Mesh with the devices that run it.
         warm_start: The plan's directory, or ``None`` to compile.
-        options: Options of the compiler, which the program has already.
+        options: Options of the compiler, which ``lowered`` has already.
     """
     if warm_start is None:
         return Program(lowered.compile())
@@ -435,7 +435,7 @@ def start_program(
 def _read(
     directory: Path, lowered: jax.stages.Lowered, facts: Mapping[str, str]
 ) -> tuple[jax.stages.Compiled, float] | str:
-    """The program and its compilation time in seconds, or why it cannot be read."""
+    """Returns the program and its compile seconds, or why it cannot be read."""
     if not directory.is_dir():
         return "the directory does not exist"
     name = program_hash(lowered)
@@ -459,7 +459,7 @@ def _read(
 
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
-    """The differences of the file that differs in the fewest facts."""
+    """Returns the differing facts of the file that differs in the fewest facts."""
     differences = []
     for file in files:
         other: dict[str, Any] = {}

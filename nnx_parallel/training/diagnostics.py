@@ -1,8 +1,8 @@
 """Checks before a run and during it, and errors that say how to fix the cause.
 
-Every ``agree_on`` raises `DisagreementError` on all processes, with the process that
-differs, the field and both values. An allocator's error is explained with the changes
-that would have fit.
+Every ``agree_on`` function raises `DisagreementError` on all processes. The error names
+the process that differs, the field and both values. An allocator's error is explained
+with changes that would make the run fit.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def check_count(name: str, value: object, least: int, meaning: str) -> int:
-    """A count as Python's `int`; a `ValueError` explains ``least`` if it is less."""
+    """Returns a count as `int`; a `ValueError` explains ``least`` if it is smaller."""
     if not _is_integer(value) or value < least:
         raise ValueError(
             f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
@@ -60,7 +60,7 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
 
 
 def check_length(num_steps: object, num_epochs: object) -> int:
-    """The steps of a fit, or 0 if ``num_epochs`` gives them; one of both is needed."""
+    """Returns the steps of a fit, or 0 if it has ``num_epochs``; one must be given."""
     if num_steps is not None and num_epochs is not None:
         found = f"num_steps={num_steps!r} and num_epochs={num_epochs!r}"
     elif num_steps is None and num_epochs is None:
@@ -78,7 +78,7 @@ def check_length(num_steps: object, num_epochs: object) -> int:
 
 
 def check_evaluation(data: object, every: object) -> int | None:
-    """Checks the data of a fit's evaluations; returns the steps between two."""
+    """Checks the data of a fit's evaluations; returns the steps between evaluations."""
     if every is not None:
         rule = "; 0 and None evaluate only at the end"
         every = check_count("eval_every", every, 0, rule)
@@ -95,17 +95,17 @@ def check_evaluation(data: object, every: object) -> int | None:
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts over."
         )
-    # Only one of several processes may have no data: they report this together, later.
+    # If only one of several processes has no data, all of them report this later.
     if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")
     return every
 
 
 def check_seed(seed: object) -> int:
-    """A seed as Python's `int`; a `ValueError` if it is not an integer of 32 bits."""
+    """Returns a seed as `int`; raises a `ValueError` unless it is a 32-bit integer."""
     least, most = -(2**31), 2**31 - 1
     if not _is_integer(seed) or not least <= seed <= most:
-        # A key or an nnx.Rngs would fill the screen.
+        # The text of a key or an nnx.Rngs would fill the screen.
         found = seed if isinstance(seed, int | float | str) else type(seed)
         raise ValueError(
             f"seed={found!r}. It must be an integer of 32 bits: from {least} to {most}."
@@ -118,11 +118,11 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_loss(function: Callable, name: str = "loss") -> None:
-    """Refuses a function whose parameters do not fit the arguments that it gets."""
+    """Raises an error if a function's parameters do not fit its arguments."""
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # a function in C may not tell
+        return  # a function in C may have no signature
     if [*signature.parameters][1:2] == ["model"]:
         raise LossError(
             f"The loss, of signature {signature}, has the model second, but gets it "
@@ -142,11 +142,11 @@ def check_loss(function: Callable, name: str = "loss") -> None:
 
 @contextlib.contextmanager
 def watching_wrapped(model: nnx.Module) -> Iterator[None]:
-    """Refuses a loss that calls no method that a wrapper has replaced.
+    """Raises an error if a wrapper has replaced a method that the loss does not call.
 
     Qwix quantizes only the code inside one method, which it overrides in a subclass
-    that it makes for the model: a loss that calls another method silently trains in
-    full precision (docs/library-notes.md, "Qwix").
+    that it makes for the model. A loss that calls another method would silently train
+    in full precision (docs/library-notes.md, "Qwix").
     """
     wrapper, called = type(model), set()
     home = sys.modules.get(wrapper.__module__)
@@ -179,7 +179,7 @@ def watching_wrapped(model: nnx.Module) -> Iterator[None]:
 
 
 def check_model(model: object, *losses: Callable | None) -> None:
-    """Refuses a model whose arrays were donated, or that a loss holds on to."""
+    """Raises an error if a model's arrays were donated, or if a loss refers to it."""
     given = [loss for loss in losses if loss is not None]
     for loss in given:
         check_loss(loss)
@@ -202,16 +202,16 @@ def check_model(model: object, *losses: Callable | None) -> None:
 
 
 def _held_by(function: Callable) -> list[tuple[str, object]]:
-    """Globals and closed-over values that a function uses, by name."""
+    """Returns globals and closed-over values that a function uses, by name."""
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
-    # Names of attributes are among them, and a global may have the same name; only the
-    # identity of the value with the model counts.
+    # `co_names` also has the names of attributes, and a global may have the same name.
+    # That does no harm, because a value counts only if it is the model itself.
     code = inner.__code__
     found = [(n, inner.__globals__[n]) for n in code.co_names if n in inner.__globals__]
     for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it gets its value further down
+        with contextlib.suppress(ValueError):  # the variable has no value yet
             found.append((name, cell.cell_contents))
     return found
 
@@ -219,7 +219,7 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
 def warn_of_attributes(
     before: Mapping[Path, Any], after: Mapping[Path, Any], where: str
 ) -> None:
-    """Warns of `plain_attributes` that have changed: no compiled step will see it."""
+    """Warns of changed `plain_attributes`, whose changes no compiled step will see."""
     paths = dict.fromkeys((*before, *after))
     if changed := [f"`{dotted(p)}`" for p in paths if before.get(p) != after.get(p)]:
         warn_user(
@@ -237,11 +237,11 @@ def agree_on_run(
     settings: dict[str, Any],
     step: int,
 ) -> None:
-    """Checks that all processes are about to continue the same run from one step."""
+    """Checks that all processes will continue the same run from the same step."""
     if jax.process_count() == 1:
         return
     places = [f"{d.process_index}:{d.id}" for d in plan.layout.mesh.devices.flat]
-    # Another version may lower the same step to a different program.
+    # The versions matter: another one may lower the same step differently.
     fields = {f"version of {name}": found for name, found in versions().items()}
     fields |= {name: loss and hash_code(loss) for name, loss in losses.items()}
     fields |= settings | {
@@ -258,8 +258,8 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
     """Checks that all processes have lowered the same step."""
     if jax.process_count() == 1:
         return
-    # The compiled program is not compared: processes that differ would deadlock while
-    # they compile together, or in the first collective.
+    # The lowered program is compared instead of the compiled one: processes that differ
+    # would deadlock while they compile together, or in the first collective.
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]
     check_consistent(
         "compiled step (model, loss or optimizer differ in their code or constants)",
@@ -268,7 +268,7 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
 
 
 def agree_on_batch(batch: Any) -> None:
-    """Checks that all processes hold their parts of one global batch, placed.
+    """Checks that all processes have placed parts of the same global batch.
 
     Warns if two of them gave the same rows as different parts.
     """
@@ -278,8 +278,8 @@ def agree_on_batch(batch: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(batch):
         name = f"batch{jax.tree_util.keystr(path)}"
         fields[name] = f"{x.dtype}{list(x.shape)} (global)"
-        # Shards are in the order of rows, because the order of devices differs by
-        # process.
+        # The shards are sorted by rows, because the order of devices differs between
+        # processes.
         for shard in sorted(x.addressable_shards, key=lambda s: str(s.index)):
             rows.add(str(shard.index[:1]))
             digest.update(np.asarray(shard.data).tobytes())
@@ -294,8 +294,8 @@ def agree_on_batch(batch: Any) -> None:
                     "but gave different rows. Processes whose trainer.data_share is "
                     "equal must read the same data in the same order."
                 )
-            # This is not an error, because batches may be alike. The warning is given
-            # once, not for each pair.
+            # Equal parts are not an error, because rows may repeat. The warning is
+            # given once, not for each pair of processes.
             if part != other_part and value == other_value and process == 1:
                 warn_user(
                     f"Processes {other} and {process} gave the same rows as different "
@@ -307,11 +307,11 @@ def agree_on_batch(batch: Any) -> None:
 def check_replicas(state: Any, step: int) -> None:
     """Checks that all copies of the same part of an array have the same bits.
 
-    Each device hashes its shards; only the hashes are sent. All processes call it, and
-    all raise `ReplicaError`, with the arrays and the devices.
+    Each device hashes its shards, and only the hashes are sent. All processes call
+    this, and all raise a `ReplicaError` that names the arrays and the devices.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    # Arrays on one device have no copies; other shardings are not compared.
+    # Arrays on one device have no copies. Other kinds of shardings are not compared.
     leaves = [leaf for leaf in leaves if isinstance(leaf[1].sharding, NamedSharding)]
     found = start_hashes([x for _, x in leaves])()
     places = [Place(path_of(path), x.sharding, x.shape) for path, x in leaves]
@@ -326,17 +326,17 @@ def check_replicas(state: Any, step: int) -> None:
 def _are_sound(
     finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Tests that elements of some arrays are finite, and that others have no NaN."""
+    """Tests that each array of ``finite`` is finite and no array of ``numbers`` NaN."""
     sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
     return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
 
 
 def broken_arrays(state: TrainState) -> list[str]:
-    """Paths of the arrays from which training cannot go on; all processes call it.
+    """Returns the paths of arrays whose values make further training impossible.
 
-    Parameters, their averages and moments must be finite. Other variables, such as a
-    mask, and single numbers of the optimizer, such as the best value so far, may be
-    infinite, but not NaN.
+    All processes call this. Parameters, their averages and their moments must be
+    finite. Other variables, such as a mask, may be infinite but not NaN. The same holds
+    for single numbers of the optimizer, such as the best value so far.
     """
     moments = {f"opt_state.{p}": x for p, x in flatten_pure(state.opt_state).items()}
     averages = {f"ema.{p}": x for p, x in flatten_pure(state.ema or {}).items()}
@@ -353,7 +353,7 @@ def broken_arrays(state: TrainState) -> list[str]:
             if x.sharding.memory_kind != HOST:
                 kind[path] = x
                 continue
-            # They are moved one at a time: together they may not fit on the devices.
+            # Offloaded arrays are moved one at a time: all of them may not fit.
             x = jax.device_put(x, x.sharding.with_memory_kind("device"))
             only = _are_sound(*({path: x} if k is kind else {} for k in kinds))
             sound |= jax.device_get(only)
@@ -364,14 +364,13 @@ def broken_arrays(state: TrainState) -> list[str]:
 def explain_non_finite(
     state: TrainState, saved_step: int | None, labels: list[LabelRange]
 ) -> str:
-    """Arrays of the newest state that are not finite, or labels that explain them."""
+    """Returns text that names non-finite arrays, or labels that caused them."""
     step = int(state.step)
     saved = f"a checkpoint of step {saved_step}"
     if saved_step is None:
         saved = "no checkpoint"
     kept = f"Nothing was saved from the bad step on; there is {saved}."
-    # Labels are checked before the arrays, because such labels have caused the values
-    # of the arrays.
+    # Labels come first, because an invalid label is the cause of the non-finite arrays.
     if found := next((found for found in labels if not found.is_valid), None):
         if found.name != "labels":
             return (
@@ -386,7 +385,7 @@ def explain_non_finite(
             f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
         )
     broken = broken_arrays(state)
-    # Averages and moments are not finite as a result of the parameters.
+    # If parameters are not finite, their averages and moments follow from that.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
     if not bad:
@@ -405,9 +404,9 @@ _advisers: list[Callable[[Any, Any, str], str]] = []
 
 
 def advise_with(adviser: Callable[[Any, Any, str], str]) -> None:
-    """Sets the function that knows which changes fit; the plan module sets it.
+    """Sets a function that finds changes that would fit; the plan module sets it.
 
-    It is called with the Trainer, the first batch and the error's text.
+    The function is called with the Trainer, the first batch and the error's text.
     """
     _advisers[:] = [adviser]
 
@@ -421,20 +420,20 @@ def explaining_memory(
 ) -> Iterator[None]:
     """Turns an error of the allocator into a `DeviceMemoryError` with remedies.
 
-    ``temporary_bytes`` are the compiled step's temporary bytes on each device, if
-    known; ``run`` is the Trainer and its first batch.
+    ``temporary_bytes`` is the size of the compiled step's temporaries on each device,
+    if it is known. ``run`` is the Trainer and its first batch.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # XLA's status is only in the text: all its errors are of one class.
+        # The status is only in the text: all errors of XLA have the same class.
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise
         reason = text.strip().splitlines()[0]
         advice = _advice(plan, num_microbatches, temporary_bytes)
         if run is not None and run[1] is not None:
-            # A failure of the adviser must not hide the error.
+            # A failure of the adviser must not hide the original error.
             with contextlib.suppress(Exception):
                 advice = "\n".join(adviser(*run, text) for adviser in _advisers)
         raise DeviceMemoryError(f"Out of device memory: {reason}\n{advice}") from error
@@ -460,7 +459,7 @@ def _advice(plan: StatePlan, num_microbatches: int, temporary: int | None) -> st
         f"Less for activations: num_microbatches={2 * num_microbatches}{half}; or "
         "remat='full'."
     )
-    # FSDP leaves each device its share of all bytes; it saves the replicas.
+    # With FSDP each device would hold its share of all bytes, and no replicas.
     if (saved := params + optimizer - total_bytes // num_devices) > 0:
         text += (
             f"\nLess for the state: strategy=FSDP() over {num_devices} devices, by "

@@ -1,7 +1,7 @@
-"""Evaluation and prediction: their compiled steps, and their passes over the data.
+"""Evaluation and prediction: their compiled steps, and their loops over the data.
 
-The model is in evaluation mode and its variables do not change. Under a pipeline both
-run the forward half of the schedule, each microbatch like a separate batch.
+The model is in evaluation mode, and its variables do not change. Under a pipeline, both
+run the forward half of the schedule and treat each microbatch as a separate batch.
 """
 
 import operator
@@ -55,7 +55,7 @@ _AVERAGING = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState)
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """The parameters that are evaluated, predicted with, exported and called best.
+    """The parameters that are used to evaluate, predict, export and rank checkpoints.
 
     Attributes:
         plan: The place of every array.
@@ -69,7 +69,7 @@ class Judged:
         plan, choice = self.plan, self.choice
         if isinstance(choice, str):
             if choice == "ema":
-                params_of(plan.abstract, ema=True)  # an error if there is no average
+                params_of(plan.abstract, ema=True)  # raises if there is no average
             return
         given = jax.eval_shape(choice, plan.abstract)
         found, wanted = _shapes_of(given), _shapes_of(plan.abstract.params)
@@ -85,7 +85,7 @@ class Judged:
 
     @cached_property
     def choice(self) -> EvalParams:
-        """The field; for ``None`` the average if the run keeps one."""
+        """The field ``params``; if it is ``None``, the kind that it stands for."""
         if self.given is not None:
             return self.given
         if self.plan.ema_decay is not None:
@@ -110,7 +110,7 @@ class Judged:
                 return f"Evaluation(params={name})"
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
-        """These parameters, placed like the trained ones."""
+        """Returns these parameters, placed like the trained ones."""
         if isinstance(self.choice, str):
             return params_of(state, ema=self.choice == "ema")
         return self._derive(state)
@@ -132,17 +132,18 @@ class Judged:
 
 
 def derived_params(state: TrainState) -> dict[str, Any]:
-    """The parameters at which an optimizer should be evaluated.
+    """Returns the parameters at which an optimizer should be evaluated.
 
-    They differ from the trained ones for ``optax.contrib.schedule_free``, which trains
-    at another point, and for ``optax.contrib.sam``, which has adversarial parameters in
-    every second state.
+    For most optimizers these are the trained parameters.
+    ``optax.contrib.schedule_free`` differs, because it trains at another point.
+    ``optax.contrib.sam`` differs, because every second state has adversarial
+    parameters.
     """
     params = state.params
     for found in _averaging_states(state.opt_state):
         is_free = isinstance(found, optax.contrib.ScheduleFreeState)
-        # Parameters are found by path: the parameters of other optimizers are masked
-        # out, also as whole subtrees.
+        # Parameters are found by path. Parameters of other optimizers are masked out,
+        # which may replace entire subtrees.
         kept = _by_path(found.z if is_free else found.cache)
         new = {p: x for p, x in _by_path(params).items() if p in kept}
         if is_free:
@@ -158,11 +159,11 @@ def derived_params(state: TrainState) -> dict[str, Any]:
 
 
 def _averaging_states(opt_state: Any) -> Iterator[Any]:
-    """States of optimizers that are evaluated at other parameters, outermost first."""
+    """Yields, outermost first, states of optimizers that evaluate other parameters."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _AVERAGING))
     for state in leaves:
         if isinstance(state, _AVERAGING):
-            # In its opaque mode SAM does not keep adversarial parameters.
+            # In its opaque mode, SAM does not keep adversarial parameters.
             if getattr(state, "cache", ()) is not None:
                 yield state
             yield from _averaging_states(tuple(state))
@@ -177,7 +178,7 @@ def _shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _Known:
-    """A function as a key: by its equality, or by its identity if it is unhashable."""
+    """A function as a dict key, by equality, or by identity if it is unhashable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -222,10 +223,10 @@ class Programs:
         return accepted_options(self.plan.layout.mesh, given)
 
     def check_padding(self, state: TrainState, batch: Batch, weights: str) -> None:
-        """Refuses a loss that rows of weight 0 in a batch would change."""
+        """Raises an error if rows of weight 0 in a batch would change the loss."""
         check_padding(self.plan, self.loss, state, batch, weights)
 
-    # The number is limited, because a user may make a new function for each call.
+    # The number of programs is limited, since a user may make a function for each call.
     @cached_property
     def _eval_step(self) -> Callable[[_Known], Callable[..., Means]]:
         return lru_cache(maxsize=8)(partial(self._make_step, is_loss=True))
@@ -235,11 +236,13 @@ class Programs:
         return lru_cache(maxsize=8)(partial(self._make_step, is_loss=False))
 
     def _make_step(self, known: _Known, *, is_loss: bool) -> Callable[..., Any]:
-        """A compiled loss or prediction: ``(params, variables, key, draws, batch)``.
+        """Returns a compiled loss or prediction of these five arguments.
 
-        A loss gives means: a plain scalar is weighted by the batch's rows, a `Mean` by
-        its weight. Random numbers depend on ``draws``, a tuple of numbers that has the
-        batch's index: so batches draw different numbers, the same in every evaluation.
+        The arguments are ``(params, variables, key, draws, batch)``. A loss gives
+        means: a plain scalar is weighted by the batch's rows, a `Mean` by its weight.
+        Random numbers depend on ``draws``, a tuple of numbers that includes the batch's
+        index. So each batch draws different numbers, but every evaluation draws the
+        same.
         """
         plan, count = self.plan, self.options.num_microbatches
 
@@ -252,7 +255,7 @@ class Programs:
             return {"loss": mean, **metrics}
 
         def add_up(means: Means) -> Means:
-            # (microbatches, ...) -> (...): totals and weights of a Mean add up.
+            # (microbatches, ...) -> (...): totals and weights of a Mean are summed.
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
 
         def step(
@@ -272,14 +275,14 @@ class Programs:
                 key,
                 count,
                 join=add_up if is_loss else join_rows,
-                # A loss without a Stack is an error in a pipeline's training too.
+                # A loss without a Stack is an error, as in a pipeline's training.
                 needs_stack=is_loss,
             )
 
         return jit_step(plan.layout, step, self.options.compiler_options)
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Puts a training batch on the mesh, checked to divide evenly."""
+        """Puts a training batch on the mesh, after a check that it divides evenly."""
         return place_batch(
             batch,
             self.plan.layout,
@@ -297,13 +300,13 @@ class Programs:
         watchdog: Watchdog | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> dict[str, Any]:
-        """Mean loss and metrics over all rows; nothing if it was stopped.
+        """Returns the mean loss and metrics over all rows; empty if it was stopped.
 
         A mean is NaN if all its weights are 0.
 
-        The watchdog ends the process if a batch takes too long, without compilation.
-        ``stop_reason`` returns why this process wants to stop before the next batch, or
-        ``None``; if one process wants to stop, all processes stop there.
+        The watchdog ends the process if a batch takes too long; compilation does not
+        count. ``stop_reason`` returns why this process wants to stop before the next
+        batch, or ``None``. If one process wants to stop, all processes stop there.
         """
         watchdog = watchdog or Watchdog(None)
         known = _Known(loss or self.evaluation.loss or self.loss)
@@ -327,8 +330,8 @@ class Programs:
             self._compiled_evals.add(program)
             rearm()
             # The sum is in double precision, because a float32 sum of many batches
-            # loses whole rows. It goes by leaves, because `then` of a Sum may be
-            # another function in another shape's trace.
+            # loses entire rows. Leaves are added instead of trees, because the function
+            # `then` of a Sum may be another object in the trace for another shape.
             sums = [np.float64(x) for x in jax.tree.leaves(found)]
             total = [*map(operator.add, total, sums)] if total else sums
         if not total:
@@ -346,7 +349,7 @@ class Programs:
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
     ) -> None:
-        """Warns, once for a function, of modules that still behave as in training."""
+        """Warns, once per function, of modules that still behave as in training."""
         if known in self._traced_evals:
             return
         self._traced_evals.add(known)
@@ -372,7 +375,7 @@ class Programs:
         seed: int = 0,
         ema: bool | None = None,
     ) -> Any:
-        """Outputs of ``function`` for all rows, as NumPy arrays."""
+        """Returns the outputs of ``function`` for all rows, as NumPy arrays."""
         known = _Known(function or _apply)
         check_loss(known.function, "function")
         run = self._predict_step(known)
@@ -380,8 +383,8 @@ class Programs:
         parts = []
         for index, batch in enumerate(self._batches(data)):
             self._warn_of_training(known, *arrays, batch)
-            # Outputs go to the host batch by batch: all of them may not fit on the
-            # devices.
+            # Outputs are moved to the host after each batch, because all of them may
+            # not fit on the devices.
             parts.append(gather(run(*arrays, (seed, index), batch)))
             _check_joins(parts[0], parts[-1], index)
         if not parts:
@@ -389,9 +392,9 @@ class Programs:
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
-        """The labels and tokens that our layers find in a batch, as far as they can."""
-        # The step is compiled again: the losses report their labels only if traced
-        # here.
+        """Returns the labels and tokens that our layers find in a batch."""
+        # The step is traced again here, because losses report their labels only while
+        # this function listens.
         step = self._make_step(_Known(self.loss), is_loss=True)
         found = execution_of(self.plan).observe_labels(
             lambda: step(state.params, state.variables, state.key, (0,), batch)
@@ -403,15 +406,15 @@ class Programs:
         data: Iterable[Batch],
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> Iterator[Batch]:
-        """The batches on the mesh; ``None`` in place of a batch if the run stops."""
+        """Yields the batches on the mesh, and ``None`` if the run stops."""
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
-        # With several processes nothing is read ahead: rows that do not divide are
-        # gathered by a collective, which must not meet a collective of another thread.
+        # Several processes read no batch ahead. Rows that do not divide are gathered by
+        # a collective, which must not meet a collective of another thread.
         with PrefetchIterator(
             data,
             place,
-            uniform=False,  # any number of rows
+            uniform=False,  # batches may have different numbers of rows
             prefetch=2 if is_alone else 0,
             agreement=BatchAgreement("evaluation batch", stop_reason),
         ) as batches:
@@ -453,7 +456,7 @@ def _check_rows(outputs: Any, num_rows: int) -> None:
 
 
 def _check_joins(first: Any, other: Any, index: int) -> None:
-    """Refuses outputs of two batches that differ in more than the number of rows."""
+    """Raises an error if two batches' outputs differ in more than the rows."""
     if jax.tree.structure(first) != jax.tree.structure(other):
         raise BatchShapeError(
             f"predict's function gave {jax.tree.structure(first)} for batch 0, and "
@@ -472,17 +475,17 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
 
 
 def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]:
-    """Integers of a batch that exceed every Flax embedding table of a model."""
+    """Yields integers of a batch that exceed every Flax embedding table of a model."""
     sizes = [m.num_embeddings for m in modules if isinstance(m, nnx.Embed)]
     for keys, x in jax.tree.leaves_with_path(batch):
-        # Bytes are left out, because they are images.
+        # Integers of one byte are left out, because they are usually images.
         if sizes and jnp.issubdtype(x.dtype, jnp.integer) and x.itemsize > 1:
             name = f"batch{jax.tree_util.keystr(keys)}"
             yield LabelRange(int(x.min()), int(x.max()), max(sizes), name)
 
 
 def _to_number(value: Any) -> Any:
-    """A float, which can be logged, or an array."""
+    """Returns a scalar as a float, which can be logged; returns arrays unchanged."""
     return np.asarray(value) if np.ndim(value) else float(value)
 
 
@@ -494,10 +497,10 @@ def training_in(
     batch: Batch,
     key: jax.Array,
 ) -> list[str]:
-    """Paths of the variables that a loss or prediction changes as training does.
+    """Returns paths of variables that a loss or prediction changes as training does.
 
-    They are batch statistics, and counters of the random streams of dropout. The
-    function is only traced: nothing runs, and no result is kept.
+    They are batch statistics, and counters of random streams of dropout. The function
+    is only traced: nothing runs, and no result is kept.
     """
     model = plan.eval_model.merge(flatten(params) | flatten(variables))
     modules = dict(nnx.iter_modules(model))
@@ -507,14 +510,14 @@ def training_in(
     changed: list[str] = []
 
     def watch(model: nnx.Module, batch: Batch, key: jax.Array) -> None:
-        given = arrays_of(model)  # by identity, since the loss assigns new arrays
+        given = arrays_of(model)  # compared by identity: the loss assigns new arrays
         call_loss(plan, loss, model, batch, key)
         after = arrays_of(model)
         changed.extend(
             dotted(path) for path in watched if after.get(path) is not given[path]
         )
 
-    # The model computes the same result under every strategy.
+    # A model computes the same result under every strategy, so any runner serves.
     with using_runner(run_one_layer):
         evaluate = partial(plan.evaluate, watch)
         jax.eval_shape(evaluate, params, variables, batch, key)
@@ -524,15 +527,15 @@ def training_in(
 def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
     if isinstance(variable, nnx.BatchStat):
         return True
-    # Only streams of dropout count: some models also sample when they are evaluated. A
-    # stream is `owner.rngs`, and its counter `owner.rngs.count`.
+    # Only streams of dropout count, because some models also sample in evaluation. A
+    # stream is `owner.rngs`, and its counter is `owner.rngs.count`.
     is_dropout = variable.get_metadata().get("tag") == "dropout"
     has_mode = any(hasattr(modules.get(path[:-2]), name) for name in MODES)
     return isinstance(variable, nnx.RngCount) and (is_dropout or has_mode)
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
-    """The parameters, or their moving average; a `ValueError` if it does not exist."""
+    """Returns the parameters or their average, which may raise a `ValueError`."""
     if not ema:
         return state.params
     if state.ema is None:

@@ -1,4 +1,4 @@
-"""One fit: batch, step, metrics, evaluation and checkpoint, step after step."""
+"""One fit: a loop over batches with steps, metrics, evaluations and checkpoints."""
 
 import contextlib
 import copy
@@ -44,17 +44,17 @@ from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
 
 SIGTERM = "SIGTERM, as a machine sends before it is taken away"
-_SIGNALS = (SIGTERM, INTERRUPT)  # after which there is no time to evaluate
+_SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
 
 _STEPS_TO_FIRST_METRICS = 4
-"""After this number of steps the first step's metrics, 2 steps behind, are known."""
+"""Number of steps after which the first metrics are known; they are 2 steps late."""
 
 
 @dataclass(kw_only=True)
 class Loop:
     """One fit, with the arguments and errors of `Trainer.fit`."""
 
-    trainer: Any  # callbacks get it as an argument
+    trainer: Any  # the argument of callbacks
     run: RunState
     programs: Programs
     loggers: Sequence[Logger] | None
@@ -98,7 +98,7 @@ class Loop:
             skip_limit=skip.limit if skip else 0,
             is_state_finite=lambda: not self.run.broken_arrays(),
         )
-        # A trace is a file, and a fast run writes none.
+        # A trace is a file, and a trial run writes no files.
         self._tracer = Tracer(None if is_trial else profile, directory)
         self._watchdog = Watchdog(self.faults.step_timeout)
         self._termination = Termination(saves=self.run.checkpoints.options is not None)
@@ -129,13 +129,12 @@ class Loop:
             why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
             raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
-            # The other processes may not be at the same place, so this one must not
-            # wait.
+            # This process must not wait for the others, which may be at another place.
             checkpoints.abandon_if_shared()
             raise
         finally:
             with contextlib.ExitStack() as stack:
-                # The loggers end last: a save that ends here is reported to them.
+                # The loggers end last, so that a save that ends here is logged too.
                 stack.callback(self._logger.finish)
                 stack.callback(setattr, checkpoints, "report", str)
                 stack.enter_context(checkpoints)
@@ -148,7 +147,8 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
-        # Before any collective of a checkpoint, which all processes must make alike.
+        # Options are compared before the first collective of a checkpoint, because all
+        # processes must make the same ones.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -159,18 +159,18 @@ class Loop:
                 self.num_steps = run.data.first_step + count
         checkpoints.check_ahead(run.step)
         if run.step < self.num_steps:
-            # An impossible save fails here, not after hours of training.
+            # A state that cannot be saved fails here, not after hours of training.
             checkpoints.check_state(programs.plan.abstract)
         if self.debugging.fast_dev_run:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
-        # A resumed run is warned where its batches are skipped.
+        # A resumed run gets its warning where batches are skipped.
         if checkpoints.options and run.step == 0:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:
             checkpoints.check_best((), "a fit without eval_data")
-        # From here on the processes' programs depend on these settings.
+        # From here on, the programs of the processes depend on these settings.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
             "compiler_options": programs.compiler_options,
@@ -186,20 +186,20 @@ class Loop:
             logger.message(resumed)
         for callback in self.callbacks:
             callback.on_fit_start(self.trainer)
-        # The step is read again: a hook may have restored another one.
+        # The step is read again, because a hook may have restored another one.
         ended = [c.end_reason for c in self.callbacks if c.end_reason]
-        if ended:  # the same on all processes, since it was restored
+        if ended:  # it is the same on all processes, since it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
             self._train()
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
-        # This waits while `_termination` is open: otherwise a SIGTERM would end the
-        # save early.
+        # This waits inside the context of `_termination`. Outside of it, a SIGTERM
+        # would end the save early.
         checkpoints.wait()
         if not self._is_alone and self._agreed_stop is None:
-            # This finds a request that any process got after the last batch.
+            # Any process may have received a request after the last batch.
             found = allgather_object("end of the fit", self._requested_stop())
             self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
@@ -208,7 +208,7 @@ class Loop:
             logger.message(checkpoints.exit_message(run.step))
 
     def _report_save(self, text: str) -> None:
-        if self._stop_reason not in _SIGNALS:  # their last message says it
+        if self._stop_reason not in _SIGNALS:  # the last message reports signals
             self._logger.message(text)
 
     def _train(self) -> None:
@@ -222,7 +222,7 @@ class Loop:
         step = first_step = run.step
         check_every = self.faults.check_replicas_every
         with (
-            # The watchdog is disarmed last: it also ends a close that hangs.
+            # The watchdog is disarmed last, because it also ends a close that hangs.
             contextlib.ExitStack() as stack,
             self._prefetch(first_step) as batches,
             self._tracer,
@@ -231,42 +231,46 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in batches:
                 if item.stop_reason is not None:
-                    # All processes see it here: none waits in a step for the others.
+                    # All processes stop at this item, so none waits in a step for
+                    # the others.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # Compilation must not count for the step's time and watchdog.
+                    # Compilation must not count in the step's time and watchdog.
                     self._compile(item.batch)
-                    # Until here a Ctrl-C can end the fit at once without a loss.
+                    # Until here, a Ctrl-C can end the fit at once and lose nothing.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # One statement: the old state is donated, and must not be seen.
+                    # This is a single statement, because the old state is donated and
+                    # must not be visible afterwards.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
-                # A hook that saves must find state and position at the same step.
+                # A hook may save, so state and position must be at the same step.
                 run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # After the dispatch, so that hooks and the wait for data count.
+                # The watchdog starts after the dispatch, and so covers the hooks and
+                # the wait for data.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler took its place
-                # A save that failed behind the steps is reported before the next one.
+                # If a save failed in the background, this reports it.
                 checkpoints.poll()
                 if check_every and step % check_every == 0:
-                    # Before the hooks below, which must not save copies that differ.
+                    # This comes before the hooks, which must not save unequal copies.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
-                    # This waits for the step two steps back, whose hooks may stop it.
+                    # This waits for an earlier step, whose hooks may stop the fit.
                     recorder.push(step, metrics, item.wait_seconds)
-                # All processes ask once in every step: jax counts the calls to announce
-                # a preemption at the same step everywhere.
+                # All processes ask once in every step. jax counts these calls in order
+                # to announce a preemption at the same step everywhere.
                 saves = checkpoints.is_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
-                # It is read once: a signal between two reads would end the fit unsaved.
+                # This is read only once: a signal between two reads would end the fit
+                # without a save.
                 ends = self._ends(step)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, saves=saves)
@@ -279,7 +283,7 @@ class Loop:
             self._tracer.stop(run.state)
 
     def _end_epochs(self, step: int) -> None:
-        # An epoch ends with its data, even if `len` of the data says another number.
+        # An epoch ends with its data, even if `len(data)` is another number.
         if missing := self.num_steps - step:
             self._logger.message(
                 f"Done at step {step}, not {self.num_steps}: {missing} batches of the "
@@ -299,8 +303,8 @@ class Loop:
                 last_batch=self.last_batch,
                 shares=shares,
             )
-        except BaseException:  # a Ctrl-C too
-            run.data = before  # refused data must not move the position
+        except BaseException:  # also a Ctrl-C
+            run.data = before  # the position must not move in refused data
             raise
 
     def _prefetch(self, step: int) -> PrefetchIterator:
@@ -318,7 +322,7 @@ class Loop:
                 first_step=step,
                 agreement=BatchAgreement("batch", self._requested_stop),
             )
-        except BaseException:  # a Ctrl-C too
+        except BaseException:  # also a Ctrl-C
             run.data = before
             raise
         if run.data.note:
@@ -327,14 +331,14 @@ class Loop:
         return placed
 
     def _compile(self, batch: Batch) -> None:
-        """Compiles the step, once all processes know that their programs are equal."""
+        """Compiles the step, after a check that all processes lowered the same one."""
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
         if isinstance(self.last_batch, Pad):
             self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
-        # The call of the step finds this in jax's caches, so that there is one trace
-        # and one compilation.
+        # The call of the step will find this result in jax's caches, so the step is
+        # traced and compiled only once.
         lowered = self._step.lower(self.run.state, batch)
         agree_on_program(lowered)
         mesh = self.programs.plan.layout.mesh
@@ -348,7 +352,7 @@ class Loop:
         analysis = program.compiled.memory_analysis()
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", None)
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
-        # `memory_stats` raises for devices of other processes.
+        # `memory_stats` raises an error for devices of other processes.
         device = mesh.local_devices[0]
         self._recorder.throughput = Throughput.of(program.compiled, batch, device)
 
@@ -382,32 +386,32 @@ class Loop:
     def _pause(self, step: int, *, saves: bool) -> bool:
         """Evaluates and saves ``step``, the newest; returns True if the fit ends here.
 
-        A stop requested during the save takes effect after the next step, which is
-        then saved too.
+        If a stop is requested during the save, the fit runs one more step and saves
+        that too.
         """
-        # This comes first: it raises if a step so far was not finite, which must not be
-        # saved.
+        # This comes first, because it raises an error if a step was not finite. Such a
+        # state must not be saved.
         self._recorder.flush()
         self._watchdog.disarm()
-        # Processes that stop before a batch come here again with the same step.
+        # If processes stop before a batch, they come here again with the same step.
         if self._evaluated_step != step:
             self.run.metrics = self._recorder.last_row()
             ranks = saves and self.run.checkpoints.ranks_by_eval
             if ranks or self._evaluates(step) or self._ends(step):
                 self._evaluate(step)
-        # This follows the evaluation, whose hooks may stop the fit: this step is then
-        # saved.
+        # This is asked after the evaluation, because its hooks may stop the fit. Then
+        # this step is saved.
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
-        # The pause does not count for the next step's time.
+        # The pause does not count in the next step's time.
         self._recorder.restart_clock()
         if not ends:
             self._watchdog.arm(step)
         return ends
 
     def _evaluate(self, step: int) -> None:
-        # After a SIGTERM there are seconds left, which the checkpoint needs.
+        # After a SIGTERM only seconds remain, and the checkpoint needs them.
         if self.eval_data is None or self._stop_reason in _SIGNALS:
             return
         try:
@@ -420,8 +424,8 @@ class Loop:
             self._watchdog.disarm()
             if found:
                 self._evaluated_step = step
-                # They are stored before they are logged: if logging fails, they are
-                # saved with the step. Only callbacks get the array of a Sum.
+                # Metrics are stored before they are logged, so that they are saved even
+                # if logging fails. Arrays of a Sum go only to callbacks.
                 numbers = {k: x for k, x in found.items() if isinstance(x, float)}
                 self.run.metrics |= {f"eval_{name}": x for name, x in numbers.items()}
                 self._recorder.record_eval(step, numbers)
@@ -435,7 +439,7 @@ class Loop:
 
     def _save_before(self, error: Exception, step: int) -> None:
         """Saves the trained state before an evaluation's error ends the fit."""
-        # With several processes it is not saved: the others may wait in the evaluation.
+        # Several processes save nothing: the others may still wait in the evaluation.
         if not self.run.checkpoints.options or not self._is_alone:
             return
         try:
@@ -449,8 +453,8 @@ class Loop:
 
     def _on_step_end(self, step: int, metrics: Values) -> None:
         if not self.run.checkpoints.ranks_by_eval:
-            # This is checked as soon as names are known, not after hours at the first
-            # save.
+            # This is checked as soon as the names are known, instead of at the first
+            # save, which may come hours later.
             self.run.checkpoints.check_best(metrics, f"step {step}")
         for callback in self.callbacks:
             callback.on_step_end(self.trainer, step, metrics)

@@ -1,4 +1,4 @@
-"""Metrics of a run, fetched after the step, checked, kept, logged; speed; traces."""
+"""Metrics of a run, which are fetched late, checked and logged; speed; traces."""
 
 import contextlib
 import itertools
@@ -35,22 +35,22 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 FLOP/s by the start of ``device_kind``, from vendors' data sheets."""
+"""Dense bfloat16 FLOP/s from vendors' data sheets, by the start of ``device_kind``."""
 
 
 def peak_flops(device: Device) -> float | None:
-    """Peak bfloat16 FLOP/s of a device, or ``None`` if it is unknown."""
+    """Returns a device's peak bfloat16 FLOP/s, or ``None`` if it is unknown."""
     kind = device.device_kind
     known = [name for name in PEAK_FLOPS if kind.startswith(name)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Tokens in a batch: the elements of its first integer array of two dims.
+    """Returns the tokens in a batch: the size of its first integer array of two dims.
 
-    ``None`` for a batch without such an array: then speed is counted in examples.
+    Returns ``None`` if there is no such array; speed is then counted in examples.
     """
-    # (batch, seq): labels have one dim, images have more.
+    # Tokens are (batch, seq). Labels have one dim, and images have more.
     matrices = (x for x in partition(batch)[0] if x.ndim == 2)
     integers = (x.size for x in matrices if jnp.issubdtype(x.dtype, jnp.integer))
     return next(integers, None)
@@ -58,13 +58,13 @@ def count_tokens(batch: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The work of one step, which turns its seconds into rates.
+    """The amounts of work in one step, from which a step's seconds give its rates.
 
     Attributes:
         num_rows: Rows of the global batch.
         num_tokens: Tokens of the global batch, or ``None``.
-        flops_per_device: FLOPs of the compiled step on one device, recomputation
-            included, or ``None``.
+        flops_per_device: FLOPs of the compiled step on one device, including
+            recomputation, or ``None``.
         device: One of this process's devices in the mesh.
     """
 
@@ -75,20 +75,20 @@ class Throughput:
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled, batch: Any, device: Device) -> Self:
-        """Throughput of a compiled step on a global batch."""
+        """Returns the throughput of a compiled step on a global batch."""
         try:
             flops = flops_of(compiled)
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
-            # libtpu may be newer than jaxlib, which then cannot print its programs.
+            # libtpu may be newer than jaxlib, which cannot print the program then.
             flops = None
         return cls(count_rows(batch), count_tokens(batch), flops, device)
 
     def rates(self, step_seconds: float) -> dict[str, float]:
-        """Metrics of a step that took ``step_seconds``.
+        """Returns the metrics of a step that took ``step_seconds``.
 
-        ``mfu`` divides the FLOPs of the compiled step by the device's peak. Under
-        remat these include the recomputation, which makes it the hardware's rather
-        than the model's utilisation.
+        ``mfu`` is the compiled step's FLOP/s, divided by the device's peak. With remat,
+        the FLOPs include recomputation: then ``mfu`` is the hardware's utilisation, not
+        the model's.
         """
         rates = {
             "step_seconds": step_seconds,
@@ -101,11 +101,11 @@ class Throughput:
             rates["tflops_per_device"] = flops / 1e12
             if peak := peak_flops(self.device):
                 rates["mfu"] = flops / peak
-        if stats := self.device.memory_stats():  # CPUs have none
+        if stats := self.device.memory_stats():  # CPUs have no statistics
             peak_bytes = float(stats.get("peak_bytes_in_use", 0))
             rates["device_memory_bytes"] = peak_bytes
-            # The limit is the memory that JAX may take: by default three quarters of a
-            # GPU.
+            # The limit is the memory that JAX may use, by default three quarters of a
+            # GPU's memory.
             if limit := stats.get("bytes_limit"):
                 rates["device_memory_fraction"] = peak_bytes / limit
         return rates
@@ -116,7 +116,7 @@ Values = Mapping[str, float]
 
 
 class History(dict[str, np.ndarray]):
-    """Metrics by name, with an entry for each step; a missing name is an error."""
+    """Metrics by name, one entry for each step; a missing name raises an error."""
 
     def __missing__(self, name: str) -> np.ndarray:
         if not self:
@@ -127,7 +127,7 @@ class History(dict[str, np.ndarray]):
 
 
 class _Columns:
-    """Rows of numbers, kept in 8 bytes for each number."""
+    """Rows of numbers that take 8 bytes each."""
 
     def __init__(self, index: str) -> None:
         self._index = index
@@ -137,7 +137,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row; its missing values, and earlier values of new names, are NaN."""
+        """Adds a row; missing values are NaN, also earlier values of new names."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
@@ -145,7 +145,7 @@ class _Columns:
             column.append(index if name == self._index else values.get(name, math.nan))
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Each name with its values, if there are rows."""
+        """Yields each name with its values, if there are rows."""
         for name, column in self._columns.items() if len(self) else ():
             yield name, np.array(column)
 
@@ -155,19 +155,19 @@ class Recorder:
     """Collects the metrics of each step without making the step wait.
 
     Metrics stay on the device while the next steps are dispatched. Times are means over
-    the last 8 steps, since steps in flight complete unevenly.
+    the last 8 steps, because steps in flight do not complete evenly.
 
     Attributes:
-        logger: Logger of the metrics; arrays ``(layers,)``, such as the load of
+        logger: Logger of the metrics. Arrays ``(layers,)``, such as the load of
             experts, go only to loggers that show each layer.
-        on_step: Called with the step and its metrics once these are known.
+        on_step: Function that gets a step and its metrics once they are known.
         log_every: Steps between logged metrics.
-        max_behind: Steps that may be in flight.
-        throughput: Work of one step, once the step is compiled.
-        skip_limit: Number of bad steps in a row that a run skips; 0 if the first one
-            ends it.
-        is_state_finite: Called after a bad step; returns True if the state is still
-            finite.
+        max_behind: Number of steps that may be in flight.
+        throughput: The work of one step, once the step is compiled.
+        skip_limit: Number of bad steps in a row that are skipped; 0 if the first one
+            ends the run.
+        is_state_finite: Function that is called after a bad step. It returns True if
+            the state is still finite.
     """
 
     logger: LoggerGroup
@@ -188,7 +188,7 @@ class Recorder:
         self._extra: dict[str, float] = {}
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
-        self._num_bad = 0  # in a row
+        self._num_bad = 0  # bad steps in a row
 
     def push(
         self, step: int, metrics: Mapping[str, jax.Array], wait_seconds: float
@@ -199,17 +199,17 @@ class Recorder:
             NonFiniteLossError: If a loss or gradient of an earlier step is not finite.
         """
         for value in metrics.values():
-            # The copy begins now, so that reading it later waits only for the step.
+            # The copy begins now, so that a later read waits only for the step.
             value.copy_to_host_async()
         self._in_flight.append((step, metrics, wait_seconds))
         self.flush(self.max_behind)
 
     def flush(self, num_behind: int = 0) -> None:
-        """Waits for all steps in flight but the newest ``num_behind``."""
+        """Waits for all steps in flight except the newest ``num_behind``."""
         while len(self._in_flight) > num_behind:
             step, metrics, wait_seconds = self._in_flight.popleft()
             row = {name: float(x) for name, x in metrics.items() if not x.ndim}
-            # The clock is read after `float`, which waits until the step is done.
+            # The clock is read after `float`, which waits for the end of the step.
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
             self._check(step, row)
@@ -224,11 +224,11 @@ class Recorder:
             self.on_step(step, row)
 
     def restart_clock(self) -> None:
-        """Excludes the time since the last step from the next step's time."""
+        """Leaves the time since the last step out of the next step's time."""
         self._last_time = time.perf_counter()
 
     def last_row(self) -> dict[str, float]:
-        """The metrics of the newest known step, and its number as ``"step"``."""
+        """Returns metrics of the newest known step, and its number as ``"step"``."""
         return dict(self._last_row)
 
     def add_once(self, **metrics: float) -> None:
@@ -236,29 +236,30 @@ class Recorder:
         self._extra |= metrics
 
     def record_eval(self, step: int, metrics: Values) -> None:
-        """Keeps and logs the metrics of an evaluation, named ``eval_name``."""
+        """Stores and logs the metrics of an evaluation, named ``eval_name``."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
         self._evals.append(step, named)
         self.logger.log(step, named)
 
     def history(self) -> History:
-        """Every metric by name: one entry a step, NaN where a step has none.
+        """Returns every metric by name, with NaN for steps that do not have it.
 
-        ``step`` numbers the entries; ``eval_step`` numbers the entries of evaluations.
+        ``step`` has the numbers of the steps. ``eval_step`` has the steps of the
+        evaluations, whose metrics have one entry for each evaluation.
         """
         return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         before, self._last_time = self._last_time, time.perf_counter()
         rates = {"data_wait_seconds": wait_seconds}
-        # The first step has no rates, since its time includes earlier work.
+        # The first step has no rates, because its time includes earlier work.
         if before is not None and self.throughput is not None:
             self._durations.append(self._last_time - before)
             rates |= self.throughput.rates(statistics.fmean(self._durations))
         return rates
 
     def skip_message(self) -> str:
-        """A line about skipped steps, if there are any."""
+        """Returns a line about skipped steps, or an empty text."""
         shown = ", ".join(map(str, self._first_skipped))
         more = ", ..." * (self._num_skipped > len(self._first_skipped))
         line = f"{self._num_skipped} steps changed nothing (skipped): {shown}{more}."
@@ -279,7 +280,7 @@ class Recorder:
                 )
             self._note_skipped(step)
             return
-        # float16: the next step runs at half the scale, down to 1.
+        # With float16 the next step runs at half the loss scale, which is at least 1.
         overflows = is_skipped and not math.isfinite(row["grad_norm"])
         if overflows and row.get("loss_scale", 1) > 1:
             return
@@ -292,9 +293,9 @@ class Recorder:
             row["skipped"] = 1.0
 
     def _survived(self, row: Values) -> bool:
-        """True if the optimizer itself kept bad gradients out of the state."""
+        """Returns True if the optimizer itself kept bad gradients out of the state."""
         if "skipped" in row or math.isfinite(row["grad_norm"]):
-            return False  # the step itself decides; or the loss is unknown
+            return False  # the step itself skips bad steps, or the loss is unknown
         return self.is_state_finite()
 
     def _raise(self, step: int, row: Values) -> None:
@@ -323,7 +324,7 @@ class Recorder:
 
 
 def _by_layer(metrics: Mapping[str, jax.Array]) -> Values:
-    """Metrics with a value for each layer: ``expert_loads/blocks.layer.mlp/0``."""
+    """Returns a metric for each layer, as ``expert_loads/blocks.layer.mlp/0``."""
     arrays = {name: np.asarray(x) for name, x in metrics.items() if x.ndim}
     return {
         f"{name}/{index}": float(value)
@@ -333,7 +334,7 @@ def _by_layer(metrics: Mapping[str, jax.Array]) -> Values:
 
 
 def _is_finite(row: Values) -> bool:
-    # The gradient overflows first: the loss is finite for one step more.
+    # The gradient overflows one step before the loss.
     return math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
 
 
@@ -341,7 +342,7 @@ def _is_finite(row: Values) -> bool:
 class Tracer(contextlib.AbstractContextManager):
     """Writes one `jax.profiler` trace of the steps from ``start`` to before ``stop``.
 
-    Steps are counted from 0, as in ``range``. The trace goes to ``profile`` below the
+    Steps are counted from 0, as in ``range``. The trace goes into ``profile`` in the
     directory, by default the working directory.
     """
 
@@ -350,15 +351,15 @@ class Tracer(contextlib.AbstractContextManager):
     _is_tracing: bool = False
 
     def step(self, step: int, state: Any) -> contextlib.AbstractContextManager:
-        """Names a step in the trace; starts and stops the trace when that is due.
+        """Names a step in the trace; starts or stops the trace if that is due.
 
-        ``state`` is the result of the step before, finished or not.
+        ``state`` is the result of the previous step, which may not be finished.
         """
         if self.profile is None:
             return contextlib.nullcontext()
         start, stop = self.profile
-        # The trace stops before this step is dispatched, so that it has none of its
-        # work.
+        # The trace stops before this step is dispatched, so that it contains none of
+        # this step's work.
         if step >= stop:
             self.stop(state)
         elif step >= start and not self._is_tracing:
@@ -367,10 +368,10 @@ class Tracer(contextlib.AbstractContextManager):
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def stop(self, state: Any = None) -> None:
-        """Ends the trace, if there is one, once the state is computed."""
+        """Ends the trace, if there is one, after ``state`` is computed."""
         if self._is_tracing:
-            # Steps are dispatched ahead: without this wait the trace would lack their
-            # work.
+            # Steps are dispatched ahead. Without this wait, the trace would end before
+            # their work is done.
             jax.block_until_ready(state)
             self._is_tracing = False
             jax.profiler.stop_trace()

@@ -1,9 +1,9 @@
-"""How a loss depends on the rows of its batch, found from the traced program.
+"""Finds out from the traced program how a loss depends on the rows of its batch.
 
-The loss is traced for two batches, the second with twice the rows of the first, and
-both programs are read side by side. A dim that doubles has rows in it, and a constant
-that doubles counts them. Primitives without a rule here give an unknown value, and a
-loss that follows from unknown values is not judged.
+The loss is traced for two batches. The second batch has twice the rows of the first,
+and both programs are read side by side. If the size of a dim doubles, the dim has rows
+in it. If a constant doubles, it counts rows. A primitive without a rule here gives an
+unknown value. A loss that depends on unknown values is not judged.
 """
 
 import math
@@ -29,12 +29,14 @@ class RowValue:
     """The known facts about a value of the program.
 
     Attributes:
-        kind: ``constant`` does not depend on the rows of the batch. Entries of ``row``
-            depend on one row each; ``sum`` is linear in sums over rows; ``joint`` is a
-            quotient, root or another function of such sums, which is never a mean.
-        degrees: The value is a sum of terms that are proportional to these powers of
-            the number of rows: 1 for a sum over rows, 0 for a mean; ``None`` is an
-            unknown power. Zero has no terms.
+        kind: ``constant`` does not depend on the rows of the batch. In ``row``, each
+            entry depends on one row. ``sum`` is linear in sums over rows. ``joint`` is
+            a quotient, a root or another function of such sums, which is never a mean.
+            ``unknown`` is any other value.
+        degrees: Powers of the number of rows: the value is a sum of terms, each of them
+            proportional to one of these powers. A sum over rows has degree 1, and a
+            mean has degree 0. ``None`` is an unknown power. Zero has no terms, and so
+            no degrees.
         dims: The dims that are the rows of the batch.
         pairs: True if the value was computed from comparisons or products of pairs of
             rows.
@@ -58,13 +60,13 @@ _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 def find_changes(
     traces: Sequence[TracedFunction], inputs: Sequence[RowValue], num_microbatches: int
 ) -> list[str]:
-    """Texts for a user about losses or metrics that microbatches certainly change.
+    """Returns texts for the user about values that microbatches certainly change.
 
     Args:
-        traces: Two traces of a function that returns means by name and the variables
-            after it: the second has twice as many rows.
+        traces: Two traces of a function that returns means by name, and the variables
+            after it. The second trace has twice as many rows.
         inputs: The known facts about each array of the arguments.
-        num_microbatches: The microbatches of a step.
+        num_microbatches: Number of microbatches in a step.
 
     Raises:
         ValueError: If the two traces differ in more than numbers and shapes.
@@ -76,7 +78,7 @@ def find_changes(
         for term in mean.terms if isinstance(mean, Mean) else ():
             total: Any = term.total
             weight: Any = term.weight
-            # Each power of the rows in the total must equal the power in the weight.
+            # The total and the weight must have the same power of the number of rows.
             is_known = len(weight.degrees) == 1 and None not in weight.degrees
             if is_known and total.degrees - weight.degrees - {None}:
                 found["size"].append(title)
@@ -121,7 +123,7 @@ class _Call:
         return self.eqn.primitive.name
 
     def growth(self, index: int = 0, *, of_input: bool = False) -> list[float | None]:
-        """The power of the number of rows that each dim of an array has."""
+        """Returns the power of the number of rows to which each dim is proportional."""
         a, b = (
             _shape((e.invars if of_input else e.outvars)[index])
             for e in (self.eqn, self.other)
@@ -131,7 +133,7 @@ class _Call:
         return [_power(x, y) for x, y in zip(a, b, strict=True)]
 
     def out(self, value: RowValue, index: int = 0) -> RowValue:
-        """A value with rows only in the output's dims that grow as the rows do."""
+        """Returns the value with only those dims of rows that grow like the rows."""
         grows = self.growth(index)
         dims = frozenset(d for d in value.dims if d < len(grows) and grows[d] == 1)
         is_lost = value.kind == "row" and len(dims) < len(value.dims)
@@ -139,23 +141,23 @@ class _Call:
 
 
 def _shape(atom: Any) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())  # tokens have none
+    return getattr(atom.aval, "shape", ())  # tokens have no shape
 
 
 def _power(a: float, b: float) -> float | None:
-    """The power of the number of rows, which doubles, that leads from a to b."""
+    """Returns the power p with ``b = a * 2**p``, since the number of rows doubles."""
     if a == b:
         return 0
     if not a or not b or a * b < 0 or not math.isfinite(a * b):
         return None
     power = math.log2(b / a)
-    # float32 constants are rounded.
+    # float32 constants are rounded, so the power is rounded to the nearest half.
     nearest = round(2 * power) / 2
     return nearest if abs(power - nearest) < 1e-6 and abs(nearest) <= 2 else None
 
 
 def _constant(a: Any, b: Any) -> RowValue:
-    """A constant of the program, in both traces."""
+    """Returns the facts about a constant of the program, given from both traces."""
     if a is b:
         return SHARED
     sizes = [np.size(x) for x in (a, b)]
@@ -163,11 +165,11 @@ def _constant(a: Any, b: Any) -> RowValue:
     kinds = (jnp.integer, jnp.floating, jnp.bool_)
     is_real = all(any(jnp.issubdtype(d, k) for k in kinds) for d in dtypes)
     is_array = any(isinstance(x, jax.Array) for x in (a, b))
-    # A large constant may be spread over processes.
+    # A large constant may be spread over several processes, so it is not read.
     if not is_real or max(sizes) > (1 if is_array else 2**16):
         return RowValue(degrees=_UNKNOWN)
     low, high = (np.unique(np.asarray(x, np.float64)) for x in (a, b))
-    if np.array_equal(low, high):  # the same numbers in different counts
+    if np.array_equal(low, high):  # the same numbers, perhaps repeated more often
         return RowValue(degrees=frozenset({0}) if low.any() else _ZERO)
     is_uniform = low.size == high.size == 1
     power = _power(float(low[0]), float(high[0])) if is_uniform else None
@@ -175,7 +177,7 @@ def _constant(a: Any, b: Any) -> RowValue:
 
 
 def _unknown(call: _Call) -> RowValue:
-    """The output of a primitive without a rule."""
+    """Returns the facts about the output of a primitive without a rule."""
     is_constant = all(v.kind == "constant" for v in call.ins)
     powers = [p for i in range(len(call.eqn.outvars)) for p in call.growth(i)]
     is_fixed = is_constant and all(v.degrees <= {0} for v in call.ins)
@@ -183,19 +185,19 @@ def _unknown(call: _Call) -> RowValue:
     return RowValue(
         "constant" if is_constant else "unknown",
         frozenset({0}) if is_fixed else _UNKNOWN,
-        # `_Call.out` keeps only the dims that grow.
+        # `_Call.out` removes the dims that do not grow.
         frozenset(range(len(powers)) if any(v.dims for v in call.ins) else ()),
         any(v.pairs for v in call.ins),
     )
 
 
 def _curved(degrees: Degrees) -> Degrees:
-    """The degrees of an unknown function of a value."""
+    """Returns the degrees of an unknown function of a value."""
     return degrees | {0} if degrees <= {0} else _UNKNOWN
 
 
 def _times(a: Degrees, b: Degrees, sign: int = 1) -> Degrees:
-    if not a or not b:  # zero
+    if not a or not b:  # a factor is zero
         return _ZERO
     if sign < 0 and len(b) > 1:
         return _UNKNOWN
@@ -205,14 +207,14 @@ def _times(a: Degrees, b: Degrees, sign: int = 1) -> Degrees:
 
 
 def _grown(degrees: Degrees, powers: Sequence[float | None]) -> Degrees:
-    """The degrees of a sum over dims that grow with these powers."""
+    """Returns the degrees of a sum over dims that grow with these powers."""
     for power in powers:
         degrees = _times(degrees, frozenset({power}))
     return degrees
 
 
 def _joined(a: RowValue, b: RowValue) -> RowValue:
-    """The known facts about a value that is one of two values."""
+    """Returns the facts about a value that is one of two values."""
     first, second = (a, b) if a.kind != "constant" else (b, a)
     is_same = second.kind == "constant" or (first.kind, first.dims) == (
         second.kind,
@@ -227,11 +229,11 @@ def _joined(a: RowValue, b: RowValue) -> RowValue:
 
 
 def _meeting(values: Sequence[RowValue]) -> RowValue:
-    """Dims and pairs of an elementwise operation; its kind if it is linear."""
+    """Returns dims, pairs and kind of the result of a linear elementwise operation."""
     dims = frozenset[int]().union(*(v.dims for v in values))
     crossed = any(v.dims - w.dims and w.dims - v.dims for v in values for w in values)
     pairs = crossed or any(v.pairs for v in values)
-    # A constant without dims of rows is broadcast to the rows of another value.
+    # A constant without dims of rows is broadcast over the rows of the other value.
     others = [v for v in values if v.kind != "constant"]
     kind: Kind = others[0].kind if others else "constant"
     are_alike = len({(v.kind, v.dims) for v in others}) <= 1
@@ -241,7 +243,7 @@ def _meeting(values: Sequence[RowValue]) -> RowValue:
 
 
 def _joint(call: _Call) -> Kind:
-    """The kind of a function of sums: arrays of them are not judged."""
+    """Returns the kind of a function of sums; if it is an array, it is not judged."""
     return "joint" if _shape(call.eqn.outvars[0]) == () else "unknown"
 
 
@@ -256,7 +258,7 @@ def _add(call: _Call) -> RowValue:
     if "joint" in kinds and not met.dims:
         met = replace(met, kind="joint")
     degrees = a.degrees | b.degrees
-    # A small constant keeps a divisor away from zero.
+    # A small literal that is added to a divisor only keeps it away from zero.
     for x, atom in ((a, call.eqn.invars[1]), (b, call.eqn.invars[0])):
         if isinstance(atom, jex.Literal) and np.ndim(atom.val) == 0:
             tiny = abs(atom.val) <= 1e-3
@@ -288,7 +290,7 @@ def _divide(call: _Call) -> RowValue:
 
 
 def _bend(call: _Call) -> RowValue:
-    """A function that is not linear, of each entry."""
+    """Returns the facts about a function of each entry that is not linear."""
     met = _meeting(call.ins)
     degrees = frozenset({0.0}).union(*(_curved(v.degrees) for v in call.ins))
     if None in degrees:
@@ -308,7 +310,7 @@ def _raise_to(call: _Call) -> RowValue:
 
 
 def _limit(call: _Call) -> RowValue:
-    """A value clipped to constants; a sum that is kept from zero is still a sum."""
+    """Returns the facts about a clipped value; a sum clipped to constants is a sum."""
     found = [v for v in call.ins if v.kind != "constant"]
     return found[0] if len(found) == 1 else _bend(call)
 
@@ -364,7 +366,7 @@ def _move(call: _Call) -> RowValue:
     elif call.name == "broadcast_in_dim":
         dims = {params["broadcast_dimensions"][d] for d in value.dims}
     elif call.name in ("reshape", "squeeze", "expand_dims"):
-        # Dims keep their order: the first that has rows in it stays the first.
+        # Dims keep their order, so the first dim with rows remains the first.
         ins, outs = (
             [d for d, power in enumerate(grows) if power != 0]
             for grows in (call.growth(of_input=True), call.growth())
@@ -379,7 +381,7 @@ def _move(call: _Call) -> RowValue:
 
 
 def _order(call: _Call) -> RowValue:
-    """Cumulative sums and sorting, along one dim."""
+    """Returns the facts about cumulative sums and sorting, which are along one dim."""
     params, grows = call.eqn.params, call.growth(of_input=True)
     axis = params.get("axis", params.get("dimension", -1))
     return _bend(call) if grows[axis] == 0 else _unknown(call)
@@ -388,7 +390,7 @@ def _order(call: _Call) -> RowValue:
 def _gather(call: _Call) -> RowValue:
     operand, indices = call.ins[:2]
     kinds = {operand.kind, indices.kind}
-    # The result has only numbers of the operand, for all indices.
+    # Whatever the indices are, the result has only numbers of the operand.
     degrees, pairs = operand.degrees, operand.pairs or indices.pairs
     if kinds == {"constant"}:
         return RowValue(degrees=degrees)
@@ -403,7 +405,7 @@ def _iota(call: _Call) -> RowValue:
 
 
 def _contract(call: _Call) -> RowValue:
-    """`dot_general`; its output has the batch dims, then the free ones."""
+    """Returns the facts about `dot_general`; batch dims come first in its output."""
     a, b = call.ins
     contracted, batch = call.eqn.params["dimension_numbers"]
     sizes = call.growth(of_input=True), call.growth(1, of_input=True)
@@ -411,7 +413,7 @@ def _contract(call: _Call) -> RowValue:
         [d for d in range(len(sizes[i])) if d not in (*contracted[i], *batch[i])]
         for i in range(2)
     ]
-    # For each dim of the output, the dims of both operands.
+    # For each dim of the output, this has the dims of both operands.
     shared = [*zip(*batch, strict=True)]
     origins = [*shared, *((d, None) for d in free[0]), *((None, d) for d in free[1])]
     dims = frozenset(
@@ -420,7 +422,8 @@ def _contract(call: _Call) -> RowValue:
     over = [a.dims.intersection(contracted[0]), b.dims.intersection(contracted[1])]
     crossed = bool(a.dims.intersection(free[0]) and b.dims.intersection(free[1]))
     had_pairs = a.pairs or b.pairs
-    # Scores of all pairs times their rows, as in attention, give a value for each row.
+    # In attention, the scores of all pairs are multiplied by the pairs' rows. That
+    # gives a value for each row, which is no longer about pairs.
     pairs = crossed or (had_pairs and not all(over))
     degrees = _times(a.degrees, b.degrees)
     degrees = _grown(degrees, [sizes[0][d] for d in contracted[0]])
@@ -432,7 +435,7 @@ def _contract(call: _Call) -> RowValue:
 def _product_kind(
     values: list[RowValue], over: list[frozenset], is_aligned: bool, dims: frozenset
 ) -> Kind:
-    """The kind of a product that sums ``over`` dims of rows, and keeps ``dims``."""
+    """Returns a product's kind; it sums ``over`` dims of rows and keeps ``dims``."""
     kinds = {v.kind for v in values}
     if kinds == {"row"}:
         is_sum = all(over)
@@ -503,7 +506,7 @@ _RULES: dict[str, Callable[[_Call], RowValue | list[RowValue]]] = {
 
 
 class _Rows(Fold):
-    """Reads two traces side by side, and finds a `RowValue` for each variable."""
+    """Reads two traces side by side and finds a `RowValue` for each variable."""
 
     def constant(self, *numbers: Any) -> RowValue:
         return _constant(*numbers)
@@ -512,7 +515,7 @@ class _Rows(Fold):
         return _joined(a, b)
 
     def decided(self, value: RowValue, by: RowValue) -> RowValue:
-        del by  # a branch is like one of its outcomes
+        del by  # the facts about a branch hold whichever branch runs
         return value
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
@@ -535,7 +538,7 @@ class _Rows(Fold):
         carry, xs = call.ins[first:end], call.ins[end:]
         if grows:
             carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]
-        # Each iteration of the loop sees its part.
+        # Each iteration of the loop gets its part, which lacks the leading dim.
         parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
         inputs = [*call.ins[:first], *carry, *parts]
         outputs = self.nested(inputs, call.eqn, call.other) or []

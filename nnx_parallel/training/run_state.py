@@ -1,4 +1,4 @@
-"""The complete state from which a run continues, saved and restored as one."""
+"""The complete state from which a run continues; it is saved and restored together."""
 
 import contextlib
 import os
@@ -45,13 +45,13 @@ from nnx_parallel.training.evaluation import Judged
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]
-"""The parameters of a model that the user is given: `Judged` computes the last."""
+"""The parameters of a model that the user is given; `Judged` computes ``"eval"``."""
 
 
 class _Gone:
-    """Replaces an array of a model that a step has donated: reading it raises.
+    """Replaces an array of a model that a step has donated; reading it raises an error.
 
-    It is a pytree node that cannot be flattened: a Variable flattens its value when it
+    It is a pytree node that cannot be flattened. A Variable flattens its value when it
     is read, and `jit` flattens its arguments.
     """
 
@@ -83,32 +83,32 @@ jax.tree_util.register_pytree_node(_Gone, _refuse, lambda _, children: children)
 
 
 class HandedModel:
-    """A model that the user was given, and the arrays that it was given with."""
+    """A model that was given to the user, and the arrays that it had at that time."""
 
     def __init__(self, model: nnx.Module, arrays: Mapping[Path, jax.Array]) -> None:
-        # The reference is weak: a model that the user keeps must not keep the memory of
-        # its arrays, and this record must not keep the model.
+        # Both references are weak. The memory of arrays must be freed even if the user
+        # keeps the model, and this object must not keep the model.
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
         self._params, self._plain = _params_of(model), plain_attributes(model)
-        self._ended: dict[Path, nnx.Variable] = {}  # their arrays were donated
+        self._ended: dict[Path, nnx.Variable] = {}  # whose arrays were donated
 
     @property
     def is_alive(self) -> bool:
-        """True as long as the model is referenced."""
+        """True while the model is referenced."""
         return self._model() is not None
 
     def note(self, arrays: Mapping[Path, jax.Array]) -> None:
-        """Puts arrays of the state into the model."""
+        """Puts arrays of the state into the model, and remembers them."""
         if (model := self._model()) is not None:
             update_arrays(model, arrays)
         self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
 
     def assigned(self) -> dict[Path, Any]:
-        """The arrays that the user has replaced since then, except random streams.
+        """Returns arrays that the user has replaced since then, except random streams.
 
         Raises:
-            StateStructureError: If a parameter is missing, or new.
+            StateStructureError: If a parameter was removed or added.
         """
         if (model := self._model()) is None:
             return {}
@@ -123,8 +123,8 @@ class HandedModel:
             )
         before, self._plain = self._plain, plain_attributes(model)
         warn_of_attributes(before, self._plain, "trainer.model")
-        # A stream moves on when the model draws from it: a sample taken between two
-        # steps must not change the random numbers of the run.
+        # A stream advances when the model draws from it. If the user samples between
+        # two steps, the random numbers of the run must not change.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
         present = arrays_of(model)
         return {
@@ -134,10 +134,10 @@ class HandedModel:
         }
 
     def end(self) -> None:
-        """Replaces each array, which a step has donated, by an object that raises."""
+        """Replaces each array by an object that raises an error: a step donated it."""
         if (model := self._model()) is None:
             return
-        assigned = self.assigned()  # reported later, by path
+        assigned = self.assigned()  # their paths are reported later
         self._ended = dict(variables_of(model))
         for path, variable in self._ended.items():
             if path in self._given and path not in assigned:
@@ -153,20 +153,20 @@ def _params_of(model: nnx.Module) -> set[Path]:
 class RunState:
     """The training state, the position in the data, and the newest metrics of a run.
 
-    A checkpoint holds all three, so that a resumed run computes the next step from the
-    next batch. Metrics follow the other two when a fit pauses to evaluate or save.
+    A checkpoint holds all three. So a resumed run computes the next step from the next
+    batch. The metrics are updated only when a fit pauses to evaluate or save.
 
     Attributes:
         seed: Seed of the model and of the loss's random numbers.
         wrt: Filter of the Variables that are trained.
         checkpoints: The checkpoints of this run.
         judged: The parameters that are evaluated.
-        callbacks: Callbacks; their state is saved with the run.
-        metrics: Metrics of the step at which the fit last paused (its number is
-            ``"step"``), and of its evaluation.
-        is_fresh: True if a fit has to look for a checkpoint to continue from: the state
-            is neither trained nor restored by the user.
-        report: Called with a line for people.
+        callbacks: Callbacks; their states are saved with the run.
+        metrics: Metrics of the step at which the fit paused last, and of its
+            evaluation; the number of the step is ``"step"``.
+        is_fresh: True if a fit has to look for a checkpoint to continue from. That is
+            so while the state is neither trained nor restored by the user.
+        report: Function that is called with a line for the user.
     """
 
     plan: StatePlan
@@ -180,14 +180,14 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
     report: Callable[[str], object] = str
-    _read_step: int | None = None  # of this run's directory, read at the first use
-    _is_assigned: bool = False  # a model of this state has got other arrays
-    _excused: frozenset[str] | None = None  # not finite when the fit began
+    _read_step: int | None = None  # in this run's directory, if the first use read it
+    _is_assigned: bool = False  # True if the user assigned arrays to a model
+    _excused: frozenset[str] | None = None  # arrays not finite when the fit began
     _state: TrainState | None = None
     _is_counting: bool = False
     _is_introduced: bool = False
-    # Models by the kind of their parameters: first the models of this state, then the
-    # models of earlier states, whose arrays were donated.
+    # `_models` has the models of this state, by the kind of their parameters.
+    # `_used_up` has models of earlier states, whose arrays were donated.
     _models: dict[Kind, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
     _used_up: list[HandedModel] = field(default_factory=list)
 
@@ -195,9 +195,9 @@ class RunState:
     def state(self) -> TrainState:
         """The training state, with the values assigned to `model`.
 
-        On first use it is the newest checkpoint of the run, or the first state.
+        On first use it is read from the newest checkpoint of the run, or built.
         """
-        # The constructor does not build it: a fit that resumes would not use it.
+        # The constructor does not build it, because a fit that resumes would drop it.
         if self._state is None:
             self._begin()
         assert self._state is not None
@@ -214,8 +214,8 @@ class RunState:
                 "players to each turn, as in a.take_turn(batch, b, c), and do not call "
                 "fit or train_step of a player in between."
             )
-        # The average comes after the parameters: values assigned to it replace a
-        # restarted average.
+        # The average comes after the parameters. If parameters are assigned, it is
+        # restarted, and values that are assigned to it must replace that.
         for kind in get_args(Kind):
             if kind in self._models:
                 self._take_assigned(kind, self._models[kind][1])
@@ -239,7 +239,7 @@ class RunState:
             self._restart_average(assigned)
 
     def _restart_average(self, assigned: Mapping[Path, Any]) -> None:
-        """Restarts the average if assigned parameters replace an untrained model's."""
+        """Restarts the average if parameters are assigned before the first step."""
         state: Any = self._state
         new = {p: x for p, x in assigned.items() if p in self.plan.trained_paths}
         if state.ema is None or not new or int(state.step):
@@ -258,7 +258,10 @@ class RunState:
         return init_state(self.plan, self.source, rngs, self.seed)
 
     def _present_state(self) -> TrainState:
-        """The state, or the first one; reads nothing, since the caller replaces it."""
+        """Returns the state, or a new one if there is none.
+
+        It reads no checkpoint, because the caller replaces the state.
+        """
         return self._first_state() if self._state is None else self.state
 
     def _begin(self) -> None:
@@ -284,7 +287,7 @@ class RunState:
         self._state, self._models, self._read_step = state, {}, None
 
     def model(self, kind: Kind) -> nnx.Module:
-        """The model around the arrays of the state: the same one for the same state."""
+        """Returns the model with the state's arrays; the same object for each state."""
         state = self.state
         self.check_models()
         if kind == "eval" and not callable(self.judged.choice):
@@ -299,15 +302,17 @@ class RunState:
         return model
 
     def begin(self, call: str) -> None:
-        """Meets the other processes in a call; raises the errors of `check_models`."""
+        """Waits for the other processes' same call, and calls `check_models`."""
         meet(call)
         self.check_models()
 
     def check_models(self) -> None:
-        """Refuses values assigned to a model whose other arrays a step has donated.
+        """Raises an error if the user assigned values to a model of an earlier step.
+
+        A step has donated the other arrays of such a model.
 
         Raises:
-            StateStructureError: Once, with the paths.
+            StateStructureError: Once; the message has the paths.
         """
         used_up, self._used_up = self._used_up, []
         for handed in used_up:
@@ -321,12 +326,12 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Updates done; waits for the newest one."""
+        """Number of updates done; waits for the newest update."""
         return int(self.state.step)
 
     @contextlib.contextmanager
     def counting_steps(self) -> Iterator[None]:
-        """Context in which a fit counts steps from the state that it found."""
+        """Makes a context in which a fit counts steps from the state that it found."""
         # Metrics of an earlier fit may belong to a step that this fit reaches again.
         self._is_counting, self.metrics = True, {}
         try:
@@ -337,14 +342,15 @@ class RunState:
     def save(
         self, step: int | None = None, *, once: bool = True, may_skip: bool = False
     ) -> None:
-        """Starts to save this run under a step, by default the state's.
+        """Begins to save this run under a step, by default the step of the state.
 
-        A fit gives the step that it counts: a callback may have changed the state's
-        step. ``once`` and ``may_skip`` are arguments of the manager.
+        A fit gives the step that it counts, because a callback may have changed the
+        state's step. ``once`` and ``may_skip`` are arguments of
+        `CheckpointWriter.save`.
         """
         step = self.step if step is None else step
         self._check_finite(step)
-        # All processes meet in `to_json`, also if the save has nothing to do.
+        # All processes exchange values in `to_json`, even if nothing is to be saved.
         progress: dict[str, Any] = {"position": self.data.to_json()}
         if states := states_of(self.callbacks):
             progress["callbacks"] = states
@@ -354,23 +360,23 @@ class RunState:
         )
 
     def excuse_arrays(self) -> None:
-        """Notes the arrays that are not finite as a fit begins, and may stay so."""
+        """Notes arrays that are not finite when a fit begins; they may stay so."""
         if self.checkpoints.options is not None:
             self._excused = frozenset(broken_arrays(self.state))
 
     def broken_arrays(self) -> list[str]:
-        """Arrays from which training cannot go on, except the excused arrays."""
+        """Returns arrays whose values make training impossible, except excused ones."""
         excused = self._excused or ()
         return [path for path in broken_arrays(self.state) if path not in excused]
 
     def _check_finite(self, step: int) -> None:
         """Raises `NonFiniteLossError` if the state must not be saved.
 
-        Finite gradients can give an update that is not finite: a schedule divides by
-        zero, or a moment overflows.
+        Even finite gradients can give an update that is not finite: a schedule may
+        divide by zero, or a moment may overflow.
         """
         broken = self.broken_arrays()
-        if self._excused is None:  # no fit has trained the state
+        if self._excused is None:  # the state was not trained by a fit
             paths = flatten_pure(self.state.params)
             broken = [path for path in broken if path in paths]
         if bad := [f"`{path}`" for path in broken]:
@@ -387,7 +393,7 @@ class RunState:
         weights_only: bool,
         rewind: bool = False,
     ) -> None:
-        """Replaces the state by a saved one; see `Trainer.restore`."""
+        """Replaces the state by a saved state; see `Trainer.restore`."""
         if rewind and (directory is not None or weights_only):
             raise ValueError(
                 "restore(rewind=True) goes back in the Trainer's own directory, with "
@@ -413,36 +419,36 @@ class RunState:
         else:
             state, meta = source.restore_state(self.plan.abstract, step, self.base)
         if rewind:
-            with own:  # before any change, since another run may be writing there
+            with own:  # this comes before any change: another run may be writing there
                 moved = own.set_aside(int(state.step))
             if moved:
                 self.report(moved)
         if meta is not None:
             self._go_on(meta)
             self.metrics = {}
-        # Another run's state is a starting point: the same program, started again, must
-        # resume from this run's checkpoints and not start once more.
+        # A state of another run is only a starting point. If the same program is
+        # started again, it must resume from this run's checkpoints.
         is_fresh = self.is_fresh and source.directory != own.directory
         self._replace(state)
         self.is_fresh, self._is_assigned = is_fresh, False
 
     def base(self) -> Mapping[str, jax.Array]:
-        """The model's arrays, for arrays that a checkpoint names only by checksum."""
+        """Returns the model's arrays, which a checkpoint may name only by checksum."""
         return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
-        """Replaces weights by a plain checkpoint's; see `Trainer.load_weights`."""
+        """Replaces weights by weights of a plain checkpoint; see `Trainer`."""
         state = self._present_state()
         held = flatten(state.params) | flatten(state.variables)
         model = self.plan.model.merge(held)
         arrays = to_groups(state)["model"]
         names = [dotted(found) for found, _ in variables_of(model, only)]
         found = read_weights(path, {name: arrays[name] for name in names}, arrays)
-        # A run starts from them, as from a state of another directory.
+        # A run starts from these weights, as from a state of another directory.
         self._replace(from_groups(state, {"model": arrays | found}))
 
     def with_trained_by(self, others: Sequence["RunState"]) -> TrainState:
-        """The state with the parameters that other runs of this model train.
+        """Returns the state with the parameters that other runs of this model train.
 
         Raises:
             StateStructureError: If the models or their layouts differ.
@@ -463,7 +469,7 @@ class RunState:
     def take_model(self, state: TrainState) -> None:
         """Replaces the arrays of the model by the arrays of another run's state."""
         arrays = _arrays_of_model(state)
-        held: Any = self._state  # the other run's step has taken its arrays
+        held: Any = self._state  # not `self.state`, whose arrays the other step took
         self.state = _with_arrays(held, arrays.keys(), arrays)
 
     def resume(self) -> str:
@@ -472,7 +478,7 @@ class RunState:
         Returns a message that says so, or "".
 
         Raises:
-            CheckpointError: If that would drop values assigned to `model`.
+            CheckpointError: If this would drop values that were assigned to `model`.
         """
         if not self.is_fresh:
             return ""
@@ -509,7 +515,7 @@ class RunState:
         ]
 
     def _check_assigned(self) -> None:
-        """Refuses values of `model` that a fit would drop, or put over trained ones."""
+        """Raises an error if a fit would drop values that were assigned to `model`."""
         _ = self.state  # takes the assigned values
         step = self.checkpoints.latest_step if self._is_assigned else None
         if step is not None:
@@ -527,15 +533,15 @@ class RunState:
     def header(
         self, num_steps: int, options: Options, refused: Mapping[str, str]
     ) -> str:
-        """The layout and the run in words, for the start of a fit; then empty.
+        """Returns the layout and the run in words, for the start of the first fit.
 
-        ``options`` are the compiler's options, ``refused`` its reasons to refuse
-        others.
+        Later calls return an empty text. ``options`` are the compiler's options, and
+        ``refused`` has the options that it refuses, with the reasons.
         """
         if self._is_introduced:
             return ""
         self._is_introduced = True
-        # A run may be past the end that this fit asks for.
+        # A run may have done more steps than this fit asks for.
         of = "of" if self.step <= num_steps else "done, and this fit asks for"
         facts = self.facts() | {"step": f"{self.step:,} {of} {num_steps:,}"}
         if options or refused:
@@ -543,7 +549,7 @@ class RunState:
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
-        """The placement of every array, with reasons; traces nothing."""
+        """Returns the placement of every array, with reasons; traces nothing."""
         plan = self.plan
         return describe_model(
             nnx.merge(plan.model.graphdef, plan.model.state, copy=True),
@@ -556,7 +562,7 @@ class RunState:
         )
 
     def facts(self) -> dict[str, str]:
-        """The run in words, by name; builds nothing and waits for no step."""
+        """Returns the run in words, by name; builds no state and waits for no step."""
         run, options = self.checkpoints.description, self.checkpoints.options
         mesh, state = self.plan.layout.mesh, self._state
         described, trained = self.describe(), run["num_params"]
@@ -591,7 +597,7 @@ def _arrays_of_model(state: TrainState) -> dict[Path, Any]:
 def _with_arrays(
     state: TrainState, paths: Collection[Path], arrays: Mapping[Path, Any]
 ) -> TrainState:
-    """A state with other arrays of the model at some paths."""
+    """Returns a state in which the model's arrays at some paths are replaced."""
     params, variables = (
         nest({p: arrays[p] if p in paths else x for p, x in flatten(group).items()})
         for group in (state.params, state.variables)
@@ -600,7 +606,7 @@ def _with_arrays(
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:
-    """Dotted paths of the parameters that are not trained."""
+    """Returns dotted paths of the parameters that are not trained."""
     return frozenset(map(dotted, plan.param_placements.keys() - plan.trained_paths))
 
 
@@ -612,19 +618,19 @@ def describe_run(
     *,
     is_saved: bool = True,
 ) -> dict[str, Any]:
-    """Description of a run in its checkpoints, as JSON values.
+    """Returns the description of a run in its checkpoints, as JSON values.
 
-    It has the kinds of the optimizer's states only if the run has checkpoints, because
-    the update is traced to find them.
+    The kinds of the optimizer's states are included only if the run has checkpoints,
+    because the optimizer's update must be traced to find them.
     """
     nodes: list[Any] = []
 
     def visit(node: Any) -> bool:
         nodes.append(node)
-        return False  # no node is a leaf, so that inner nodes are visited too
+        return False  # no node counts as a leaf, so inner nodes are visited too
 
     jax.tree.leaves(plan.abstract.opt_state, is_leaf=visit)
-    # The kinds of the optimizer's states, outermost first, are all that Optax shows.
+    # Optax shows nothing more than the kinds of states, which are outermost first.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
         "strategy": strip_addresses(repr(strategy)),

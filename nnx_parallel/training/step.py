@@ -1,6 +1,6 @@
 """The compiled step: gradients of a batch, and one optimizer update.
 
-A step is ``jax.jit`` over plain state; the model is walked once, when it is traced.
+A step is ``jax.jit`` over plain state. The model's graph is walked once, in the trace.
 """
 
 import contextlib
@@ -58,24 +58,24 @@ from nnx_parallel.training.row_analysis import ROWS, SHARED, find_changes
 Batch = Any
 Metrics = dict[str, jax.Array]
 Means = dict[str, Any]
-"""A `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
+"""Each `Mean` or `Sum` by name; ``loss`` is a `Mean`."""
 Forward = Callable[[dict, dict, Batch, jax.Array], tuple[Means, dict]]
-"""``(params, variables, batch, key)`` to means by name, and the variables after it.
+"""Maps ``(params, variables, batch, key)`` to means by name, and to new variables.
 
-The variables include the trained parameters that the loss has assigned, but no other
+The new variables include trained parameters that the loss has assigned, but no other
 parameters.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """How a step is run.
+    """Options of a step.
 
     Attributes:
-        num_microbatches: Parts of the batch whose gradients are accumulated.
-        remat: The values that the forward pass keeps, if the model does not say.
+        num_microbatches: Number of parts of the batch whose gradients are accumulated.
+        remat: The values that the forward pass keeps, unless the model says so itself.
         compiler_options: Options that override the library's `compiler_options`.
-        skip: How bad steps are skipped; ``None`` if they end the run.
+        skip: The rule that skips bad steps; ``None`` if a bad step ends the run.
     """
 
     num_microbatches: int = 1
@@ -91,26 +91,26 @@ class StepOptions:
 
 
 def takes_rngs(loss: Callable) -> bool:
-    """True if a loss has a parameter named ``rngs``, for random streams."""
+    """Returns True if a loss has a parameter named ``rngs``, for random streams."""
     return "rngs" in inspect.signature(loss).parameters
 
 
 def make_train_step(
     plan: StatePlan, loss: LossFn, options: StepOptions
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The compiled update: ``(state, batch) -> (state, metrics)``.
+    """Returns the compiled update: ``(state, batch) -> (state, metrics)``.
 
-    The state is donated; a state that was donated before is a `DonatedArrayError`.
-    Metrics are on the devices. Scalars are ``loss``, ``grad_norm``, ``learning_rate``
-    under ``optax.inject_hyperparams``, and the metrics of the loss. A model with
-    experts also has arrays ``(layers,)``, such as ``expert_loads/blocks.layer.mlp``,
-    which `float` does not take: ``{k: float(v) for k, v in metrics.items() if not
-    v.ndim}``.
+    The state is donated. A state that was donated before raises a `DonatedArrayError`.
+    Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm``, the
+    metrics of the loss, and under ``optax.inject_hyperparams`` ``learning_rate``. A
+    model with experts also has arrays ``(layers,)``, such as
+    ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. Without them:
+    ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
-    is_told = False  # once, for any number of traced shapes
+    is_told = False  # told once, for any number of traced shapes
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         offload = plan.offload and plan.offload.activations
@@ -124,8 +124,8 @@ def make_train_step(
             if options.num_microbatches > 1 and not is_told:
                 is_told = True
                 texts = list[str]()
-                # A loss may refuse these row counts, be another program for each of
-                # them, or use operations unknown to jaxprs.
+                # A loss may refuse these numbers of rows, be another program for each
+                # number, or use operations that a jaxpr cannot show.
                 with contextlib.suppress(Exception):
                     texts = changes_by_microbatches(plan, loss, *arguments)
                 for text in texts:
@@ -141,8 +141,8 @@ def make_train_step(
             new, metrics = update(options.skip, counts)
             return new, found | metrics
 
-    # The new state takes the old one's memory and shardings: without given shardings
-    # the compiler would choose others, and the next call would compile again.
+    # The new state takes the old state's memory and shardings. If no shardings were
+    # given, the compiler would choose others, and the next call would compile again.
     step = jit_step(
         plan.layout,
         train_step,
@@ -158,7 +158,7 @@ def call_loss(
 ) -> LossOutput:
     """Calls a loss by its signature, with floating input of the right dtype."""
     batch = unmarked(cast_floating(batch, plan.precision.inputs))
-    # The key is folded with step and microbatch, never with a device, so that the
+    # The key depends on the step and the microbatch but never on a device, so that the
     # numbers do not depend on the strategy.
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
     with watching_wrapped(model):
@@ -168,18 +168,17 @@ def call_loss(
 def check_padding(
     plan: StatePlan, loss: LossFn, state: TrainState, batch: Batch, weights: str
 ) -> None:
-    """Refuses a loss or a model that rows of weight 0 in a batch would change.
+    """Raises an error if rows of weight 0 would change a loss or a model.
 
-    The loss is only traced. A value that depends on the rows must depend on the weights
-    too. More cannot be known from a trace, and a value without this property is
-    certainly wrong.
+    The loss is only traced. A value that depends on the rows must also depend on the
+    weights. If it does not, it is certainly wrong; a trace cannot show more.
 
     Raises:
         LossError: If values would change; the message names them.
     """
     forward = in_context(plan.layout, _forward(plan, loss))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step's trace repeats them
+        warnings.simplefilter("ignore")  # the trace of the step will give them
         key = jax.random.fold_in(state.key, state.step)
         traced = trace(
             forward, state.params, state.variables, batch, key, inlined=is_call
@@ -219,7 +218,7 @@ def check_padding(
 
 
 def _remedy_of_mixtures(plan: StatePlan, wrong: Sequence[str]) -> str:
-    """The remedy if rows of weight 0 would change the state of routers; or empty."""
+    """Returns the remedy if rows of weight 0 change routers' states, or empty text."""
     routers = {
         f"`{dotted(path)}`"
         for path, leaf in nnx.to_flat_state(plan.model.state)
@@ -242,9 +241,9 @@ def changes_by_microbatches(
     key: jax.Array,
     num_microbatches: int,
 ) -> list[str]:
-    """Texts about values of a loss that microbatches certainly change.
+    """Returns texts about values of a loss that microbatches certainly change.
 
-    The loss is only traced, for the rows of two microbatches and of four.
+    The loss is only traced, once with the rows of two microbatches and once with four.
     """
     rows, shared, join = partition(batch)
     forward = in_context(plan.layout, _forward(plan, loss))
@@ -255,7 +254,7 @@ def changes_by_microbatches(
         return trace(forward, state.params, state.variables, join(some, shared), key)
 
     with warnings.catch_warnings(), using_runner(run_one_layer):
-        warnings.simplefilter("ignore")  # the step's trace repeats them
+        warnings.simplefilter("ignore")  # the trace of the step will give them
         traces = [with_rows(2), with_rows(4)]
     given = state.params, state.variables, join([ROWS] * len(rows), shared), key
     known = [x if x is ROWS else SHARED for x in jax.tree.leaves(given)]
@@ -263,16 +262,16 @@ def changes_by_microbatches(
 
 
 def execution_of(plan: StatePlan) -> Execution:
-    """How the strategy runs a step."""
+    """Returns how the strategy runs a step."""
     return plan.layout.claims.execution or AccumulateMicrobatches()
 
 
 def _forward(
     plan: StatePlan, loss: LossFn, always_counts: list[bool] | None = None
 ) -> Forward:
-    """The loss as a function of arrays: means by name, and the variables after it.
+    """Returns the loss as a function of arrays, which gives means and new variables.
 
-    A trace appends to ``always_counts`` True if the loss's weight is a constant.
+    Each trace appends True to ``always_counts`` if the loss's weight is a constant.
     """
 
     def forward(
@@ -280,7 +279,7 @@ def _forward(
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
             model = plan.merge(params, variables, training=True, cast_stacked=False)
-            given = arrays_of(model)  # by identity, since the loss assigns new arrays
+            given = arrays_of(model)  # compared by identity: assigned arrays are new
             plain = plain_attributes(model)
             mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
             if always_counts is not None:
@@ -296,10 +295,10 @@ def _forward(
 
 @dataclass(frozen=True)
 class AccumulateMicrobatches(Execution):
-    """The whole mesh runs one microbatch after the other; gradients are summed."""
+    """Runs one microbatch after the other on the entire mesh, and sums gradients."""
 
     def observe_labels(self, run: Callable[[], Any]) -> list[LabelRange]:
-        """The labels that our losses find while ``run`` is traced and executed."""
+        """Returns labels that our losses find while ``run`` is traced and executed."""
         with observing_labels() as seen:
             jax.block_until_ready(run())
         return seen
@@ -313,7 +312,7 @@ class AccumulateMicrobatches(Execution):
         key: jax.Array,
         num_microbatches: int,
     ) -> tuple[dict, dict, Means]:
-        """Gradients of the batch's mean loss."""
+        """Returns gradients of the batch's mean loss, new variables, and means."""
         if num_microbatches > 1:
             microbatches = split_rows(plan.layout, batch, num_microbatches)
             return _accumulate(plan, forward, state, microbatches, key)
@@ -325,8 +324,8 @@ class AccumulateMicrobatches(Execution):
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
         if plan.offloads_optimizer:
-            # The last cast is undone: otherwise the update's loop would get twice the
-            # bytes.
+            # The last cast is reversed here. Otherwise the loop of the update would
+            # read twice the bytes.
             grads = cast_floating(grads, plan.precision.compute)
         return grads, variables, means
 
@@ -342,14 +341,14 @@ class AccumulateMicrobatches(Execution):
         join: Callable[[Any], Any],
         needs_stack: bool,
     ) -> Any:
-        """Outputs of the whole batch at once."""
+        """Returns the outputs of the entire batch at once."""
         return plan.evaluate(function, *arrays, batch, key)
 
 
 def _accumulate(
     plan: StatePlan, forward: Forward, state: TrainState, batches: Batch, key: jax.Array
 ) -> tuple[dict, dict, Means]:
-    """Scans over microbatches, ``(microbatch, row, ...)``, and sums their gradients."""
+    """Scans over microbatches, ``(microbatch, row, ...)``, and sums the gradients."""
     rows, shared, join = partition(batches)
     indexed = (jnp.arange(rows[0].shape[0]), rows)
 
@@ -358,9 +357,9 @@ def _accumulate(
         microbatch = join(rows, shared)
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
-    # The next microbatch gets the parameters that the loss assigns, like other
-    # variables. It gets arrays of the step, not their shapes, so that the scans find
-    # this trace again.
+    # If the loss assigns parameters, the next microbatch gets the new values, as with
+    # other variables. The trace here is of arrays of the step, not of their shapes, so
+    # that the scans can reuse it.
     first = partial(jax.tree.map, lambda x: x[0], indexed)
     _, after = jax.eval_shape(lambda: run(state.params, state.variables, first()))
     arrays = flatten(state.params) | flatten(state.variables)
@@ -370,10 +369,10 @@ def _accumulate(
         means, variables = run(*plan.take_assigned(state.params, variables), item)
         return variables, [term.weight for term in means["loss"].terms]
 
-    # Each term of the loss is divided by its weight in the whole batch, which is needed
-    # before the first gradient. Weights usually depend only on the data: then this
-    # costs no forward pass, because the compiler drops all computations that they do
-    # not need.
+    # Each term of the loss is divided by its weight in the entire batch, so the weights
+    # are needed before the first gradient. They usually depend only on the data. Then
+    # this scan costs no forward pass, because the compiler drops all computations that
+    # the weights do not need.
     _, weights = jax.lax.scan(weigh, carried, indexed)
     weights = [jnp.sum(w, dtype=sum_dtype(w)) for w in weights]
 
@@ -386,8 +385,8 @@ def _accumulate(
         compute = jax.grad(objective, has_aux=True)
         params, variables = plan.take_assigned(state.params, variables)
         new, (means, variables) = compute(params, variables, item)
-        # They are placed before they are added: a sharded gradient is never summed as a
-        # whole.
+        # Gradients are placed before they are added, so that the sum of a sharded
+        # gradient is sharded too.
         new = plan.constrain(new, "gradient")
         grads = jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new)
         return (plan.constrain(grads, "gradient"), variables), means
@@ -411,18 +410,18 @@ def _update(
     skip: SkipSteps | None,
     counts: jax.Array | None,
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, and its metrics.
+    """Returns the state after a step, and its metrics.
 
     Args:
         plan: The placement of all arrays.
-        state: The state before.
-        params: The parameters after the loss, which may have assigned some.
+        state: The state before the step.
+        params: The parameters after the loss, which may have assigned some of them.
         grads: Gradients of the parameters.
         variables: The other variables after the step.
         means: The means that the loss returned.
-        skip: How bad steps are skipped.
-        counts: True if a row of the batch counts for the loss; ``None`` if all batches
-            have such rows.
+        skip: The rule that skips bad steps.
+        counts: True if at least one row of the batch counts in the loss; ``None`` if
+            every batch has such rows.
     """
     with jax.named_scope("optimizer"):
         metrics = {
@@ -432,7 +431,7 @@ def _update(
         for name, value in metrics.items():
             check_scalar(value, f"In training, metric {name!r}")
         metrics["grad_norm"] = optax.tree.norm(final_gradients(plan, state, grads))
-        # A NaN or infinity in any gradient is also in their norm.
+        # If any gradient has a NaN or an infinity, their norm is not finite.
         is_finite = jnp.isfinite(metrics["grad_norm"])
         conditions = [] if counts is None else [counts]
         if state.loss_scale is not None or skip is not None:
@@ -446,8 +445,8 @@ def _update(
         if (rate := learning_rate(opt_state)) is not None:
             metrics["learning_rate"] = rate
         if (ema := state.ema) is not None:
-            # It is computed in the average's float32: a thousandth of a bfloat16 would
-            # be lost.
+            # The average is computed in its dtype, float32, because in bfloat16 a
+            # change of a thousandth would be lost.
             latest = jax.tree.map(lambda x, old: x.astype(old.dtype), params, ema)
             ema = optax.incremental_update(latest, ema, 1 - plan.ema_decay)  # pyright: ignore[reportOperatorIssue]
         new = replace(state, step=state.step + 1, params=params, variables=variables)
@@ -457,14 +456,14 @@ def _update(
             kept = where(is_kept, *(replace(x, opt_state=()) for x in (new, state)))
             new = replace(kept, step=new.step, opt_state=opt_state)
         if state.loss_scale is not None:
-            # float16: a step whose gradients overflowed changes the scale.
+            # With float16, a step whose gradients overflow changes the loss scale.
             metrics["loss_scale"] = state.loss_scale.scale
             new = replace(new, loss_scale=state.loss_scale.adjust(is_finite))
         return new, metrics
 
 
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
-    """Warns of a model in evaluation mode, and of remat that acts on nothing."""
+    """Warns of a model in evaluation mode, and of a ``remat`` without effect."""
     if plan.is_evaluating:
         warn_user(
             "The model is in evaluation mode and is trained in this mode: without "
@@ -487,7 +486,7 @@ def warn_of_statistics(
     still = [
         dotted((*path, name))
         for path, module in nnx.iter_modules(model)
-        # A BatchNorm with use_running_average=True is meant to be frozen.
+        # A BatchNorm with use_running_average=True is frozen on purpose.
         if isinstance(module, nnx.BatchNorm) and not module.use_running_average
         for name in ("mean", "var")
         if after.get((*path, name)) is given.get((*path, name))
@@ -504,13 +503,13 @@ def warn_of_statistics(
 def finish_step(
     plan: StatePlan, params: dict, variables: dict
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """The variables after a whole step, and metrics, of modules that ask for it.
+    """Returns variables and metrics after a step, from modules that have `finish_step`.
 
-    These modules have a method ``finish_step() -> dict[str, Array | Mean]``, as `MoE`
-    does. It runs once for all layers of a `Stack`, on arrays that have a dim for them.
-    Among scalars of one name the largest counts; each `Mean` is taken over all modules.
-    The name of an array ``(layers,)`` includes its module, ``name/blocks.layer.mlp``,
-    and the array goes to loggers that show each layer.
+    Such a module has a method ``finish_step() -> dict[str, Array | Mean]``, as `MoE`
+    does. It runs once for all layers of a `Stack`, on arrays that have a dim of layers.
+    If several modules give scalars of the same name, the largest is taken; a `Mean` is
+    taken over all modules. An array ``(layers,)`` is named after its module too,
+    ``name/blocks.layer.mlp``, and goes to loggers that show each layer.
     """
     if not any(hasattr(module, "finish_step") for module in plan.modules):
         return variables, {}
@@ -518,8 +517,8 @@ def finish_step(
     model = plan.model.merge(flatten(params) | before)
     metrics: dict[str, jax.Array] = {}
     means: dict[str, Mean] = {}
-    # All processes get all layers, because their loggers read them; a pipeline has
-    # split them.
+    # All processes get the arrays of all layers, because their loggers read them. A
+    # pipeline has split the layers.
     replicated = plan.layout.sharding(P())
     for path, module in nnx.iter_modules(model):
         for name, x in getattr(module, "finish_step", dict)().items():

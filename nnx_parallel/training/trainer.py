@@ -1,4 +1,4 @@
-"""The Trainer: a model, an optimizer, a loss, and a strategy for all the rest."""
+"""The Trainer, which trains a model with an optimizer and a loss under a strategy."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -46,37 +46,39 @@ from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
 
 class Trainer:
-    """Trains an NNX model under a strategy: the step, the loop, the checkpoints.
+    """Trains an NNX model under a strategy: runs steps, evaluates, saves checkpoints.
 
-    Changing ``strategy`` and nothing else moves a run from one device to many; the
-    losses stay equal.
+    To move a run from one device to many, change only ``strategy``; the losses stay
+    equal.
 
     Args:
-        model: A function, or a class, from ``nnx.Rngs`` to a model, which is then built
-            already sharded; or a built model, whose arrays are copied; or the
-            ``(graphdef, state)`` of a model. Values that the loss assigns to Variables
-            of the model are kept, also if they are trained. An array outside of
-            Variables is a constant, as in plain NNX.
-        optimizer: An Optax transformation, or a function of the abstract model that
-            returns one (for masks and dimension numbers).
-        loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``: a scalar or
-            `Mean`, or one with a dict of metrics: scalars, `Mean` or `Sum`. A plain
-            scalar is taken as a mean over the rows.
+        model: A function, or a class, that takes ``nnx.Rngs`` and returns a model; the
+            model is then built already sharded. Or a built model, whose arrays are
+            copied. Or the ``(graphdef, state)`` of a model. If the loss assigns values
+            to Variables of the model, the values are kept, even those of trained
+            Variables. An array outside of Variables is a constant, as in plain NNX.
+        optimizer: An Optax transformation, or a function that takes the abstract model
+            and returns one (for masks and dimension numbers).
+        loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
+            scalar or a `Mean`, or a tuple of this and a dict of metrics: scalars,
+            `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
-        devices: The devices to use; by default all.
-        num_microbatches: Parts of each batch, whose gradients are accumulated. A loss
-            that compares rows (contrastive) sees the negatives of one microbatch.
-        global_batch_size: Rows that each training batch must have, of all processes.
+        devices: The devices to use; by default all devices.
+        num_microbatches: Number of parts of each batch whose gradients are accumulated.
+            A loss that compares rows (contrastive) sees only the negatives in the same
+            microbatch.
+        global_batch_size: Number of rows, over all processes, that each training batch
+            must have.
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         names: Names of the model's dims by path, for a model that has no names.
         precision: The dtypes.
-        remat: The values that a `Stack` keeps for the backward pass, if the model does
-            not say.
-        ema_decay: Keep an exponential moving average of the parameters, which is then
-            evaluated, predicted with and called best.
-        checkpoint: A directory, or a `Checkpoint`, from which ``fit`` resumes by
-            itself; ``None`` saves nothing.
+        remat: The values that a `Stack` keeps for the backward pass, unless the model
+            says so itself.
+        ema_decay: Decay of an exponential moving average of the parameters. If it is
+            given, the average is used to evaluate, predict and rank checkpoints.
+        checkpoint: A directory or a `Checkpoint`; ``fit`` resumes from it without
+            being asked. ``None`` saves nothing.
         loggers: Loggers of the metrics; by default the console, and ``metrics.jsonl``
             in the checkpoint's directory.
         log_every: Steps between logged metrics.
@@ -88,7 +90,7 @@ class Trainer:
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the devices.
-        ParallelError: If the strategy cannot place the model; the message names where.
+        ParallelError: If the strategy cannot place the model; the message says where.
 
     Example:
         >>> import numpy as np
@@ -129,8 +131,8 @@ class Trainer:
         debugging: Debugging | None = None,
         backend: Backend | None = None,
     ) -> None:
-        # It is copied at once, since a debugger adds to it, and checked before any
-        # compilation.
+        # The dict is copied at once, because a debugger adds names to it. Arguments are
+        # checked before anything is compiled.
         arguments = dict(locals())
         source = as_source(model)
         check_arguments(source, optimizer, loss, arguments)
@@ -138,15 +140,15 @@ class Trainer:
         debugging, backend = debugging or Debugging(), backend or Backend()
         check_model(source, loss, evaluation.loss)
         self._source, seed = source, check_seed(seed)
-        callbacks = tuple(callbacks)  # an iterator would be empty at the second hook
+        callbacks = tuple(callbacks)  # an iterator would be empty after the first hook
         options = StepOptions(
             num_microbatches=num_microbatches,
             remat=remat,
             compiler_options=backend.compiler_options,
             skip=faults.skip,
         )
-        # From here on there are only shapes: no array is made before `state` is asked
-        # for.
+        # From here on there are only shapes: arrays are made when `state` is first
+        # used.
         self.strategy = strategy = strategy or DataParallel()
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
@@ -158,7 +160,7 @@ class Trainer:
             warn_idle_parts(shapes, layout, plan.placements)
         self._programs = Programs(plan, loss, options, global_batch_size, evaluation)
         judged = self._programs.judged
-        # A test run must neither resume a real one nor leave steps behind.
+        # A trial run must neither resume a real run nor save steps.
         where = None if debugging.fast_dev_run else checkpoint
         count, is_saved = options.num_microbatches, where is not None
         run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
@@ -181,7 +183,7 @@ class Trainer:
         self._loop: Loop | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
-        if not name.startswith("_") and hasattr(self, "_loop"):  # it is built
+        if not name.startswith("_") and hasattr(self, "_loop"):  # construction is over
             check_assignment(self, name)
         super().__setattr__(name, value)
 
@@ -212,11 +214,11 @@ class Trainer:
         """The training state. A step donates and replaces it.
 
         On first use it is read from the newest step in the Trainer's ``checkpoint``
-        directory, which the console reports, or built if the directory has no step. So
-        `model`, `evaluate` and `predict` see the state that a `fit` would continue
-        from.
+        directory, and the console reports this. If the directory has no step, the state
+        is built. So `model`, `evaluate` and `predict` see the state from which a `fit`
+        would continue.
 
-        A custom loop assigns the new state, so that the Trainer can go on with it:
+        A custom loop assigns the new state, so that the Trainer can continue from it:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
         """
         return self._run.state
@@ -227,33 +229,33 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimizer updates done."""
+        """Number of optimizer updates done."""
         return self._run.step
 
     @property
     def model(self) -> nnx.Module:
         """The model with its current arrays, global and sharded, in evaluation mode.
 
-        The arrays belong to `state`: the next step donates them, and this model then
-        loses them. Read `model` again after a step, or copy it. Values that you assign
-        to its Variables before that are trained, evaluated and saved, except for random
-        streams.
+        The arrays belong to `state`. The next step donates them, and this model loses
+        them. Read `model` again after a step, or copy it. If you assign values to its
+        Variables before the next step, they are trained, evaluated and saved, except
+        for random streams.
         """
         return self._run.model("params")
 
     @property
     def ema_model(self) -> nnx.Module:
-        """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
-        params_of(self.state, ema=True)  # an error without an average
+        """`model` with the moving average; raises a `ValueError` if none is kept."""
+        params_of(self.state, ema=True)  # raises an error if there is no average
         return self._run.model("ema")
 
     @property
     def eval_model(self) -> nnx.Module:
-        """`model` with the parameters that are evaluated, to export or to sample from.
+        """`model` with the parameters that are evaluated, for export or sampling.
 
-        By default `ema_model` if the Trainer keeps an average, and `model` if not.
-        Values assigned to parameters that a function of `Evaluation` computes are
-        refused.
+        By default this is `ema_model` if the Trainer keeps an average, and `model` if
+        not. If a function of `Evaluation` computes the parameters, assigning values to
+        them raises an error.
         """
         return self._run.model("eval")
 
@@ -261,19 +263,20 @@ class Trainer:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled step, ``(state, batch) -> (state, metrics)``, for custom loops.
 
-        It is pure, except that it donates the state; take batches from `shard_batch`.
-        A state that was donated to an earlier step raises a `DonatedArrayError`.
+        It is pure, except that it donates the state. Its batches come from
+        `shard_batch`. A state that an earlier step has donated raises a
+        `DonatedArrayError`.
         """
         return self._programs.train_step
 
     def take_turn(self, batch: Batch, *others: "Trainer") -> Metrics:
-        """One step of this player, in a loop where others train the rest of the model.
+        """Runs one step of this player; other players train the rest of the model.
 
         The players are Trainers of one model, each with its ``wrt``, such as the
-        generator and the critic of a GAN. Before the step this one takes the parameters
-        that the others train. After it all players have the same arrays of the model,
-        also its statistics and random streams, like optimizers that share a model in
-        plain Flax.
+        generator and the critic of a GAN. Before the step, this player takes the
+        parameters that the others train. After the step, all players have the same
+        arrays of the model, including statistics and random streams. So they behave
+        like optimizers that share a model in plain Flax.
 
         Args:
             batch: A host batch, as `fit` takes it.
@@ -283,7 +286,7 @@ class Trainer:
             The metrics of the step, on the devices; see `train_step`.
 
         Raises:
-            StateStructureError: If the players have unlike models or layouts.
+            StateStructureError: If the players' models or layouts differ.
             TypeError: If another player is not a Trainer.
 
         Example:
@@ -320,15 +323,15 @@ class Trainer:
         return metrics
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """Puts a host batch on the mesh as `train_step` takes it.
+        """Puts a host batch on the mesh, for `train_step`.
 
         Raises:
-            BatchShapeError: If its rows do not divide over devices and microbatches.
+            BatchShapeError: If the rows do not divide over devices and microbatches.
         """
         return self._programs.shard_batch(batch)
 
     def describe(self) -> Description:
-        """The placement of every array, with reasons and bytes per device."""
+        """Returns the placement of every array, with reasons and bytes per device."""
         return self._run.describe()
 
     @suggests_names
@@ -344,25 +347,27 @@ class Trainer:
     ) -> History:
         """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
 
-        Earlier updates count. The fit starts from the newest checkpoint, if there is
-        one and nothing has been trained yet. It saves as the `Checkpoint` says, and at
-        the end.
+        Earlier updates count. If nothing has been trained yet and there is a
+        checkpoint, the fit starts from the newest one. It saves as the `Checkpoint`
+        says, and at the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
-                global batch (`data_share`), with one process the whole batch. A later
-                fit goes on at the next batch if the first batch is the same, otherwise
-                at the start of this data; after a restart it must be the same.
+                global batch (`data_share`); with one process this is the entire batch.
+                A later fit may pass data again: if the first batch is the same, the fit
+                continues at the next unused batch. If it differs, the fit begins at the
+                start of this data. After a restart, the data must be the same.
             num_steps: Total number of updates of the run.
-            num_epochs: Instead, passes over data whose ``len()`` counts its batches.
-            eval_data: Batches to evaluate on, iterated again each time.
-            eval_every: Steps between evaluations; ``None`` evaluates at the end.
-            last_batch: Treatment of a last batch with fewer rows: train without it
-                (``"drop"``; ``None`` also warns), fill it up (`Pad`), or ``"error"``.
-                Evaluations use all rows.
+            num_epochs: Total number of passes, instead of ``num_steps``; the ``len()``
+                of the data must be its number of batches.
+            eval_data: Batches to evaluate on; every evaluation iterates over them.
+            eval_every: Steps between evaluations; ``None`` evaluates only at the end.
+            last_batch: Treatment of a last batch with fewer rows. ``"drop"`` leaves it
+                out, and so does ``None``, with a warning. A `Pad` fills it up, and
+                ``"error"`` raises an error. Evaluations use all rows.
 
         Returns:
-            Metrics by name, an entry for each step done in this call.
+            Metrics by name, with one entry for each step done in this call.
 
         Raises:
             SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
@@ -370,16 +375,17 @@ class Trainer:
                 Ctrl-C ends the fit at once. If nothing catches it, a script ends with
                 code 130 and no traceback; in a notebook the Trainer can still be used.
             DisagreementError: If processes are about to run different programs.
-            NonFiniteLossError: If a loss, or a state to be saved, is not finite; names
-                the arrays that are not. `Faults` can leave out such steps.
+            NonFiniteLossError: If a loss, or a state to be saved, is not finite. The
+                message names the arrays that are not finite. `Faults` can skip such
+                steps.
             ValueError: If ``num_steps`` or ``eval_every`` is not a number of steps.
-            DataError: If data is not iterable, has no length, or lasts for only one
-                pass.
+            DataError: If data cannot be iterated over, has no length, or lasts for only
+                one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
-            BatchShapeError: If a batch does not divide, or changes its shape.
+            BatchShapeError: If a batch does not divide, or if its shape changes.
         """
         self._run.begin("fit")
-        # The loop is kept for `stop`, which a callback calls during the fit.
+        # `stop` uses the loop: a callback may call it during the fit.
         self._loop = self._new_loop(
             trainer=self,
             data=data,
@@ -392,10 +398,10 @@ class Trainer:
         try:
             return self._loop.fit()
         finally:
-            self._loop = None  # it holds the evaluation's data
+            self._loop = None  # it refers to the evaluation's data
 
     def stop(self, reason: str) -> None:
-        """Ends the fit after the current step; evaluates and saves it as the last."""
+        """Ends the fit after the current step, which is evaluated and saved."""
         if self._loop is not None:  # otherwise there is nothing to stop
             self._loop.stop(reason)
 
@@ -406,21 +412,21 @@ class Trainer:
         loss: LossFn | None = None,
         ema: bool | None = None,
     ) -> dict[str, Any]:
-        """Mean loss and metrics over all rows, with the model in evaluation mode.
+        """Returns mean loss and metrics over all rows, in the model's evaluation mode.
 
         A last batch of fewer rows runs without padding. Plain scalars are weighted by
-        rows, and a `Mean` by its weight; a `Sum` adds up.
+        the number of rows, and a `Mean` by its weight. A `Sum` is added up.
 
         Args:
-            data: Batches, of any number of rows each.
-            loss: The loss to compute; by default the Trainer's ``Evaluation.loss``, and
-                without one its loss. It is compiled once for each function object and
-                shape.
+            data: Batches; they may have different numbers of rows.
+            loss: The loss to compute. The default is the Trainer's ``Evaluation.loss``
+                or, if there is none, the Trainer's loss. It is compiled once for each
+                function object and shape.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
         Returns:
-            Floats by name, ``"loss"`` among them; an array for a `Sum` of arrays.
+            Floats by name, including ``"loss"``; a `Sum` of arrays gives an array.
 
         Raises:
             DataError: If the data has no batches.
@@ -440,15 +446,15 @@ class Trainer:
         seed: int = 0,
         ema: bool | None = None,
     ) -> Any:
-        """Outputs for all rows, by the model in evaluation mode; warns like `evaluate`.
+        """Returns outputs for all rows, in evaluation mode; warns like `evaluate`.
 
         Args:
             data: Batches.
-            function: ``function(model, batch)`` to a pytree of arrays with the rows
-                along dim 0; by default ``model(batch)``. With a third parameter
-                ``rngs`` it gets random streams. It is compiled once for each function
-                object and shape; the last 8 functions are remembered.
-            seed: Seed of these streams; another seed draws other numbers.
+            function: ``function(model, batch)``, which returns a pytree of arrays with
+                the rows along dim 0; by default ``model(batch)``. If it has a third
+                parameter ``rngs``, it gets random streams. It is compiled once for each
+                function object and shape; the last 8 functions are remembered.
+            seed: Seed of these streams.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
@@ -464,7 +470,7 @@ class Trainer:
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
     def save(self) -> None:
-        """Saves the present state under its step, and waits until it is on disk.
+        """Saves the current state under its step, and waits until it is on disk.
 
         Raises:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
@@ -472,7 +478,7 @@ class Trainer:
             NonFiniteLossError: If a parameter is not finite.
         """
         self._run.begin("save")
-        with self._run.checkpoints:  # which waits in the end
+        with self._run.checkpoints:  # its end waits for the save
             self._run.save(once=False)
 
     def restore(
@@ -483,27 +489,28 @@ class Trainer:
         weights_only: bool = False,
         rewind: bool = False,
     ) -> None:
-        """Replaces the state by a saved one, under whichever strategy it was saved.
+        """Replaces the state by a saved state; any strategy may have saved it.
 
         A state from another directory is only a starting point: once this run has saved
         checkpoints, the same program resumes from them.
 
         Args:
-            step: A saved step; ``"best"`` by ``Checkpoint(keep_best=...)`` of the run
-                that saved it; ``None`` for the latest.
+            step: A saved step. ``"best"`` takes the best step, by
+                ``Checkpoint(keep_best=...)`` of the run that saved it. ``None`` takes
+                the latest step.
             directory: The directory to read; by default the Trainer's checkpoint
-                directory. A `Checkpoint` with another ``keep_best`` ranks its steps by
-                that.
+                directory. A `Checkpoint` with another ``keep_best`` decides with that
+                which step is the best.
             weights_only: Restore only parameters and other variables; optimizer, step
                 and data stay as they are. `load_weights` reads weights that another
                 program has saved.
-            rewind: Go on from this step of the Trainer's directory: later steps are
-                moved, with a copy of ``metrics.jsonl``, to ``rewound-STEP-ID`` in it.
+            rewind: Continue from this step of the Trainer's directory. Later steps, and
+                a copy of ``metrics.jsonl``, are moved to ``rewound-STEP-ID`` in it.
 
         Raises:
             CheckpointNotFoundError: If the step does not exist.
-            CheckpointMismatchError: If an array differs; each is listed, and nothing
-                has changed.
+            CheckpointMismatchError: If an array differs; the message lists each such
+                array, and nothing has changed.
             CheckpointError: If a callback restores more than weights during a fit.
             CheckpointDirectoryError: If another run writes to the directory to rewind.
         """
@@ -513,21 +520,24 @@ class Trainer:
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
         """Replaces weights by the weights of a plain Orbax checkpoint.
 
-        Another program wrote it: ``nnx.state(model)``, a part of it, or
-        ``nnx.to_pure_dict`` of it, by `StandardCheckpointer`, a `CheckpointManager`
-        (pass one step), or Orbax's v1 functions. Each device reads its own shards;
-        floating-point arrays are cast to the model's dtypes. Optimizer, step and data
-        stay as they are; a moving average starts from the new parameters.
+        Another program has saved the checkpoint, by `StandardCheckpointer`, a
+        `CheckpointManager` (pass one step), or Orbax's v1 functions. It holds
+        ``nnx.state(model)``, a part of that, or the ``nnx.to_pure_dict`` of it. Each
+        device reads only its shards. Floating-point arrays are cast to the model's
+        dtypes. Optimizer, step and data stay as they are. A moving average starts from
+        the new parameters.
 
         Args:
             path: Directory of the checkpoint.
-            only: Filter of the Variables to read; by default all but random streams.
-                The checkpoint must have all of them, in their shapes; others stay as
-                they are: pass ``nnx.Param`` if it has no batch statistics.
+            only: Filter of the Variables to read; by default all except random streams.
+                The checkpoint must have all of them, in their shapes. Other Variables
+                stay as they are. For example, pass ``nnx.Param`` if the checkpoint has
+                no batch statistics.
 
         Raises:
-            CheckpointMismatchError: If an array differs, or only one side has it; each
-                is listed, and nothing has changed.
+            CheckpointMismatchError: If an array differs, or is only in the model or
+                only in the checkpoint. The message lists each such array, and nothing
+                has changed.
             CheckpointReadError: If it is not a plain checkpoint.
         """
         meet("load_weights")
