@@ -147,8 +147,7 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
-        # Options are compared before the first collective of a checkpoint, because all
-        # processes must make the same ones.
+        # This comes before the first collective of a checkpoint: options decide on it.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -231,8 +230,7 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in batches:
                 if item.stop_reason is not None:
-                    # All processes stop at this item, so none waits in a step for
-                    # the others.
+                    # All processes stop here, so none waits in a step for the others.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
@@ -244,16 +242,14 @@ class Loop:
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # This is a single statement, because the old state is donated and
-                    # must not be visible afterwards.
+                    # One statement: the old, donated state must not be visible after.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.
                 run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # The watchdog starts after the dispatch, and so covers the hooks and
-                # the wait for data.
+                # The watchdog starts here, so it covers hooks and the wait for data.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler took its place
                 # If a save failed in the background, this reports it.
