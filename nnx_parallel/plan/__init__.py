@@ -1,7 +1,7 @@
-"""`plan`: the cost of a step on devices that are not there, and the best strategy.
+"""`plan`: estimates a step's cost on absent devices, and finds the best strategy.
 
-A Trainer enters, with the shapes of a batch and the name of a topology. A `Plan`
-leaves: candidates in order, with memory and time. Start reading in `search`.
+`plan` takes a Trainer, the shapes of a batch and the name of a topology. It returns a
+`Plan`: candidates in order, with their memory and time. Start reading in `search`.
 """
 
 from nnx_parallel.plan.candidates import Candidate as Candidate

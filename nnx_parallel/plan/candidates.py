@@ -1,4 +1,4 @@
-"""Strategies, microbatches and remat that divide: everything that could be tried."""
+"""Enumerates the strategies, microbatches and remat policies that could be tried."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "interleaved": Interleaved,
     "zero_bubble": ZeroBubble,
 }
-"""Schedules that `plan` can be told to take, by name."""
+"""Schedules that ``fix`` can select, by name."""
 
 MIXED = Precision.mixed_bfloat16()
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 
-# A ring hides its hops behind the products of some thousand tokens of a device.
+# A ring hides its hops behind products if a device has a few thousand tokens.
 _RING_TOKENS = 2048
 _MOST_STAGES, _MOST_MICROBATCHES = 16, 16
-# Share of the time that stages may wait for those with a layer more.
+# Largest share of the time that stages may wait for stages with a layer more.
 _MOST_IDLE = 0.25
 
 
@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def code(self) -> str:
-        """The arguments of a Trainer, as Python."""
+        """The candidate as Python: the arguments of a Trainer."""
         changed = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -90,10 +90,10 @@ class Candidate:
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:
-    """Refuses parts that cannot be fixed, by name.
+    """Refuses names that cannot be fixed, and invalid values of the others.
 
     Raises:
-        PlanError: With the valid names, or the valid values of one.
+        PlanError: If a name or a value is invalid. The message lists the valid ones.
     """
     values: dict[str, tuple[Any, ...]] = {
         "remat": get_args(Remat),
@@ -123,20 +123,20 @@ def check_fix(fix: Mapping[str, Any]) -> None:
 def enumerate_candidates(
     parts: Parts, topology: Topology, fix: Mapping[str, Any] | None = None
 ) -> list[Candidate]:
-    """Every candidate whose sizes divide devices, model and batch.
+    """Lists every candidate whose sizes divide devices, model and batch.
 
     Args:
         parts: The model and the batch.
         topology: The devices.
-        fix: The decided parts: sizes of mesh axes by name, ``microbatches``, ``remat``,
-            ``shard`` (FSDP's), ``schedule`` (a pipeline's, by name), ``stack`` (the
-            path of the stack that it cuts), ``sequence`` (tensor parallelism's;
-            ``"ring"`` and ``"halves"`` overlap it, and the latter is tried only if it
-            is fixed), ``offload``, and ``precision`` (``"own"`` or
-            ``"mixed_bfloat16"``).
+        fix: Values that are decided: sizes of mesh axes by name, ``microbatches``,
+            ``remat``, ``shard`` (of `FSDP`), ``schedule`` (of a pipeline, by name),
+            ``stack`` (the path of the stack that a pipeline cuts), ``sequence`` (of
+            tensor parallelism: False, True, or the overlap ``"ring"`` or ``"halves"``;
+            only a fixed ``"halves"`` is tried), ``offload``, and ``precision``
+            (``"own"`` or ``"mixed_bfloat16"``).
 
     Raises:
-        PlanError: If ``fix`` names something else, or nothing divides.
+        PlanError: If ``fix`` has an invalid name or value, or nothing divides.
     """
     fix = dict(fix or {})
     check_fix(fix)
@@ -161,16 +161,17 @@ def enumerate_candidates(
             f"devices of {topology.name}{f' with {fix}' if fix else ''}. Fix less, or "
             "choose a number of rows with more divisors."
         )
-    # Each once: a size of 1 leaves a technique out, in several ways.
+    # Duplicates are removed: sizes of 1 leave techniques out, so several combinations
+    # give the same candidate.
     return list(dict.fromkeys(found))
 
 
 def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) -> None:
-    """Refuses sizes of axes that do not divide the devices, or that nothing uses."""
+    """Refuses sizes of axes that do not divide the devices, or have no use."""
     experts, layers = facts.num_experts, max(facts.stacks.values(), default=0)
     layers = facts.stacks.get(fix.get("stack", ""), layers)
     has_names = not {*TENSOR_NAMES}.isdisjoint(facts.named)
-    # True if a size is useful, and the sizes of the model.
+    # For each axis: a test of whether a size is useful, and the model's facts in words.
     uses: dict[str, tuple[Callable[[int], bool], str]] = {
         "expert": (lambda n: experts > 0 and experts % n == 0, f"{experts} experts"),
         "pipe": (lambda n: n <= layers, f"{layers} layers in a Stack"),
@@ -200,7 +201,7 @@ def _divisors(n: int) -> list[int]:
 def _sizes(
     name: str, count: int, fix: Mapping[str, Any], fits: Mapping[str, Callable]
 ) -> list[int]:
-    """Divisors of a number of devices that an axis may have."""
+    """Returns the divisors of a number of devices that may be the size of an axis."""
     if name in fix:
         return [fix[name]] if count % fix[name] == 0 else []
     return [n for n in _divisors(count) if n == 1 or fits[name](n)]
@@ -209,9 +210,10 @@ def _sizes(
 def _strategies(
     parts: Parts, topology: Topology, facts: ModelFacts, fix: Mapping[str, Any]
 ) -> Iterator[tuple[Strategy, int]]:
-    """Strategies over all devices, each with its number of stages."""
+    """Yields strategies over all devices, each with its number of stages."""
     devices = topology.num_devices
-    # Tensor parallelism waits for its links in each layer: it stays inside a machine.
+    # Tensor parallelism waits for its links in each layer, so it stays inside a
+    # machine.
     most = min(topology.machine_size, 16)
     tokens = max((x.shape[1] for x in _sequences(parts)), default=0)
 
@@ -230,7 +232,8 @@ def _strategies(
                 after_context = after_pipe // context
                 for expert in _sizes("expert", after_context, fix, fits):
                     kinds: list[list[Strategy | None]] = [
-                        # In stages rows are not halved: this adds no candidate.
+                        # In stages rows are not halved, so "halves" adds no candidate
+                        # there.
                         _tensor_kinds(tensor, facts, fix)
                         if pipe == 1 or fix.get("sequence") != "halves"
                         else [],
@@ -259,8 +262,8 @@ def _tensor_kinds(
 ) -> list[Strategy | None]:
     if size == 1:
         return [None]
-    # Split along the sequence, activations send the same bytes and take less memory;
-    # only our layers name them.
+    # If activations are split along the sequence, a step sends the same bytes and takes
+    # less memory. Only this library's layers name their activations for this.
     kinds: list[Any] = [True, "ring"] if facts.has_dense else [False]
     kinds = [fix["sequence"]] if "sequence" in fix else kinds
     return [
@@ -278,7 +281,7 @@ def _pipe_kinds(
         return [None]
     names = [fix["schedule"]] if "schedule" in fix else list(SCHEDULES)[1:]
     schedules = [SCHEDULES[name]() for name in names]
-    # The first is the one that a pipeline cuts unless it is told otherwise.
+    # By default a pipeline cuts the first stack.
     first = next(iter(facts.stacks), None)
     if (wanted := fix.get("stack")) is not None and wanted not in facts.stacks:
         raise PlanError(f"fix has stack={wanted!r}. Valid values: {[*facts.stacks]}.")
@@ -291,7 +294,7 @@ def _pipe_kinds(
 
 
 def _is_shared(layers: int, chunks: int) -> bool:
-    """True if each chunk has a layer, and waits little for the longest."""
+    """Returns True if each chunk has a layer and waits little for the longest chunk."""
     longest = -(-layers // chunks)
     return layers >= chunks and layers / chunks >= (1 - _MOST_IDLE) * longest
 
@@ -299,7 +302,7 @@ def _is_shared(layers: int, chunks: int) -> bool:
 def _state_kinds(
     count: int, topology: Topology, inner: int, fix: Mapping[str, Any]
 ) -> Iterator[list[Strategy]]:
-    """How the remaining devices split batch and training state."""
+    """Yields ways in which the remaining devices split batch and training state."""
     shards: list[ZeroKind] = ["params", "gradients"]
     shards = [fix["shard"]] if "shard" in fix else shards
     across = {1, count, topology.num_slices, count * inner // topology.machine_size}
@@ -324,7 +327,7 @@ def _microbatches(
     pipe: int,
     fix: Mapping[str, Any],
 ) -> list[int]:
-    """Numbers of microbatches into which each device's rows divide."""
+    """Returns numbers of microbatches that divide each device's rows."""
     sizes = strategy.make_mesh(topology.devices).shape
     shards = 1
     for axis in strategy.claims().batch:
@@ -346,7 +349,8 @@ def _remats(facts: ModelFacts, fix: Mapping[str, Any]) -> list[Remat]:
 
 
 def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
-    # Where a state fits without, offload is slower: a search adds it to the others.
+    # Offload is slower if a state fits without it. A search adds offload only to
+    # candidates that do not fit.
     own = parts.offload
     return (own or Offload()) if fix.get("offload", own is not None) else None
 
@@ -354,7 +358,7 @@ def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
 def _precisions(
     parts: Parts, topology: Topology, fix: Mapping[str, Any]
 ) -> list[Precision | None]:
-    """The Trainer's precision; bfloat16 products too if the Trainer names none."""
+    """Returns the Trainer's precision, and bfloat16 products if it sets none."""
     if "precision" in fix:
         return [None if fix["precision"] == "own" else MIXED]
     is_open = parts.precision == Precision() and parts.compute_dtype == "float32"
@@ -364,7 +368,7 @@ def _precisions(
 
 
 def own_candidate(parts: Parts) -> Candidate:
-    """The strategy and options of the Trainer itself."""
+    """Returns the Trainer's strategy and options as a candidate."""
     return Candidate(
         strategy=parts.strategy,
         num_microbatches=parts.options.num_microbatches,

@@ -1,7 +1,7 @@
-"""Candidates compiled for devices that need not be there, each in one process.
+"""Compiles candidates for devices that may be absent, each in a separate process.
 
-A failed check in a compiler ends the process that it runs in, so no candidate is
-compiled in the user's. A program that was compiled before is read from disk.
+A failed check in a compiler ends its process, so no candidate is compiled in the user's
+process. The figures of a program that was compiled before are read from disk.
 """
 
 from __future__ import annotations
@@ -47,26 +47,28 @@ from nnx_parallel.training.compilation import (
 from nnx_parallel.training.step import StepOptions, make_train_step
 
 CACHE = Path("~/.cache/nnx_parallel/plan")
-"""Where results are kept, unless `plan` is given another directory."""
+"""Directory of results, unless `plan` is given another directory."""
 
-_VERSION = 3  # of the results on disk
+_VERSION = 3  # version of the results' format on disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Figures of a compiled candidate; times are of the run that compiled it.
+    """Figures of a compiled candidate. Times come from the run that compiled it.
 
     Attributes:
         memory: XLA's ``memory_analysis`` on one device, in bytes, by name: arguments,
             outputs, temporaries, aliased, code, host.
-        flops: As `audit` counts them.
-        traffic: ``[axes, bytes sent, bytes overlapped, kind]`` of transfers.
+        flops: FLOPs of a step on one device, as `audit` counts them.
+        traffic: ``[axes, bytes sent, bytes overlapped, kind]`` for each group of
+            transfers.
         num_collectives: Collectives that a step executes.
         seconds: Seconds of tracing, compiling and reading the program.
-        processor_seconds: Processor time of all its threads.
-        is_cached: True if it was read from disk.
-        schedule: Attributes of its `Schedule`, if the compiler tells its estimates.
-        error: Why it has not been compiled; empty if it has.
+        processor_seconds: Processor seconds of all threads of the process.
+        is_cached: True if the figures were read from disk.
+        schedule: Attributes of the program's `Schedule`, if the compiler prints its
+            estimates.
+        error: The reason why the candidate was not compiled; empty if it was.
     """
 
     memory: Mapping[str, int] = field(default_factory=dict)
@@ -80,9 +82,9 @@ class Compiled:
     schedule: Mapping[str, Any] | None = None
 
     def costs(self, estimate: Costs) -> Costs:
-        """The costs of a candidate, with the compiler's figures for the formulas'."""
+        """Returns the costs, with the compiler's figures in place of the formulas'."""
         memory = {name: estimate.memory[name] for name in EXACT}
-        # A TPU lays arrays out in tiles.
+        # A TPU lays arrays out in tiles, which pads them.
         padding = self.memory["arguments"] - sum(memory.values())
         new = self.memory["outputs"] - self.memory["aliased"]
         memory |= {
@@ -116,7 +118,7 @@ class Compiled:
 
 
 def missing_compiler(topology: Topology) -> str:
-    """The reason why a topology has no compiler here; empty if it has one."""
+    """Returns the reason why a topology has no compiler here; empty if it has one."""
     hardware = topology.hardware
     if importlib.util.find_spec("cloudpickle") is None:
         return "cloudpickle is not installed (pip install 'nnx-parallel[tpu-compiler]')"
@@ -142,11 +144,11 @@ def compile_candidates(
     Args:
         parts: The model, its loss and the batch.
         candidates: The candidates.
-        topology: For which devices.
+        topology: The devices to compile for.
         cache: Directory of earlier results; by default `CACHE`.
-        num_processes: How many compile at once.
-        timeout: Seconds after which one is given up.
-        on_done: Called with each that is done.
+        num_processes: Number of processes that compile at once.
+        timeout: Seconds after which a compilation is abandoned.
+        on_done: Called with each candidate and its result, when it is done.
 
     Raises:
         PlanError: If a model or loss cannot be sent to another process.
@@ -154,7 +156,7 @@ def compile_candidates(
     import cloudpickle
 
     where = Path(cache or CACHE).expanduser()
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)  # it holds code
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)  # compiled programs are code
 
     def run(candidate: Candidate) -> Compiled:
         try:
@@ -204,7 +206,7 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
 
 
 def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
-    """The options of a candidate's step; the Trainer's where it sets none."""
+    """Returns the options of a candidate's step, by default the Trainer's."""
     return replace(
         parts.options,
         num_microbatches=candidate.num_microbatches,
@@ -215,9 +217,9 @@ def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
 def compile_here(
     parts: Parts, candidate: Candidate, topology: Topology, cache: Path
 ) -> Compiled:
-    """Compiles in this process, unless `cache` has the results of the same program."""
+    """Compiles in this process, unless ``cache`` has results of the same program."""
     start = time.monotonic()
-    # The compiler's devices: real objects, for machines that are not there.
+    # The compiler describes devices of absent machines as real device objects.
     is_tpu = topology.hardware.platform == "tpu"
     devices = topology.described() if is_tpu else jax.devices()[: topology.num_devices]
     layout = candidate.strategy.layout(candidate.strategy.make_mesh(devices))
@@ -231,7 +233,7 @@ def compile_here(
     seconds = {"trace": time.monotonic() - start}
     given = options.compiler_options
     file = cache / f"{_key(lowered, topology, layout.mesh, given)}.json"
-    # What is missing or damaged is compiled again.
+    # If the file is missing or damaged, the program is compiled again.
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
         return Compiled(**{**read_object(file), "is_cached": True})
     start = time.monotonic()
@@ -260,7 +262,7 @@ def compile_here(
         processor_seconds=time.process_time(),
         schedule=schedule,
     )
-    # Renamed into place: another process may be reading.
+    # The file is renamed into place, because another process may be reading it.
     with tempfile.NamedTemporaryFile("w", dir=cache, delete=False) as new:
         json.dump(vars(found), new)
     Path(new.name).replace(file)
@@ -270,17 +272,18 @@ def compile_here(
 def _schedule_of(
     compiled: Any, topology: Topology, mesh: Mesh, dtype: str
 ) -> dict[str, Any] | None:
-    """The timed schedule of a program for TPUs.
+    """Reads the timed schedule of a program for TPUs.
 
-    The formulas give the time of a text that cannot be read, and of a program that
-    this jaxlib cannot print because its compiler is newer.
+    Returns ``None``, so that formulas give the time, if the text cannot be read, or if
+    this jaxlib cannot print the program because its compiler is newer.
     """
     if not topology.hardware.clock:
         return None
     devices, sizes = [*mesh.devices.flat], dict(mesh.shape)
     unknown = KeyError, IndexError, ValueError, jax.errors.JaxRuntimeError
     with contextlib.suppress(*unknown):
-        # The compiler's dump lacks the cycles: it is written before them.
+        # The compiler's dump does not have the cycles, because it is written before
+        # they are estimated.
         text = compiled.as_text() or ""
         if "estimated_cycles" in text:
             return vars(read_schedule(text, topology, devices, sizes, dtype))
@@ -290,7 +293,7 @@ def _schedule_of(
 def _key(
     lowered: Any, topology: Topology, mesh: Mesh, given: Mapping[str, Any] | None
 ) -> str:
-    """A name for a program, its compiler with options, and its devices."""
+    """Returns a name for a program, its compiler with options, and its devices."""
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")
@@ -304,7 +307,7 @@ def _key(
 def traffic_by_axes(
     sent: Sequence[Collective], sizes: Mapping[str, int]
 ) -> list[list[Any]]:
-    """Bytes sent in a step, and the share hidden by products, by axes and kind."""
+    """Sums the bytes sent in a step, and the hidden bytes, by axes and kind."""
     sums: dict[tuple[tuple[str, ...], str], list[float]] = {}
     for each in sent:
         axes = axes_of_groups(each.groups, sizes)
@@ -323,7 +326,8 @@ def _main(answer: Path) -> None:
         try:
             found = compile_here(parts, candidate, topology, Path(cache))
         except Exception as error:
-            # Its first line: JAX adds pages of advice, XLA the whole program.
+            # Only the first line is kept, because JAX adds pages of advice, and XLA
+            # adds the whole program.
             text = str(error).strip().splitlines()
             first = text[0][:400] if text else ""
             found = Compiled(error=f"{type(error).__name__}: {first}")

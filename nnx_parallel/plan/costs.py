@@ -1,7 +1,7 @@
-"""Costs of one row of a batch, whatever the strategy: counted in the traced loss.
+"""Counts the costs of one row of a batch in the traced loss, for any strategy.
 
-The loss is traced for a number of rows that divides nothing else, so that every value
-that depends on rows can be told by its size. Nothing is compiled, or computed.
+The loss is traced for a prime number of rows that divides no other size, so the size of
+a value shows whether it depends on rows. Nothing is compiled or computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.step import call_loss
 
-_ROWS = 7919  # a prime, and no size of a layer
+_ROWS = 7919  # a prime that is unlikely to be the size of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Residual:
     """A value that the forward pass keeps for the backward pass.
 
     Attributes:
-        num_bytes: Bytes for one row of the batch, all layers together.
-        dims: Its shape for one row, without the dim of the layers.
-        is_stacked: True if it is kept for each layer of a stack.
+        num_bytes: Bytes for one row of the batch, summed over all layers.
+        dims: Shape for one row, without the dim of the layers.
+        is_stacked: True if each layer of a stack keeps such a value.
     """
 
     num_bytes: float
@@ -53,14 +53,14 @@ class Residual:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCosts:
-    """Costs of a row under one remat policy.
+    """The costs of a row under one remat policy.
 
     Attributes:
-        flops: FLOPs of products and convolutions, forward and backward, recomputation
-            included. Masked scores of attention count.
+        flops: FLOPs of products and convolutions, forward and backward, including
+            recomputation and the masked scores of attention.
         residuals: The values that the forward pass keeps.
-        positions: Elements of a row at which a layer works: the tokens of a sequence.
-        width: Elements of the residual stream at one position.
+        positions: Number of positions in a row: the tokens of a sequence.
+        width: Number of elements of the residual stream at one position.
     """
 
     flops: float
@@ -70,7 +70,7 @@ class RowCosts:
 
 
 def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
-    """Costs of a row of the batch.
+    """Counts the costs of a row of the batch.
 
     Args:
         parts: The model, its loss and a batch.
@@ -78,9 +78,10 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         platform: Platform of the devices, whose kernels decide which values are kept.
 
     Raises:
-        Exception: Whatever the loss raises when it is traced.
+        Exception: Any error that the loss raises when it is traced.
     """
-    # cuDNN cannot be traced where it is missing: plain operations keep about as much.
+    # cuDNN cannot be traced where it is missing. Plain operations keep about as many
+    # bytes.
     traced = "described" if platform == "gpu" else platform
     objective, given = _objective(parts.with_rows(_ROWS), remat, traced)
 
@@ -88,11 +89,12 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         return jax.vjp(lambda p: objective(p, *rest), params)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step's trace repeats them
+        warnings.simplefilter("ignore")  # the trace of the step shows them again
         kept = jax.make_jaxpr(forward)(*given).jaxpr
         grads = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
     residuals = tuple(_residuals(kept))
-    # As the layers of a stack pass it on; without a stack, as most residuals are.
+    # The residual stream has the shape that a stack's layers pass on. Without a stack
+    # it is taken to have the most common shape of residuals.
     positions, width = _hidden(kept, parts) or _positions(residuals)
     return RowCosts(
         flops=count_jaxpr_flops(grads) / _ROWS,
@@ -104,14 +106,14 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that all candidates of one Trainer and batch share; traced once.
+    """Facts that all candidates of a Trainer and a batch share; they are traced once.
 
     Attributes:
         parts: The parts.
         rows: Costs of a row by remat policy.
         model_flops: FLOPs of a row without recomputation.
         model: The abstract model, for checks.
-        arrays: Its arrays.
+        arrays: The model's arrays.
     """
 
     parts: Parts
@@ -122,7 +124,7 @@ class Facts:
 
     @functools.cached_property
     def mixtures(self) -> list[tuple[int, int]]:
-        """Experts of a token, and layers, of each mixture of experts."""
+        """For each mixture of experts: experts per token, and number of layers."""
         modules = [*nnx.iter_modules(self.model)]
         stacks = {p: m.num_layers for p, m in modules if isinstance(m, Stack)}
         found = []
@@ -134,8 +136,9 @@ class Facts:
 
     @classmethod
     def of(cls, parts: Parts, remats: Iterable[Remat], platform: str) -> Facts:
-        """Traces parts under some remat policies."""
-        # "none" too: it tells how much one layer needs while it is recomputed.
+        """Traces the loss under some remat policies."""
+        # "none" is traced too, because it shows the bytes that one layer needs while it
+        # is recomputed.
         wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
         model = parts.rebuilt()
         return cls(
@@ -148,10 +151,10 @@ class Facts:
 
 
 def count_model_flops(parts: Parts) -> float:
-    """FLOPs of a row without recomputation: three forward passes.
+    """Counts FLOPs of a row without recomputation: three forward passes.
 
-    Counted in plain operations, whatever kernel runs; attention's masked scores count.
-    This is the number that MFU is measured by [1].
+    They are counted in plain operations, even if the step runs a kernel. The masked
+    scores of attention count. MFU is measured with this number [1].
 
     References:
         [1] Chowdhery et al., "PaLM", 2022, appendix B,
@@ -167,7 +170,7 @@ def count_model_flops(parts: Parts) -> float:
 def _objective(
     parts: Parts, remat: Remat, platform: str
 ) -> tuple[Callable[..., Any], tuple]:
-    """The loss as a function of arrays, on one device, and its arguments' shapes."""
+    """Returns the loss as a function of arrays on one device, and argument shapes."""
     device: Any = StandIn(0, platform, platform, 0)
     mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
     plan = parts.on(DataParallel(1).layout(mesh))
@@ -185,16 +188,16 @@ def _objective(
 
 
 def _unplaced(tree: Any) -> Any:
-    # Shardings of a mesh other than the trace's would be refused.
+    # JAX would refuse shardings on a mesh other than the mesh of the trace.
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
-    """The outputs of a traced VJP that depend on rows."""
+    """Yields the outputs of a traced VJP that depend on rows."""
     inputs = {*kept.invars, *kept.constvars}
     for var in dict.fromkeys(variables_in(kept.outvars)):
         aval: Any = var.aval
-        # Without rows it is a parameter, in the dtype of the computation.
+        # A value without rows is a parameter in the dtype of the computation.
         if var in inputs or aval.size == 0 or aval.size % _ROWS:
             continue
         where = [i for i, n in enumerate(aval.shape) if n % _ROWS == 0]
@@ -206,7 +209,7 @@ def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
 
 
 def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
-    """Positions and width of the rows that a scan over layers carries."""
+    """Returns positions and width of the rows that a scan over layers carries."""
     modules = (module for _, module in nnx.iter_modules(parts.rebuilt()))
     lengths = {m.num_layers for m in modules if isinstance(m, Stack)}
     for eqn, _ in walk(kept):
@@ -222,10 +225,10 @@ def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
 
 
 def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
-    """Positions and width of a row, by the shape of most residuals."""
+    """Returns positions and width of a row, by the most common shape of residuals."""
     shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
-        # A last dim of one is a statistic of the others, such as a norm's.
+        # A value with a last dim of one is a statistic over the others, as in a norm.
         if len(each.dims) >= 2 and each.dims[-1] > 1:
             shape = math.prod(each.dims[:-1]), each.dims[-1]
             shapes[shape] = shapes.get(shape, 0) + 1
@@ -235,10 +238,10 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
 
 
 def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
-    """FLOPs of the products and convolutions of a jaxpr, loops multiplied out.
+    """Counts FLOPs of products and convolutions of a jaxpr, in all trips of loops.
 
-    A conditional counts as its most expensive branch, a loop of unknown length as one
-    iteration. Equations that no wanted output needs are left out.
+    A conditional counts as its most expensive branch, and a loop of unknown length as
+    one iteration. Equations that no wanted output needs do not count.
 
     Example:
         >>> import jax.numpy as jnp
@@ -249,7 +252,8 @@ def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
     outputs = jaxpr.outvars if wanted is None else list(wanted)
     used: set[Any] = set(variables_in(outputs))
     total = 0.0
-    # A kernel's equations write to references, and have no outputs to be needed by.
+    # A kernel's equations write to references. The jaxpr has no outputs, so `needed`
+    # would drop all equations.
     eqns = needed(jaxpr.eqns, outputs) if jaxpr.outvars else jaxpr.eqns
     for eqn in reversed(eqns):
         total += _eqn_flops(eqn, used)
@@ -265,7 +269,7 @@ def _eqn_flops(eqn: jex.JaxprEqn, used: set[Any]) -> float:
     if not inner:
         return 0.0
     if is_call(eqn):
-        # A gradient's recomputation has outputs that nothing reads.
+        # The recomputation in a gradient has outputs that nothing reads.
         (body,) = inner[:1]
         pairs = zip(eqn.outvars, body.outvars, strict=True)
         return count_jaxpr_flops(body, [i for o, i in pairs if o in used])
@@ -295,13 +299,13 @@ def _dot(eqn: jex.JaxprEqn) -> float:
 def _convolution(eqn: jex.JaxprEqn) -> float:
     _, kernel, out = _avals(eqn)
     features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    # The holes of a dilated input cost no products.
+    # The holes of a dilated input need no products.
     holes = math.prod(eqn.params["lhs_dilation"])
     return 2.0 * out.size * kernel.size / features / holes
 
 
 def _ragged_dot(eqn: jex.JaxprEqn) -> float:
-    # Each row meets one expert's kernel: dims that enumerate experts count as one.
+    # Each row is multiplied by one expert's kernel, so dims of experts count as one.
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     left, right, _ = _avals(eqn)
@@ -311,7 +315,7 @@ def _ragged_dot(eqn: jex.JaxprEqn) -> float:
 
 
 def _avals(eqn: jex.JaxprEqn) -> tuple[Any, Any, Any]:
-    """Shapes of both operands and of the result."""
+    """Returns the shapes of both operands and of the result."""
     return eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
 
 

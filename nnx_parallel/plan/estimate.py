@@ -1,11 +1,11 @@
-"""Costs of a candidate by formulas: state exactly, the rest estimated.
+"""Computes a candidate's costs by formulas: exact for the state, estimates otherwise.
 
 Parameters, optimizer state and batch are counted shard by shard, from the shapes and
 shardings that the step is compiled with. The rest of the memory is an untuned sum:
-kept residuals, gradients, gathered weights, and one layer computed again. It ranks
-candidates and drops those that cannot fit; a compiler decides. Bytes sent follow from
-where arrays are stored and where they are used, for the collective that sends the
-least.
+kept residuals, gradients, gathered weights, and one layer computed again. The sum ranks
+candidates and drops candidates that cannot fit; a compiler decides among the others.
+Bytes sent follow from the specs in which arrays are stored and used, and count for the
+collective that sends the least.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from nnx_parallel.state import StatePlan
 
 
 def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
-    """Bytes of a step's arguments on one device, by owner: no estimates.
+    """Counts bytes of a step's arguments on one device, by owner, without estimates.
 
-    Their sum is the argument size of XLA's ``memory_analysis``, where the
-    compiler lays arrays out without padding, as on CPU.
+    Their sum is the argument size of XLA's ``memory_analysis`` if the compiler lays
+    arrays out without padding, as on CPU.
 
     Args:
-        plan: Where the training state lives.
-        batch: Shapes of a global batch with their shardings (`Parts.batch_on`).
+        plan: Placement of the training state.
+        batch: Shapes of a global batch with shardings (`Parts.batch_on`).
     """
     state = plan.abstract
     rest = (state.step, state.variables, state.key, state.ema, state.loss_scale)
@@ -64,7 +64,7 @@ def _shard_bytes(x: Any) -> int:
 
 
 class Estimate:
-    """The formulas of one candidate; `costs` are their results.
+    """The formulas for one candidate; `costs` has their results.
 
     Args:
         facts: The traced loss, in the candidate's precision.
@@ -87,7 +87,7 @@ class Estimate:
         self.rows = self.parts.num_rows / self.size(claims.batch) / self.microbatches
         self.stages = self.size(("pipe",))
         self.is_cpu = topology.hardware.platform == "cpu"
-        # Path, shape and placement of each trained parameter.
+        # (path, shape, placement) of each trained parameter.
         trained = flatten(plan.abstract.params)
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
         staged = [x.shape[0] for _, x, place in self.params if place.is_staged]
@@ -98,7 +98,7 @@ class Estimate:
 
     @property
     def costs(self) -> Costs:
-        """All of them."""
+        """The costs of the candidate."""
         parts = self.parts
         batch = parts.batch_on(self.layout, self.microbatches)
         memory: dict[str, float] = dict.fromkeys(OWNERS, 0.0)
@@ -107,7 +107,7 @@ class Estimate:
         is_piped = self.simulation is not None
         memory |= self.pipeline_bytes() if is_piped else self.live_bytes()
         memory["temporaries"] += self.copied_bytes
-        # Along the other axes devices do the same work.
+        # Devices along the other axes do the same work.
         total_rows = parts.num_rows / self.size(self.working_axes)
         simulation = self.simulation
         return Costs(
@@ -122,7 +122,7 @@ class Estimate:
 
     @property
     def working_axes(self) -> tuple[str, ...]:
-        """Axes that split the work: rows, stages, and weights where they are used."""
+        """Axes that split the work: axes of rows, of stages, and of weights in use."""
         split = {*self.layout.claims.batch, *self.layout.sequence_axes, "pipe"}
         for _, _, place in self.params:
             split.update(axes_of(place.used))
@@ -131,22 +131,22 @@ class Estimate:
     def _schedule(self, execution: Any) -> tuple[Simulation | None, Buffers | None]:
         if not isinstance(execution, PipelineSchedule):
             return None, None
-        # A user's table has only one size, and no hash.
+        # A user's table has only one size, so its results are not cached.
         is_fixed = isinstance(execution.schedule, Fixed)
         make = _simulation.__wrapped__ if is_fixed else _simulation
         sizes = self.stages, self.microbatches, self.num_layers
         return make(execution.schedule, *sizes)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Devices along some axes; 1 along those that the mesh lacks."""
+        """Returns the number of devices along axes; missing axes count as 1."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     def shard_bytes(self, shape: tuple[int, ...], spec: P, dtype: Any) -> float:
-        """A device's part of an array."""
+        """Returns the bytes of a device's shard of an array."""
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
     def local_bytes(self, rows: Residual) -> float:
-        """Bytes of a value with rows, for one microbatch on a device."""
+        """Returns bytes of a value with rows, for one microbatch on a device."""
         parts, (along, others) = self._named_parts(rows.dims), self._split_sequence
         if self.per_row.positions in rows.dims or not rows.dims:
             parts *= others if parts > 1 else along
@@ -155,16 +155,16 @@ class Estimate:
         return rows.num_bytes * self.rows / parts
 
     def _named_parts(self, dims: tuple[int, ...]) -> int:
-        """Devices that split a value by the size of one of its dims."""
+        """Returns the number of devices that split a value, found by a dim's size."""
         counts = (n for n, sizes in self._split_sizes if not sizes.isdisjoint(dims))
         return max(counts, default=1)
 
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[int, set[int]]]:
-        """Devices that split the dims of a name, and the sizes of these dims."""
+        """For each name of dims: devices that split them, and the dims' sizes."""
         claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
-        # A dim as wide as the residual stream cannot be told by its size.
+        # A dim as wide as the residual stream cannot be recognised by its size.
         width = {self.per_row.width}
         return [
             (count, named.get(name, set()) - width)
@@ -174,21 +174,21 @@ class Estimate:
 
     @functools.cached_property
     def _split_sequence(self) -> tuple[int, int]:
-        """Devices that split positions: all, and all but `tensor`."""
+        """Devices that split positions, along all axes and without `tensor`."""
         along = as_tuple(self.layout.claims.activations.get("seq"))
         others = tuple(axis for axis in along if axis != "tensor")
         return self.size(along), self.size(others)
 
     @functools.cached_property
     def hidden_bytes(self) -> float:
-        """One microbatch's residual stream on a device, not split by `tensor`."""
+        """Bytes of a microbatch's residual stream on a device, unsplit by `tensor`."""
         context = self.size(self.layout.sequence_axes)
         elements = self.rows * self.per_row.positions * self.per_row.width / context
         return elements * self.width
 
     @functools.cached_property
     def host_bytes(self) -> float:
-        """Optimizer state that waits on the host: the arrays, and no counters."""
+        """Bytes of optimizer state that waits on the host: arrays, not counters."""
         offload = self.candidate.offload
         if offload is None or not offload.optimizer:
             return 0.0
@@ -197,10 +197,11 @@ class Estimate:
 
     @property
     def copied_bytes(self) -> float:
-        """Parameters that a TPU's compiler copies, for all of a step.
+        """Bytes of parameters that a TPU's compiler copies for a whole step.
 
-        A gather of an array that was updated in parts writes over the old array
-        (docs/library-notes.md, "The TPU compiler").
+        An array that is updated in shards is then gathered. The gather writes over the
+        old array, so the compiler copies it (docs/library-notes.md, "The TPU
+        compiler").
         """
         if self.topology.hardware.platform != "tpu":
             return 0.0
@@ -212,7 +213,7 @@ class Estimate:
 
     @property
     def gradient_bytes(self) -> float:
-        """Gradients where they are summed, in the dtype of the sums."""
+        """Bytes of gradients in the spec and the dtype in which they are summed."""
         total = 0.0
         for path, x in flatten(self.plan.abstract.params).items():
             spec = self.plan.placements[path].gradient
@@ -221,9 +222,9 @@ class Estimate:
         return total
 
     def live_bytes(self) -> dict[str, float]:
-        """Memory besides arguments, by owner, of a step without stages."""
+        """Returns memory besides arguments, by owner, for a step without stages."""
         kept = sum(map(self.local_bytes, self.per_row.residuals))
-        # Each microbatch's gradients are added to a sum.
+        # With microbatches, there are the gradients of one microbatch and their sum.
         copies = 2 if self.microbatches > 1 else 1
         return {
             "kept activations": kept,
@@ -234,7 +235,7 @@ class Estimate:
 
     @property
     def gathered_bytes(self) -> float:
-        """Weights that are gathered at once: one layer of each stack, all others."""
+        """Bytes of weights gathered at once: a layer of each stack, and all others."""
         total = 0.0
         for _, x, place in self.params:
             if place.is_gathered:
@@ -246,25 +247,26 @@ class Estimate:
 
     @property
     def layer_bytes(self) -> float:
-        """Rows of one layer while it is computed again, and the largest other value."""
+        """Bytes of a layer's rows while it runs again, and the largest other value."""
         residuals = self.facts.rows["none"].residuals
         stacked = sum(self.local_bytes(r) for r in residuals if r.is_stacked)
         others = (self.local_bytes(r) for r in residuals if not r.is_stacked)
         return stacked * self.stages / self.num_layers + max(others, default=0.0)
 
     def pipeline_bytes(self) -> dict[str, float]:
-        """Memory besides arguments, by owner, of a pipeline."""
+        """Returns memory besides arguments, by owner, for a pipeline."""
         assert self.buffers is not None
         execution, count = self._pipeline, self.buffers
         chunk = self.stage_residual_bytes / execution.schedule.chunks
-        # Each buffer has a spare slot, for ticks in which a stage has nothing to write;
-        # a slot's residuals are made, or read, before they are written or used.
+        # Each buffer has a spare slot, for ticks in which a stage has nothing to write.
+        # One more copy of a chunk's residuals exists while they are computed and
+        # written, or read and used.
         stash = self.hidden_bytes if execution.stash == "inputs" else chunk
         pending = chunk * (count.num_pending + 1) if count.num_pending else 0.0
         waiting = count.num_inputs + count.num_cotangents + 2
         return {
             "kept activations": (count.num_saved + 1) * stash + chunk + pending,
-            # The sums, and the gradients of one slot's layers.
+            # These are the sums, and the gradients of the layers of one slot.
             "gradients": self.gradient_bytes
             + self._staged_gradient_bytes / execution.schedule.chunks,
             "gathered weights": self.gathered_bytes + self._staged_copy_bytes,
@@ -277,13 +279,13 @@ class Estimate:
 
     @functools.cached_property
     def stage_residual_bytes(self) -> float:
-        """Residuals of all layers of a stage, for one microbatch."""
+        """Bytes of residuals of all layers of a stage, for one microbatch."""
         stacked = [r for r in self.per_row.residuals if r.is_stacked]
         return sum(map(self.local_bytes, stacked)) * self.fullest
 
     @functools.cached_property
     def fullest(self) -> float:
-        """Layers of the chunks of a stage, as long as the longest, over their mean."""
+        """Length of the longest chunk over the mean length of chunks."""
         if self.simulation is None or not (layers := self.num_layers):
             return 1.0
         parts = self.stages * self._pipeline.schedule.chunks
@@ -301,7 +303,7 @@ class Estimate:
 
     @property
     def _staged_copy_bytes(self) -> float:
-        """Weights of a stage beside those that are stored: gathered once, or moved."""
+        """Bytes of a stage's weights besides the stored shards: gathered, or moved."""
         total = 0.0
         for x, place in self._staged:
             here = place.in_stage()
@@ -314,13 +316,14 @@ class Estimate:
         return total
 
     def moved_bytes(self, memory: Mapping[str, float]) -> float:
-        """Bytes between memory and chip that a step must read and write."""
+        """Returns bytes that a step must read from and write to a device's memory."""
         used = sum(
             self.shard_bytes(x.shape, place.used, self.dtype)
             for _, x, place in self.params
         )
-        # Weights are read forward, and backward for both gradients; the update reads
-        # and writes parameters and optimizer state, and reads gradients.
+        # Weights are read three times: forward, and backward for each of the two
+        # gradients. The update reads and writes parameters and optimizer state, and
+        # reads gradients.
         state = memory["parameters"] + memory["optimizer state"]
         update = 2 * state + 2 * self.gradient_bytes * self.microbatches
         kept = 2 * memory["kept activations"] * self.microbatches
@@ -336,7 +339,7 @@ def _simulation(
 
 
 def _traffic_of(local: Estimate) -> list[Traffic]:
-    """Bytes that a device sends, by axes and reason."""
+    """Returns the bytes that a device sends, by axes and reason."""
     sums: dict[tuple, float] = {}
     for part in (_of_state, _of_tensor, _of_sequence, _of_experts, _of_stages):
         for each in part(local):
@@ -353,7 +356,7 @@ def _sent(
     local: Estimate, axes: tuple[str, ...], total: float, source: str, *, exposed: bool
 ) -> Traffic:
     count = local.size(axes)
-    # CPUs send between operations, and compute nothing meanwhile.
+    # A CPU sends between operations, and does not compute at the same time.
     exposed = exposed or local.is_cpu
     return Traffic(
         axes=in_order(axes, local.mesh),
@@ -369,12 +372,12 @@ def _of_state(local: Estimate) -> Iterator[Traffic]:
     gathers = 2 if any(place.is_gathered for _, _, place in local.params) else 1
     execution = claims.execution
     is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
-    # CPUs have no reduce-scatter: they sum up whole gradients, and drop the rest.
+    # CPUs have no reduce-scatter: they all-reduce gradients, and drop the rest.
     sums = 2 if local.is_cpu else 1
     for _, x, stored_at in local.params:
         place, of_stage = stored_at, 1
         if place.stage_axes:
-            # Layers that stages share unevenly are sent to them once a step.
+            # If stages share layers unevenly, the layers are sent to them once a step.
             for source, dtype in (("weights", local.dtype), ("gradients", x.dtype)):
                 part = local.shard_bytes(x.shape, place.stored, dtype)
                 yield _sent(local, place.stage_axes, part, source, exposed=True)
@@ -399,14 +402,15 @@ def _of_state(local: Estimate) -> Iterator[Traffic]:
 
 
 def _passes(local: Estimate) -> int:
-    """How often a layer's transfers run: forward, backward, and again by remat."""
+    """Returns how often a layer's transfers run: forward, backward, and for remat."""
     return 2 if local.candidate.remat == "none" else 3
 
 
 def _of_tensor(local: Estimate) -> Iterator[Traffic]:
-    """Sums of products whose contracted dim is split: by rows, in Megatron's words.
+    """Yields sums of products whose contracted dim is split ("by rows" in Megatron).
 
-    As many more in the backward pass, of products that are split by columns.
+    The backward pass has the same number of sums, for products that are split by
+    columns.
     """
     claims = local.layout.claims
     for _, x, place in local.params:
@@ -430,7 +434,7 @@ def _of_tensor(local: Estimate) -> Iterator[Traffic]:
 
 
 def _of_sequence(local: Estimate) -> Iterator[Traffic]:
-    """Keys and values around the ring, and backward their gradients too."""
+    """Yields keys and values around the ring, and their gradients on the way back."""
     claims = local.layout.claims
     axis = claims.sequence.axis if claims.sequence else ""
     if (count := local.size((axis,))) < 2:
@@ -446,22 +450,26 @@ def _of_sequence(local: Estimate) -> Iterator[Traffic]:
         layers = info.shape[0] / local.stages if "layers" in names[:1] else 1
         width = math.prod(info.shape[at : at + 2]) / tensor
         tokens = local.rows * local.per_row.positions / count
-        # Twice in their dtype, and gradients in float32; `count - 1` hops.
+        # Keys and values travel twice, in their dtype, and gradients once, in float32;
+        # each makes `count - 1` hops.
         total = tokens * width * (2 * local.width + 4) * layers * local.microbatches
         yield _sent(local, (axis,), total * count, "keys", exposed=False)
 
 
 def _of_experts(local: Estimate) -> Iterator[Traffic]:
-    """Tokens to their experts and back, as the exchange of each mixture sends them."""
+    """Yields the tokens that each mixture's exchange sends to experts and back."""
     axis = local.layout.claims.experts
     if axis is None or (count := local.size((axis.axis,))) < 2:
         return
-    # Described devices do not say that they are CPUs, which have no ragged exchange.
+    # `axis.choose` cannot see that described devices are CPUs, which have no ragged
+    # exchange.
     for top_k, layers in local.facts.mixtures:
         how = "gather" if local.is_cpu else axis.choose(local.mesh, top_k)[0]
-        # Either a token goes to all devices, or each of its rows to one expert's.
+        # Either a token goes to all devices, or each of its rows goes to one expert's
+        # device.
         copies = count if how == "gather" else top_k
-        # There and back, both ways; by remat there once more: outputs are not needed.
+        # Tokens go to experts and back, in both passes. With remat they go to the
+        # experts once more, but outputs need not come back.
         times = (2 + _passes(local)) * max(1, layers / local.stages)
         total = copies * local.hidden_bytes * times * local.microbatches
         yield _sent(local, (axis.axis,), total, f"tokens ({how})", exposed=True)
@@ -472,6 +480,7 @@ def _of_stages(local: Estimate) -> Iterator[Traffic]:
         return
     execution: Any = local.layout.claims.execution
     hops = 2 * execution.schedule.chunks * local.microbatches
-    # A hop sends all of it to one neighbour, unlike a ring.
+    # A hop sends all bytes to one neighbour. The factor cancels the share (n - 1) / n
+    # that `_sent` takes for rings.
     total = hops * local.hidden_bytes * local.stages / (local.stages - 1)
     yield _sent(local, ("pipe",), total, "activations", exposed=False)

@@ -1,12 +1,12 @@
-"""Devices by their data sheets, and machines of them that need not be there.
+"""Describes devices by their data sheets, and topologies of absent devices.
 
-The figures are published by the makers, without sparsity; `Hardware.source` is the
-page to check them on. In November 2026 that was done for v5e, v5p and v6e, and for the
-FLOP/s and the memory's size of v7x; the figures of GPUs agree with quotations of their
-data sheets. Where pages of one maker differ, as for the memory of v6e (1,600 GB/s,
-1,638, 1,640), the newest counts. The network of v4 is taken to be v5p's, and the
-network of GPUs is one adapter for each. A user's device is a `Hardware`, as in the
-table.
+The figures are published by the makers, without sparsity; `Hardware.source` is the page
+to check them on. In November 2026 they were checked for v5e, v5p and v6e; for v7x only
+the FLOP/s and the size of the memory were checked. The figures of GPUs agree with
+quotations of their data sheets. If pages of one maker differ, as for the memory of v6e
+(1,600 GB/s, 1,638, 1,640), the newest page counts. The network of v4 is assumed to be
+v5p's, and each GPU is assumed to have one network adapter. Users describe other devices
+by a `Hardware`, as in the table.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device: how fast it computes, how much it holds, how fast it sends.
+    """One device: its speeds of computing and sending, and its memory.
 
     Attributes:
         name: The name in a `Topology`.
         platform: ``"tpu"``, ``"gpu"`` or ``"cpu"``.
-        flops: FLOP/s of dense products, by the dtype of their operands; the FLOP/s of
-            all kinds of 8-bit floating point are ``"float8"``. Makers of GPUs print
-            twice as much, "with sparsity", which the products of training do not have.
-        memory_bytes: Memory of a device.
-        usable: Share of it that a program gets: JAX takes 75 % of a GPU unless
-            ``XLA_PYTHON_CLIENT_MEM_FRACTION`` says otherwise.
+        flops: FLOP/s of dense products, by the dtype of their operands; ``"float8"``
+            stands for all kinds of 8-bit floating point. Makers of GPUs print twice
+            these figures, "with sparsity", which products in training do not have.
+        memory_bytes: Bytes of a device's memory.
+        usable: Share of the memory that a program gets. JAX takes 75 % of a GPU's
+            memory unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets another share.
         memory_bandwidth: Bytes/s between memory and chip.
         link_bandwidth: Bytes/s in one direction over all fast links of a device.
-        num_links: Fast links of which a ring over one mesh axis may get only two; 1
-            where a switch gives every pair all of them.
-        network_bandwidth: Bytes/s in one direction between machines, or slices, for
-            each device.
-        machine_size: Devices that fast links join; ``None``: all of a slice.
-        source: Where the figures are from.
-        compiler: Arguments of ``get_topology_desc``, with ``name`` for its name of
+        num_links: Number of fast links, of which a ring over one mesh axis may get only
+            two; 1 if a switch gives every pair of devices the full bandwidth.
+        network_bandwidth: Bytes/s of each device in one direction between machines or
+            slices.
+        machine_size: Number of devices that fast links join; ``None``: all devices of a
+            slice.
+        source: The page with the figures.
+        compiler: Arguments of ``get_topology_desc``, of which ``name`` is its name of
             the device; empty if no compiler runs without the device.
-        devices_per_chip: JAX's devices for each chip in a slice's name; the other
-            figures are of one device.
-        kinds: How ``device_kind`` begins of JAX's devices of this hardware.
-        array: Width of a systolic array that multiplies; 0 where there is none.
-        clock: Cycles per second, of those that the compiler counts; 0: not known.
+        devices_per_chip: Number of JAX devices for each chip in the name of a slice.
+            The other figures are for one device.
+        kinds: Beginnings of ``device_kind`` of JAX's devices of this hardware.
+        array: Width of a systolic array; 0 if the device has no such array.
+        clock: Number per second of the cycles that the compiler counts; 0 if unknown.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -75,11 +76,11 @@ class Hardware:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that a program gets."""
+        """Bytes of memory that a program gets."""
         return self.usable * self.memory_bytes
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of products of a dtype; for dtypes not listed, the slowest."""
+        """Returns FLOP/s of products of a dtype; the slowest for unlisted dtypes."""
         dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
@@ -96,21 +97,23 @@ def _tpu(
     compiler: Mapping[str, Any] | None = None,
     devices: int = 1,
 ) -> Hardware:
-    """A TPU by the figures of its chip.
+    """Describes a TPU by the figures of its chip.
 
     Args:
         name: In a topology.
         kinds: See `Hardware`.
-        tflops: TFLOP/s in bfloat16, int8 and 8-bit floating point, which JAX multiplies
-            in bfloat16 where the maker names no speed; of float32, which it multiplies
-            in one bfloat16 pass, the first.
-        array: Width of a systolic array, and multiplications of all in a cycle: the
-            clock turns them into the published FLOP/s.
+        tflops: TFLOP/s in bfloat16, int8 and 8-bit floating point. If the maker gives
+            no figure for 8-bit floating point, JAX multiplies it in bfloat16. The
+            bfloat16 figure also counts for float32, which JAX multiplies in one
+            bfloat16 pass.
+        array: Width of a systolic array, and multiplications per cycle of all arrays.
+            The clock is derived from these and the published FLOP/s.
         memory: GiB, GB/s.
-        links: GB/s in both directions together, how many, and GB/s of the network.
+        links: GB/s of all links in both directions together, the number of links, and
+            GB/s of the network.
         source: The page.
         compiler: See `Hardware`; by default the name.
-        devices: JAX's for each chip.
+        devices: Number of JAX devices for each chip.
     """
     bfloat16, int8, float8 = (number * _TERA / devices for number in tflops)
     speeds = {"bfloat16": bfloat16, "float32": bfloat16, "int8": int8, "float8": float8}
@@ -141,16 +144,17 @@ def _gpu(
     links: tuple[float, float],
     source: str,
 ) -> Hardware:
-    """A GPU in machines of 8.
+    """Describes a GPU in machines of 8.
 
     Args:
         name: In a topology.
         kind: See `Hardware.kinds`.
-        tflops: TFLOP/s in bfloat16, in TF32, JAX's default for float32, and of 8-bit
-            floating point; int8 is twice as fast as bfloat16 on all of them.
+        tflops: TFLOP/s in bfloat16, in TF32 (JAX's default for float32), and in 8-bit
+            floating point. On all these GPUs int8 is twice as fast as bfloat16.
         memory: GB, GB/s.
-        links: GB/s in both directions together, and of the network: one adapter for
-            each GPU, as in the maker's systems, which no data sheet of a chip has.
+        links: GB/s in both directions together, and GB/s of the network. The network is
+            one adapter for each GPU, as in the maker's systems; data sheets of chips do
+            not have this figure.
         source: The page.
     """
     bfloat16, tf32, float8 = (number * _TERA for number in tflops)
@@ -170,7 +174,7 @@ def _gpu(
 
 
 _CLOUD = "https://docs.cloud.google.com/tpu/docs/"
-# The bfloat16 figures there are twice those below: with sparsity.
+# The bfloat16 figures there are with sparsity: twice the figures below.
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 
@@ -178,7 +182,7 @@ _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        # Two cores as one device, which is how v4 is used.
+        # Two cores are one device, which is how v4 is used.
         _tpu("v4", ("TPU v4",), (275, 275, 275), (128, 8 * 128**2), (32, 1200),
              (600, 6, 6.25), "v4; links: Jouppi et al., TPU v4, 2023, table 4",
              compiler={"name": "v4", "chip_config_name": "megacore"}),
@@ -201,7 +205,8 @@ HARDWARE: dict[str, Hardware] = {
              _NVIDIA + "dgx-b200"),
         _gpu("mi300x", "AMD Instinct MI300X", (1307.4, 653.7, 2614.9), (192, 5300),
              (896, 50), _AMD + "mi300.html"),
-        # Not a data sheet's: to try strategies on, and to compile for.
+        # These figures are from no data sheet: they serve to try strategies and to
+        # compile.
         Hardware(
             name="cpu",
             platform="cpu",
@@ -221,17 +226,17 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware_of(device: Any) -> Hardware | None:
-    """The entry of `HARDWARE` that a device of JAX belongs to, or ``None``."""
+    """Returns the entry of `HARDWARE` for a JAX device, or ``None``."""
     kind = device.device_kind
     found = {k: each for each in HARDWARE.values() for k in each.kinds}
     known = [k for k in found if kind.startswith(k)]
     return found[max(known, key=len)] if known else None
 
 
-# Flax, JAX and our placement ask a device for these, and for nothing else.
+# Flax, JAX and this library's placement read only these attributes of a device.
 @dataclass(frozen=True)
 class StandIn:
-    """A device that is not present, for meshes and shapes."""
+    """Stands in for an absent device, in meshes and shardings of shapes."""
 
     id: int
     platform: str
@@ -243,13 +248,13 @@ class StandIn:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices of one kind, and how many of them fast links join.
+    """A number of devices of one kind, and the links that join them.
 
     Attributes:
         hardware: The device.
-        num_devices: All of them, as JAX counts.
-        num_slices: Slices of TPUs, joined by the data-center network.
-        shape: Chips of one slice along each dim of its torus; empty of GPUs.
+        num_devices: Number of devices, as JAX counts them.
+        num_slices: Number of TPU slices, which the data-center network joins.
+        shape: Number of chips of a slice along each dim of its torus; empty for GPUs.
 
     Example:
         >>> Topology.parse("v5p:4x4x4").num_devices
@@ -267,11 +272,11 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str, known: Mapping[str, Hardware] = HARDWARE) -> Topology:
-        """A topology by name.
+        """Makes a topology from its name.
 
         Args:
-            name: ``kind:AxBxC`` for a slice of TPU chips, ``N*kind:AxBxC`` for several,
-                ``kind:N`` for GPUs or simulated CPU devices.
+            name: ``kind:AxBxC`` for a slice of TPU chips, ``N*kind:AxBxC`` for several
+                slices, ``kind:N`` for GPUs or simulated CPU devices.
             known: Hardware by kind.
 
         Raises:
@@ -300,7 +305,7 @@ class Topology:
                 f"topology={name!r}: devices of {kind} are counted, with at least 1: "
                 f"'{kind}:{max(count, 8)}'."
             )
-        dims = hardware.num_links // 2  # of a torus, each with two links
+        dims = hardware.num_links // 2  # dims of a torus have two links each
         if is_slice and dims and len(shape) > dims:
             raise PlanError(
                 f"topology={name!r} has {len(shape)} dims. A slice of {kind} has at "
@@ -322,7 +327,7 @@ class Topology:
 
     @property
     def machine_size(self) -> int:
-        """Devices that fast links join."""
+        """Number of devices that fast links join."""
         inside = self.num_devices // self.num_slices
         return min(inside, self.hardware.machine_size or inside)
 
@@ -331,17 +336,19 @@ class Topology:
         """Stand-ins for the devices, in order."""
         inside = self.num_devices // self.num_slices
         kind = self.hardware.name
-        # No platform that JAX knows: it would ask a TPU for its place in a torus.
+        # JAX does not know this platform. It would ask a TPU device for its place in a
+        # torus.
         return [
             StandIn(i, "described", kind, i // inside) for i in range(self.num_devices)
         ]
 
     @property
     def wraps(self) -> tuple[bool, bool, bool]:
-        """True for each dim of a slice's torus whose ends a link joins [1].
+        """For each dim of a slice's torus, True if a link joins its ends [1].
 
-        Optical switches close the torus of whole cubes of 4 x 4 x 4 chips, in all dims
-        at once. v5e and v6e are wired by 16 x 16 chips: a side of 16 is closed.
+        If a slice consists of whole cubes of 4 x 4 x 4 chips, optical switches close
+        its torus in all dims. v5e and v6e are wired in 16 x 16 chips: a side of 16 is
+        closed.
 
         References:
             [1] Austin et al., "How to Scale Your Model", 2025, part 2,
@@ -354,14 +361,14 @@ class Topology:
         return x == 16, y == 16, False
 
     def described(self) -> Sequence[Any]:
-        """The devices as the TPU compiler describes them; none needs to be present.
+        """Returns devices as the TPU compiler describes them; they may be absent.
 
-        Programs are compiled for them and not run. It needs `libtpu`. The links that
-        wrap around are described too: by default JAX describes none, and
-        a gather over several dims of a torus then sends twice the bytes.
+        Programs can be compiled for these devices, but not run. It needs `libtpu`. The
+        description includes the links that wrap around. By default JAX leaves these
+        links out, and a gather over several dims of a torus then sends twice the bytes.
 
         Raises:
-            PlanError: If they are no TPUs.
+            PlanError: If the devices are not TPUs.
 
         Example:
             >>> Topology.parse("v5p:4x4x4").wraps
@@ -387,19 +394,21 @@ class Topology:
         return described.devices
 
     def bandwidth(self, size: int, inner: int) -> tuple[float, float]:
-        """Least and most bytes/s of a device in a ring over a mesh axis.
+        """Returns least and most bytes/s of a device in a ring over a mesh axis.
 
         Args:
-            size: Size of the axis, or of several that one collective goes over.
-            inner: Devices between two neighbours along it: the product of the sizes of
-                the axes inside.
+            size: Size of the axis, or product of the sizes of several axes of one
+                collective.
+            inner: Distance of two neighbours along the axis, in devices: the product of
+                the sizes of the inner axes.
         """
         fast = self.hardware.link_bandwidth
         if size * inner <= self.machine_size:
-            # A ring along one dim of a torus has the two links of that dim; over all
-            # dims at once it has all.
+            # A ring along one dim of a torus has the two links of that dim. A ring over
+            # all dims at once has all links.
             return fast * min(1.0, 2 / self.hardware.num_links), fast
-        # A ring that leaves the machine has the adapters of its devices in it.
+        # A ring that leaves the machine uses the adapters of its devices in this
+        # machine.
         adapters = max(1, self.machine_size // inner)
         slow = min(fast, self.hardware.network_bandwidth * adapters)
         return self.hardware.network_bandwidth, slow

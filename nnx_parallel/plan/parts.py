@@ -1,4 +1,4 @@
-"""The parts of a training step, apart from the devices it runs on."""
+"""The parts of a training step, separate from the devices that it runs on."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from nnx_parallel.training.arguments import LossFn
 from nnx_parallel.training.step import StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
-"""Attribute of a Trainer for described devices: the arrays that it would offload."""
+"""Attribute of a Trainer for described devices: the offload that was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A Trainer's model, optimizer and loss, as shapes; and the shapes of a batch.
+    """A Trainer's model, optimizer and loss, without values, and a batch's shapes.
 
     Attributes:
         model: The model's structure, with shapes for arrays.
@@ -65,12 +65,12 @@ class Parts:
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
-        """Takes the parts of a Trainer, whose arrays need not exist yet.
+        """Reads the parts of a Trainer, whose arrays need not exist yet.
 
         Raises:
-            PlanError: If it is not a Trainer, or the batch has no shapes.
+            PlanError: If ``trainer`` is not a Trainer, or the batch has no shapes.
         """
-        # A plan reads them, and changes nothing.
+        # A plan only reads these private attributes.
         held = getattr(trainer, "__dict__", {})
         run, programs = held.get("_run"), held.get("_programs")
         if run is None or programs is None:
@@ -110,11 +110,11 @@ class Parts:
         return max(sizes, key=lambda name: sizes[name], default="float32")
 
     def rebuilt(self) -> nnx.Module:
-        """The abstract model, whose metadata is free to be changed."""
+        """Returns a copy of the abstract model, whose metadata may be changed."""
         return nnx.merge(self.model.graphdef, self.model.state, copy=True)
 
     def with_rows(self, num_rows: int) -> Parts:
-        """The parts with another number of rows in each batch."""
+        """Returns the parts with a different number of rows in a batch."""
         arrays, shared, join = partition(self.batch)
 
         def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -123,14 +123,14 @@ class Parts:
         return replace(self, batch=join(jax.tree.map(resize, arrays), shared))
 
     def with_precision(self, precision: Precision | None) -> Parts:
-        """The parts with other dtypes; unchanged for ``None``."""
+        """Returns the parts with a different precision; unchanged for ``None``."""
         return self if precision is None else replace(self, precision=precision)
 
     def on(self, layout: Layout, offload: Offload | None = None) -> StatePlan:
         """Places the training state. Raises the same errors as `Trainer`.
 
-        Devices that are not there cannot say which memory they reach: ``offload`` is
-        for those that a compiler knows.
+        Stand-ins for absent devices cannot say which memory they reach. So ``offload``
+        is only for devices that a compiler describes.
         """
         return plan_state(
             self.rebuilt(),
@@ -143,10 +143,11 @@ class Parts:
         )
 
     def batch_on(self, layout: Layout, num_microbatches: int) -> Any:
-        """The batch's shapes with their shardings.
+        """Returns the batch's shapes with their shardings.
 
         Raises:
-            BatchShapeError: If its rows do not divide.
+            BatchShapeError: If the batch's rows do not divide over devices and
+                microbatches.
         """
         rows = self.num_rows
         sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
@@ -163,14 +164,14 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Sizes of a model that a mesh axis must divide.
+    """Facts about a model that limit the sizes of mesh axes and other options.
 
     Attributes:
         stacks: Layers of each `Stack` by path, the largest stack first.
-        num_experts: Experts of its mixtures; 0 without.
+        num_experts: Number of experts of each mixture; 0 without mixtures.
         named: Sizes of named dims of parameters, by name.
-        has_remat: True if the Trainer's remat acts on anything.
-        has_dense: True if it has layers that name their activations.
+        has_remat: True if the Trainer's remat affects a stack.
+        has_dense: True if the model has layers that name their activations.
     """
 
     stacks: dict[str, int]
@@ -181,10 +182,10 @@ class ModelFacts:
 
     @classmethod
     def of(cls, parts: Parts) -> ModelFacts:
-        """Reads the model of some parts."""
+        """Reads the facts from the model of some parts."""
         model = parts.rebuilt()
         found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
-        # A pipeline's choice first.
+        # The stack that a pipeline chooses comes first.
         first = find_stack(model, None)
         stacks = {dotted(p): m for p, m in (first, *found.items())} if first else {}
         experts = [m for _, m in nnx.iter_modules(model) if isinstance(m, MoE)]
@@ -197,13 +198,13 @@ class ModelFacts:
         )
 
     def tensor_divides(self, size: int) -> bool:
-        """True if `TensorParallel` of a size splits this model evenly."""
+        """Returns True if `TensorParallel` of a size splits this model evenly."""
         sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
         return bool(sizes) and all(n % size == 0 for n in sizes)
 
 
 def sizes_by_name(infos: Iterable[ArrayInfo]) -> dict[str, set[int]]:
-    """Sizes of the named dims of arrays."""
+    """Returns the sizes of the named dims of arrays, by name."""
     named: dict[str, set[int]] = {}
     for info in infos:
         for name, size in zip(info.names or (), info.shape, strict=False):
@@ -213,7 +214,7 @@ def sizes_by_name(infos: Iterable[ArrayInfo]) -> dict[str, set[int]]:
 
 
 def shapes_of(batch: Any) -> Any:
-    """A batch's shapes and dtypes, as JAX will hold it.
+    """Returns a batch's shapes, with the dtypes that JAX will give it.
 
     Raises:
         PlanError: If a leaf is not an array.

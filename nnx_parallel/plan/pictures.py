@@ -1,6 +1,6 @@
-"""Pictures of a plan: memory by owner, the step in time, its roofline, and a page.
+"""Draws a plan: memory by owner, the step in time, its roofline, and a page.
 
-The page is one file, without scripts, that a browser shows and a colleague can be sent.
+The page is one file without scripts, which can be sent and opened in any browser.
 """
 
 from __future__ import annotations
@@ -59,16 +59,17 @@ _OTHERS = ("#cc79a7", "#999999", "#b8860b", "#6b7783", "#c9b3d9")
 
 # Opacity of transfers that take no extra time.
 _PALE = 0.45
-# Least visible share of a bar or of a step.
+# Smallest share of a bar or of a step that is visible.
 _LEAST = 2e-3
 
 
 def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
-    """Bars of a device's memory by owner, one for each of the first candidates.
+    """Draws a bar of a device's memory by owner for each of the first candidates.
 
     Args:
         plan: The plan.
-        num_entries: How many of its candidates; those that cannot run have no bar.
+        num_entries: Number of candidates to draw; candidates that cannot run have no
+            bar.
 
     Example:
         >>> import jax, optax
@@ -91,8 +92,8 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
     entries = [(number, e, e.costs) for number, e in numbered if e.costs is not None]
     usable = plan.topology.hardware.usable_bytes
     largest = max((costs.total_bytes for _, _, costs in entries), default=1.0)
-    # A bar far beyond the limit would leave nothing of the others to be seen, nor would
-    # a limit far beyond the bars.
+    # If one bar were far beyond the limit, or the limit far beyond the bars, the other
+    # bars would be too short to see.
     full = largest if largest < usable / 5 else min(max(largest, usable), 2 * usable)
     owners = _owners(dict(c.memory) for _, _, c in entries)
     seen = [
@@ -132,15 +133,15 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
 
 
 def draw_timeline(plan: Plan, entry: Entry | None = None) -> Figure:
-    """The step in time: products, or slots of a pipeline, and transfers.
+    """Draws the step in time: products, or slots of a pipeline, and transfers.
 
-    Above at best: memory and transfers that may be hidden run during products. Below at
-    worst: one after the other. Both on one scale; they are the ends of the range that
-    the table has.
+    The upper part is the best case: memory traffic, and transfers that may be hidden,
+    run during products. The lower part is the worst case: everything runs one after the
+    other. Both have the same scale, and are the ends of the range in the table.
 
     Args:
         plan: The plan.
-        entry: Which of its candidates; by default the first.
+        entry: The candidate to draw; by default the first.
 
     Raises:
         PlanError: If the candidate cannot run.
@@ -185,7 +186,7 @@ def draw_timeline(plan: Plan, entry: Entry | None = None) -> Figure:
 
 
 class _Span(NamedTuple):
-    """When a lane works."""
+    """A time span in which a lane works."""
 
     lane: str
     start: float
@@ -194,16 +195,16 @@ class _Span(NamedTuple):
 
 
 def _spans(time: StepTime, end: int) -> list[_Span]:
-    """The work of each lane at one end of the range: 0 the worse, 1 the better."""
+    """Returns each lane's spans at one end of the range: 0 is worst, 1 is best."""
     products, *others = time.lanes
     spans = [_Span(products.name, 0.0, products.exposed[end])]
     sent, busy = 0.0, products.exposed[end]
     for lane in others:
-        # Memory and links work at the same time; the links share theirs.
+        # Memory and links work at the same time. Links work one after the other.
         is_sent = lane.name != "memory"
         start = sent if is_sent else 0.0
         hidden = lane.hidden[end]
-        # At worst a hidden transfer takes no extra time, however long it is.
+        # At worst a hidden transfer takes no extra time, however long it lasts.
         hidden = hidden if end else max(0.0, min(hidden, busy - start))
         spans.append(_Span(lane.name, start, hidden, is_hidden=True))
         sent += hidden * is_sent
@@ -224,7 +225,7 @@ def _panel(
     colours: dict[str, str],
     y: float,
 ) -> tuple[Marks, float]:
-    """The lanes of one end of the range, and where they end."""
+    """Draws the lanes at one end of the range; returns the marks and their end."""
     unit = (WIDTH - _GUTTER) / time.slow
     marks: Marks = []
     products, *others = _spans(time, end)
@@ -262,7 +263,7 @@ def _panel(
 
 
 def _slots(entry: Entry) -> tuple[TimedSlot, ...]:
-    """The slots of a pipeline's schedule; none without stages."""
+    """Returns the slots of a pipeline's schedule; empty without stages."""
     run = entry.candidate.strategy.claims().execution
     stages = entry.axis_sizes.get("pipe", 1)
     if not isinstance(run, PipelineSchedule) or stages < 2:
@@ -274,11 +275,11 @@ def _slots(entry: Entry) -> tuple[TimedSlot, ...]:
 def _stages(
     slots: Sequence[TimedSlot], width: float, height: float, y: float
 ) -> tuple[Marks, float]:
-    """A row for each stage, to scale; the whole schedule has the given width."""
+    """Draws a row for each stage, to scale; the schedule has the given width."""
     unit = width / max(slot.end for slot in slots)
     stages, chunks = (1 + max(getattr(s, n) for s in slots) for n in ("stage", "chunk"))
     marks: Marks = []
-    # One path for each look: a schedule has thousands of slots.
+    # Slots of equal look share one path, because a schedule has thousands of slots.
     paths: dict[tuple[str, int], list[str]] = {}
     for slot in slots:
         at, top = _GUTTER + unit * slot.start, y + height * slot.stage
@@ -287,7 +288,7 @@ def _stages(
         paths.setdefault((slot.kind, slot.chunk), []).append(box)
     for stage in range(stages):
         top = y + height * stage
-        # With many stages the names would touch.
+        # With many stages the names would overlap.
         if stages <= 8 or stage % 2 == 0:
             marks.append(note(0, top + height - 3, f"stage {stage}", "soft"))
         marks.append(rect(_GUTTER, top, width, height - 2, "whole", opacity=0.6))
@@ -322,13 +323,13 @@ def _time_axis(seconds: float, y: float) -> Marks:
 
 
 def _nice(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is not smaller."""
+    """Rounds up to 1, 2 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(least))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= 0.999 * least)
 
 
 def _owners(memories: Iterable[dict[str, float]]) -> dict[str, str]:
-    """A colour for each owner, the large ones always in the same."""
+    """Returns a colour for each owner; the main owners always have the same colour."""
     names = dict.fromkeys(name for memory in memories for name in memory)
     others = [name for name in names if name not in _OWNERS]
     return {
@@ -338,11 +339,11 @@ def _owners(memories: Iterable[dict[str, float]]) -> dict[str, str]:
 
 
 def _label(words: str, value: str, y: float) -> tuple[Marks, float]:
-    """Words in lines, a value at the right of the first; and where they end."""
+    """Draws wrapped words with a value at the right; returns marks and their end."""
     room = int((WIDTH - LETTER * len(value) - 24) / LETTER)
     marks = [note(WIDTH, y + 12, value, text_anchor="end", font_weight=600)]
     for each in textwrap.wrap(words, room, subsequent_indent="    "):
-        # A space at the beginning would not be drawn.
+        # SVG does not draw a space at the beginning, so the line is moved instead.
         indent = 14 if each.startswith(" ") else 0
         marks.append(note(indent, y + 12, each.strip()))
         y += 15
@@ -360,28 +361,28 @@ def _bar(
             marks.append(rect(left, y, wide, 16, colours[owner], 0, title=title))
         left += max(0.0, wide)
     if sum(memory.values()) > full:
-        # It goes on beyond the picture.
+        # An arrow says that the bar goes on beyond the picture.
         marks.append(line((WIDTH - 7, y + 3), (WIDTH - 2, y + 8), (WIDTH - 7, y + 13)))
     return marks
 
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 46.0, 20.0, WIDTH - 8, 288.0
-# Share of the slow end: a lane that takes less bounds nothing.
+# A lane that takes less than this share of the slow time bounds nothing.
 _LEAST_SHARE = 1e-3
 
 
 def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
-    """FLOP/s of a step against the FLOPs that it has for each byte it moves [1].
+    """Draws FLOP/s of a step against its FLOPs for each byte that it moves [1].
 
-    A roof for the products, for memory and for the links of each mesh axis that
-    something is sent over: the line is the data sheet's, the band the assumption for
-    it. Under each roof a bar: the step's FLOP/s, from the slow to the fast end of its
-    time, at its FLOPs for each byte over that roof. Where a bar comes near to its roof,
-    that part bounds the step.
+    There is a roof for products, for memory, and for the links of each mesh axis with
+    traffic. The line of a roof is from the data sheet, and its band is the assumption.
+    Under each roof is a bar. Its horizontal place is the step's FLOPs for each byte of
+    that memory or link, and it reaches from the slow to the fast end of the step's
+    FLOP/s. If a bar comes near its roof, that part bounds the step.
 
     Args:
         plan: The plan.
-        entry: Which of its candidates; by default the first.
+        entry: The candidate to draw; by default the first.
 
     Raises:
         PlanError: If the candidate cannot run.
@@ -408,7 +409,8 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     drawn: list[Range] = []
     for x in (products, *lanes):
         share = shares.get(x.name, plan.assumptions.links)
-        # Axes with equal links share one roof in the colours of all.
+        # Axes with equal links share one roof, which is drawn in the colours of all of
+        # them.
         before = drawn.count(x.speed) * (x is not products)
         marks += scale.roof(x, products.speed[1], share, colours[x.name], before)
         drawn.append(x.speed)
@@ -440,14 +442,14 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
 
 
 class _Scale(NamedTuple):
-    """Both axes, by logarithms: FLOP/byte across, FLOP/s up."""
+    """Both axes, logarithmic: FLOP/byte is horizontal, FLOP/s is vertical."""
 
     x: Range
     y: Range
 
     @classmethod
     def of(cls, products: Lane, lanes: list[Lane], attained: Range) -> _Scale:
-        """Axes that show the points, their roofs and where these meet."""
+        """Makes axes that show the points, their roofs and where the roofs meet."""
         peak = products.speed[1]
         found = [products.work / x.work for x in lanes]
         ridges = [peak / x.speed[1] for x in lanes]
@@ -456,7 +458,7 @@ class _Scale(NamedTuple):
         return cls((left, right), (min(attained[0], peak / 10) / 4, peak * 2))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Where a point of the axes is in the picture."""
+        """Returns the place in the picture of a point of the axes."""
         across, up = (
             math.log(value / low) / math.log(high / low)
             for value, (low, high) in zip((x, y), self, strict=True)
@@ -467,7 +469,7 @@ class _Scale(NamedTuple):
         )
 
     def axes(self) -> Marks:
-        """Lines, ticks and names."""
+        """Draws lines, ticks and names."""
         corner = (_LEFT, _BOTTOM)
         marks = [line((_LEFT, _TOP), corner, (_RIGHT, _BOTTOM), width=1.0)]
         last = -1e9
@@ -495,9 +497,10 @@ class _Scale(NamedTuple):
     def roof(
         self, lane: Lane, peak: float, shares: Range, colour: str, before: int
     ) -> Marks:
-        """The line of the data sheet, above the band of the assumption.
+        """Draws the line of the data sheet above the band of the assumption.
 
-        Over as many that are drawn ``before`` it is dashed, and has no band.
+        If ``before`` roofs are already drawn in the same place, it is dashed and has no
+        band.
         """
         left, right = self.x
         if lane.name == "products":
@@ -509,7 +512,8 @@ class _Scale(NamedTuple):
             self._slope(share * speed, peak)
             for share, speed in zip(shares, lane.speed, strict=True)
         )
-        # Where one begins or ends at another edge than the other, a corner is between.
+        # If the two lines of the band begin or end at different edges, the band has a
+        # corner of the picture between them.
         (x0, y0), (x1, y1) = self.at(left, self.y[0]), self.at(right, peak)
         begin = [(x0, y0)] * (low[0][0] > x0 and high[0][1] < y0)
         end = [(x1, y1)] * (low[1][1] > y1 and high[1][0] < x1)
@@ -522,7 +526,7 @@ class _Scale(NamedTuple):
         return [band, line(*roof, colour=colour)]
 
     def _slope(self, speed: float, peak: float) -> list[tuple[float, float]]:
-        """Where a roof enters the picture, and where it meets the products' roof."""
+        """Returns where a roof enters the picture and meets the products' roof."""
         (left, right), bottom = self.x, self.y[0]
         ends = max(left, bottom / speed), min(right, peak / speed)
         return [self.at(x, x * speed) for x in ends]
@@ -534,10 +538,10 @@ class _Scale(NamedTuple):
         attained: Range,
         colours: dict[str, str],
     ) -> tuple[Marks, Marks]:
-        """Names, to be drawn below the roofs, and the step under each of them."""
+        """Draws names, to be placed under the roofs, and the step under each roof."""
         names: Marks = []
         marks: Marks = []
-        ends: list[float] = []  # of the words of each line
+        ends: list[float] = []  # ends of the words of each line
         for lane in sorted(lanes, key=lambda lane: products.work / lane.work):
             x = products.work / lane.work
             roof = min(products.speed[1], x * lane.speed[1])
@@ -559,7 +563,7 @@ class _Scale(NamedTuple):
 
 
 def _row(lane: Lane, products: Lane) -> tuple[str, ...]:
-    """A lane in words: work, intensity, speed, time at best and at worst."""
+    """Describes a lane: work, intensity, speed, time at best and at worst."""
     times = [
         hidden + own for hidden, own in zip(lane.hidden, lane.exposed, strict=True)
     ]
@@ -577,7 +581,7 @@ def _row(lane: Lane, products: Lane) -> tuple[str, ...]:
 
 
 def _powers(limits: Range) -> list[float]:
-    """Powers of ten between two limits."""
+    """Returns the powers of ten between two limits."""
     low, high = (math.log10(limit) for limit in limits)
     return [10.0**n for n in range(math.ceil(low), math.floor(high) + 1)]
 
@@ -587,7 +591,7 @@ def _per_second(flops: float) -> str:
 
 
 def _si(value: float, unit: str) -> str:
-    """Three digits, with a letter for thousands, millions and so on."""
+    """Formats three digits, with a letter for thousands, millions and so on."""
     for letter, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
             return f"{float(f'{value / size:.3g}'):g} {letter}{unit}".strip()
@@ -595,7 +599,7 @@ def _si(value: float, unit: str) -> str:
 
 
 _SHOWN = 12  # candidates of the table, and bars
-_DRAWN = 4  # of them with a timeline and roofs, the first at once
+_DRAWN = 4  # candidates with a timeline and roofs; the first is open
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --ground: #fff; --box: #f4f4f4;
@@ -624,7 +628,7 @@ _DARK = """
 
 
 def render(plan: Plan) -> str:
-    """The page of a plan."""
+    """Renders the page of a plan as HTML."""
     rows = [
         (str(i + 1), e.candidate.code, *plan.cells(e))
         for i, e in enumerate(plan.entries[:_SHOWN])
@@ -660,7 +664,7 @@ _WORDS = (
 
 
 def _step(plan: Plan, entry: Entry, *, is_first: bool) -> str:
-    """Both pictures of a candidate; all but the first open at a click."""
+    """Renders both pictures of a candidate; all but the first open at a click."""
     figures = draw_timeline(plan, entry), draw_roofline(plan, entry)
     pair = f'<div class="pair">{"".join(map(_figure, figures))}</div>'
     code = f"<code>{escape(entry.candidate.code)}</code>"
@@ -676,7 +680,7 @@ def save(plan: Plan, path: str | Path) -> None:
     """Writes a plan as ``.json`` or as a page, ``.html``.
 
     Raises:
-        PlanError: If the path ends otherwise.
+        PlanError: If the path has another ending.
     """
     path = Path(path)
     if path.suffix == ".json":

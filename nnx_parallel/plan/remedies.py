@@ -1,4 +1,4 @@
-"""Advice for an out-of-memory error: steps that would fit."""
+"""Advises on an out-of-memory error: finds steps that would fit."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True, kw_only=True)
 class Shortage:
-    """The memory that a step would have needed on a device, if it is known.
+    """A device's memory limit, and the memory that a step would have needed.
 
     Attributes:
         limit: Bytes that a program gets.
-        used: Bytes that this one needs; ``None`` if the error does not tell.
+        used: Bytes that the step needs; ``None`` if the error does not say.
     """
 
     limit: float
@@ -42,10 +42,10 @@ class Shortage:
     def of(
         cls, text: str, device: Any, hardware: Hardware | None, state: float
     ) -> Shortage | None:
-        """From an error's text and the device; ``None`` if no limit is known.
+        """Reads an error's text and the device; ``None`` if no limit is known.
 
-        ``state`` is the bytes of the step's arguments: the TPU compiler
-        reports only its temporaries.
+        ``state`` is the bytes of the step's arguments. They are added to the
+        temporaries, which is all that the TPU compiler reports.
         """
         number = r"([\d.]+)([KMGT])"
         exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
@@ -59,19 +59,20 @@ class Shortage:
         try:
             stats = device.memory_stats() or {}
         except (AttributeError, NotImplementedError, RuntimeError):
-            stats = {}  # a CPU, another process's device, or one that is not there
+            stats = {}  # a CPU, another process's device, or an absent device
         limit = stats.get("bytes_limit") or (hardware and hardware.usable_bytes)
         return cls(limit=float(limit), used=None) if limit else None
 
     def scaled(self, failed: Mapping[str, float], other: Mapping[str, float]) -> float:
-        """Bytes of another way to run the step, corrected by the formulas' error here.
+        """Returns bytes of a different step, corrected by the formulas' error here.
 
         Args:
-            failed: Bytes of the step that failed by the formulas, by owner.
-            other: Bytes of the other step by the formulas.
+            failed: Bytes of the failed step by the formulas, by owner.
+            other: Bytes of the different step by the formulas, by owner.
         """
         exact, doubt = _split(failed)
-        # It did not fit: it needs more than the limit, whatever the formulas say.
+        # The step did not fit, so it needs more than the limit, even if formulas give
+        # less.
         used = self.used or max(self.limit, exact + doubt)
         factor = max(1.0, (used - exact) / doubt) if doubt else 1.0
         other_exact, other_doubt = _split(other)
@@ -84,21 +85,22 @@ def _split(memory: Mapping[str, float]) -> tuple[float, float]:
 
 
 def find_remedies(trainer: Any, batch: Any, text: str) -> str:
-    """Advice for a step that needs more memory than a device has.
+    """Writes advice for a step that needs more memory than a device has.
 
-    Bytes by owner, and the three fastest changes that fit by the formulas of `plan`:
-    first changes of one or two arguments, then everything that divides.
+    The advice has the bytes by owner, and the three fastest changes that fit by the
+    formulas of `plan`. Changes of one or two arguments are tried first, then everything
+    that divides.
 
     Args:
         trainer: The Trainer.
         batch: The global batch.
-        text: The error's.
+        text: The text of the error.
 
     Raises:
-        LookupError: If it is not known how much memory a device has.
+        LookupError: If the memory of a device is unknown.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about parts that the plan leaves out
+        warnings.simplefilter("ignore")  # on parts that the plan leaves out
         parts = Parts.of(trainer, batch)
         devices = [*trainer.mesh.devices.flat]
         hardware = hardware_of(devices[0])
@@ -106,7 +108,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         short = Shortage.of(text, devices[0], hardware, state)
         if short is None:
             raise LookupError(devices[0].device_kind)
-        # One that is not known is only compared with itself.
+        # For unknown hardware any speeds will do, because candidates are only compared
+        # with each other.
         known = hardware or HARDWARE["a100"]
         where = Topology(
             hardware=replace(known, memory_bytes=short.limit, usable=1.0),
@@ -117,7 +120,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         mine = next(e for e in found.entries if e.candidate == own)
         fitting = [*_fitting(found.entries, mine, short, where)]
         if len(fitting) < 3 and _can_offload(trainer, devices[0]):
-            # Last, for its arrays cross the host's link in every step.
+            # Offload comes last, because its arrays cross the host's link in every
+            # step.
             waiting = _fitting(found.entries, mine, short, where, offloads=True)
             fitting += [each for each in waiting if each not in fitting]
         if not fitting:
@@ -142,11 +146,11 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
 
 
 def _can_offload(trainer: Any, device: Any) -> bool:
-    """True if the optimizer's arrays could wait on the host, and do not yet."""
+    """Returns True if the optimizer's arrays could wait on the host but do not yet."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
     except (AttributeError, NotImplementedError, RuntimeError):
-        return False  # a device that is not there
+        return False  # an absent device
     return HOST in kinds and vars(trainer)["_run"].plan.offload is None
 
 
@@ -158,7 +162,7 @@ def _fitting(
     *,
     offloads: bool = False,
 ) -> Iterator[tuple[str, float]]:
-    """Arguments with which a step fits, the fastest first, and the bytes it needs."""
+    """Yields arguments with which a step fits, fastest first, and its bytes."""
     if mine.costs is None:
         return
     for entry in order(entries, where):
@@ -167,7 +171,7 @@ def _fitting(
             continue
         memory = dict(entry.costs.memory)
         if offloads:
-            memory["optimizer state"] = 0.0  # except for one layer's, which is little
+            memory["optimizer state"] = 0.0  # one layer's state stays, which is little
         size = short.scaled(mine.costs.memory, memory)
         if size <= short.limit:
             more = ", backend=Backend(offload=Offload())" if offloads else ""
@@ -175,9 +179,9 @@ def _fitting(
 
 
 def _near(parts: Parts) -> list[Candidate]:
-    """Changes of one, two or three arguments that need less memory on a device."""
+    """Returns changes of one to three arguments that need less memory on a device."""
     own = own_candidate(parts)
-    kinds: list[Remat] = [*get_args(Remat)]  # each keeps less
+    kinds: list[Remat] = [*get_args(Remat)]  # each keeps less than the one before
     less = kinds[kinds.index(own.remat) :]
     remats = less if ModelFacts.of(parts).has_remat else less[:1]
     return [
@@ -194,7 +198,7 @@ def _near(parts: Parts) -> list[Candidate]:
 
 
 def _sharded(strategy: Strategy) -> list[Strategy]:
-    """The strategy with the state split over all devices that split the batch."""
+    """Returns the strategy with its state split over all devices of the batch."""
     given = strategy.parts if isinstance(strategy, Composite) else (strategy,)
     kept = [part for part in given if not isinstance(part, DataParallel | FSDP)]
     if all(isinstance(part, FSDP) and part.shard == "params" for part in given):

@@ -1,4 +1,4 @@
-"""A plan's answer: candidates in order, why each lost, and the line to write."""
+"""A plan's result: candidates in order, why each lost, and the line to write."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A candidate, its costs, and its fate.
+    """A candidate, its costs, and the reason if it was not chosen.
 
     Attributes:
         candidate: The candidate.
         axis_sizes: Sizes of its mesh axes, outermost first.
-        estimate: Its costs by formulas; ``None`` if it cannot run at all.
-        costs: Its costs, the compiler's where it was compiled.
-        time: Range of its step; ``None`` without costs.
-        estimated_time: The range by formulas, also where it was compiled.
-        refused: Why it cannot run, in the words of the error; empty if it can.
+        estimate: Its costs by formulas; ``None`` if it cannot run.
+        costs: Its costs, by the compiler if it was compiled, otherwise by formulas.
+        time: Range of its step's time; ``None`` without costs.
+        estimated_time: The range by formulas, even if it was compiled.
+        refused: Why it cannot run: the text of the error. Empty if it can.
         why: Why it was not chosen; empty for the choice.
-        dtype: Dtype of its products, if it is not the plan's.
+        dtype: Dtype of its products; empty for the plan's dtype.
     """
 
     candidate: Candidate
@@ -53,21 +53,21 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The candidate as Python, shortened."""
+        """The candidate as shortened Python."""
         return self.candidate.code.removeprefix("strategy=").replace("size=", "")
 
     def fits(self, topology: Topology) -> bool:
-        """True if a device has enough memory for it."""
+        """Returns True if a device has enough memory for the candidate."""
         usable = topology.hardware.usable_bytes
         return self.costs is not None and self.costs.total_bytes <= usable
 
     @property
     def is_compiled(self) -> bool:
-        """True if its costs and time are the compiler's."""
+        """True if its costs and time come from the compiler."""
         return self.costs is not None and self.costs.is_compiled
 
     def mfu(self, topology: Topology, dtype: str) -> tuple[float, float]:
-        """Least and most model FLOP/s, as a share of the peak."""
+        """Returns least and most model FLOP/s, as shares of the peak."""
         if self.costs is None or self.time is None:
             return 0.0, 0.0
         peak = topology.hardware.peak(self.dtype or dtype)
@@ -80,21 +80,21 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of `plan`: printed as a table, written as JSON or as a page.
+    """The result of `plan`, which can be printed, and saved as JSON or as a page.
 
     Attributes:
         topology: The devices.
         model_name: Class of the model.
-        num_params: Trained parameters.
+        num_params: Number of elements of the trained parameters.
         num_rows: Rows of a global batch.
         dtype: Dtype of the products.
-        entries: Candidates that could run, the best first; those that do not fit come
-            last, the smallest first.
-        num_enumerated: Candidates that were looked at.
-        num_dropped: Candidates that formulas ruled out.
-        assumptions: Behind the ranges.
+        entries: Candidates, the best first. Candidates that do not fit come after all
+            that fit, the smallest first.
+        num_enumerated: Number of candidates that were considered.
+        num_dropped: Number of candidates that formulas ruled out.
+        assumptions: The assumptions behind the ranges.
         notes: Limits of this plan, such as a missing compiler.
-        seconds: How long it took.
+        seconds: Seconds that the parts of the search took, by name.
     """
 
     topology: Topology
@@ -111,13 +111,13 @@ class Plan:
 
     @property
     def best(self) -> Entry | None:
-        """The candidate to take; ``None`` if none fits."""
+        """The best candidate; ``None`` if no candidate fits."""
         first = self.entries[0] if self.entries else None
         return first if first is not None and first.fits(self.topology) else None
 
     @property
     def code(self) -> str:
-        """The line of Python to write; empty if nothing fits."""
+        """The line of Python for the best candidate; empty if nothing fits."""
         return f"Trainer(..., {self.best.candidate.code})" if self.best else ""
 
     @property
@@ -130,10 +130,10 @@ class Plan:
         )
 
     def timed(self, entry: Entry | None = None) -> tuple[Entry, StepTime]:
-        """A candidate, by default the first, and its time.
+        """Returns a candidate, by default the first, and its time.
 
         Raises:
-            PlanError: If it cannot run.
+            PlanError: If the candidate cannot run.
         """
         entry = entry or (self.entries[0] if self.entries else None)
         if entry is None or entry.time is None or not entry.time.lanes:
@@ -142,7 +142,7 @@ class Plan:
         return entry, entry.time
 
     def table(self, num_rows: int = 12) -> Table:
-        """The best candidates as a rich table."""
+        """Returns the best candidates as a rich table."""
         table = Table(caption_justify="left", caption_style="")
         for name in HEADER:
             if name in ("strategy, microbatches, remat", "why not"):
@@ -156,7 +156,7 @@ class Plan:
         return table
 
     def cells(self, entry: Entry) -> tuple[str, ...]:
-        """An entry's cells of the table, behind its number and code."""
+        """Returns an entry's cells in the table, after its number and code."""
         costs, time = entry.costs, entry.time
         if costs is None or time is None:
             return "", "", "", "", "", entry.refused
@@ -175,7 +175,7 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """The search, the assumptions, and the line to write."""
+        """Describes the search and the assumptions, and gives the line to write."""
         usable = self.topology.hardware.usable_bytes
         compiled = sum(1 for e in self.entries if e.costs and e.costs.is_compiled)
         lines = [
@@ -200,7 +200,7 @@ class Plan:
         return "\n".join(lines)
 
     def picture(self) -> Picture:
-        """The table and its summary, at the width of the terminal."""
+        """Returns the table and its summary, at the width of the terminal."""
         width = max(100, shutil.get_terminal_size((140, 24)).columns)
         body = Group(self.table(), Text(self.summary()))
         return Picture(self.title, body, columns=width, svg_columns=180)
@@ -215,7 +215,7 @@ class Plan:
         return f"<plan of {self.title}: {self.code or 'nothing fits'}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values; bytes and seconds."""
+        """Returns all values as plain data, in bytes and seconds."""
         return {
             "topology": self.topology.name,
             "model": self.model_name,
@@ -262,20 +262,20 @@ def _percent(share: float) -> str:
 
 
 def lane_colours(time: StepTime) -> dict[str, str]:
-    """A colour for each lane of a step, the same in all of its pictures."""
+    """Returns a colour for each lane of a step, the same in all its pictures."""
     found = {"products": PRODUCTS, "memory": _MEMORY}
     axes = [lane.name for lane in time.lanes if lane.name not in found]
     return found | {name: AXES[i % len(AXES)] for i, name in enumerate(axes)}
 
 
 def owners_of(costs: Costs | None) -> str:
-    """A device's memory by owner in words, the largest first."""
+    """Describes a device's memory by owner, the largest first."""
     owned = sorted((costs.memory if costs else {}).items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in owned if size)
 
 
 def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
-    """Why a candidate was not chosen, in a line."""
+    """Explains in one line why a candidate was not chosen."""
     costs, time = entry.costs, entry.time
     if costs is None or time is None:
         return entry.refused
@@ -288,7 +288,7 @@ def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
         )
     if best is None or best.time is None or best is entry:
         return ""
-    # Times are compared by one measure: a formula's with a formula's.
+    # A time by formulas is compared only with a time by formulas.
     is_guess = best.is_compiled and not entry.is_compiled
     least = (is_guess and best.estimated_time) or best.time
     ratio = time.middle / least.middle
@@ -310,16 +310,16 @@ def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
 
 
 def order(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
-    """Fitting candidates, the fastest first; then the others, the smallest first."""
+    """Sorts candidates: fitting ones, fastest first; then others, smallest first."""
 
     def key(entry: Entry) -> tuple[int, float, float, int]:
         if entry.costs is None or entry.time is None:
             return 2, 0.0, 0.0, 0
         if not entry.fits(topology):
             return 1, entry.costs.total_bytes, 0.0, 0
-        # Among equals, the simplest mesh and the least memory.
+        # Equally fast candidates are sorted by number of mesh axes, then by memory.
         axes = sum(1 for n in entry.axis_sizes.values() if n > 1)
-        # To three digits: a step's time is not known better.
+        # Three digits count, because a step's time is not known more precisely.
         return 0, float(f"{entry.time.middle:.3g}"), axes, int(entry.costs.total_bytes)
 
     return sorted(entries, key=key)

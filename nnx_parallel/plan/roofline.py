@@ -1,4 +1,4 @@
-"""Costs of a step, and its time as a range between the best and the worst case."""
+"""Costs of a step, and its time as a range from the best to the worst case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nnx_parallel.plan.hardware import Topology
 Range = tuple[float, float]
 
 HOST: Range = (6e9, 25e9)
-"""Bytes/s between a device and its host, one way: PCIe 3 by half to 4 nearly whole."""
+"""Bytes/s between device and host, one way: half of PCIe 3 to nearly all of PCIe 4."""
 
 OWNERS = (
     "parameters",
@@ -23,7 +23,7 @@ OWNERS = (
     "gathered weights",
     "temporaries",
 )
-"""Owners of a device's memory, in the order of the bars."""
+"""Owners of a device's memory, in the order of a bar."""
 
 EXACT = ("parameters", "optimizer state", "other state", "batch")
 """Owners that formulas count exactly."""
@@ -35,8 +35,9 @@ class Traffic:
 
     Attributes:
         axes: The axes, outermost first.
-        sent_bytes: Bytes that a device sends, by the ring that sends the least.
-        hidden: Least and most share of them during which products run.
+        sent_bytes: Bytes that a device sends, with the ring algorithm that sends the
+            least.
+        hidden: Least and largest share of the bytes that is sent while products run.
         source: The kind of the data.
     """
 
@@ -48,15 +49,16 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Seconds of a scheduled program, with kernels and links at their full speed.
+    """Seconds of a scheduled program, with kernels and links at full speed.
 
     Attributes:
-        products: Seconds of products: at the arrays' peak, and as the compiler
-            estimates.
-        others: Seconds of other operations, as it estimates.
-        kernels: Seconds of kernels, which it does not estimate, at the arrays' peak.
-        waits: Seconds of transfers that nothing runs beside, by axes, with such
-            products.
+        products: Seconds of products: at the peak of the systolic arrays, and by the
+            compiler's estimate.
+        others: Seconds of other operations, by the compiler's estimate.
+        kernels: Seconds of kernels at the peak of the systolic arrays; the compiler
+            does not estimate them.
+        waits: Seconds by axes in which the chip only waits for transfers, for the two
+            values of ``products``.
     """
 
     products: Range
@@ -65,11 +67,11 @@ class Schedule:
     waits: Mapping[str, Range]
 
     def time(self, given: Assumptions, lanes: Iterable[Lane] = ()) -> StepTime:
-        """The range of a step's time; bubbles are part of the schedule.
+        """Returns the range of a step's time, bubbles included.
 
         Args:
-            given: The shares that are attained.
-            lanes: The load of each part, without a schedule.
+            given: The assumed shares of full speed.
+            lanes: The load of each part of the device, computed without a schedule.
         """
 
         def waits(at: int, share: float) -> dict[str, float]:
@@ -97,19 +99,19 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs of a candidate on one device and step.
+    """Costs of a candidate, for one device and one step.
 
     Attributes:
         memory: Bytes by owner, as in `OWNERS`.
-        flops: FLOPs that it computes, recomputation included.
-        model_flops: FLOPs without recomputation, from which MFU is counted.
-        moved_bytes: Bytes between memory and chip, at least.
-        traffic: The bytes that it sends.
+        flops: FLOPs, recomputation included.
+        model_flops: FLOPs without recomputation, from which MFU is computed.
+        moved_bytes: Lower bound of the bytes between memory and chip.
+        traffic: The bytes that the device sends.
         bubble: Share of the time in which a stage waits.
-        is_compiled: True if a compiler has counted, and no formula.
-        compile_seconds: Time of its compilation.
-        schedule: The schedule by a TPU's compiler, or ``None``.
-        host_bytes: Memory of the host that a device's part of the state takes.
+        is_compiled: True if the figures come from a compiler.
+        compile_seconds: Seconds of the compilation.
+        schedule: The schedule of a TPU's compiler, or ``None``.
+        host_bytes: Bytes of host memory for a device's part of the state.
     """
 
     memory: Mapping[str, float]
@@ -125,7 +127,7 @@ class Costs:
 
     @property
     def total_bytes(self) -> float:
-        """All memory of a device."""
+        """Bytes of a device's memory, for all owners."""
         return sum(self.memory.values())
 
     @property
@@ -136,10 +138,10 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Attained shares of the data sheets' figures, each as a worse and a better value.
+    """Assumed shares of the data sheets' figures, each as a worse and a better value.
 
     Attributes:
-        products: Share of the peak FLOP/s that products attain.
+        products: Share of the peak FLOP/s that products reach.
         memory: Share of the memory's bandwidth.
         links: Share of the bandwidth of links and network.
     """
@@ -149,7 +151,7 @@ class Assumptions:
     links: Range = (0.6, 0.95)
 
     def lines(self) -> list[str]:
-        """The assumptions in words."""
+        """Describes the assumptions in words."""
         shares = {
             "products attain": (self.products, "of the peak FLOP/s"),
             "memory": (self.memory, "of its bandwidth"),
@@ -167,12 +169,12 @@ class Lane:
     """The load of one part of a device in a step, and its time.
 
     Attributes:
-        name: ``products``, ``memory``, or the mesh axes that are sent over.
-        work: FLOPs, or bytes.
-        speed: Least and most of them a second by the data sheet, at full use.
-        hidden: Seconds during products, at worst and at best.
-        exposed: Seconds that the step waits for it, likewise; those of ``products``
-            are all of theirs, bubble included.
+        name: ``products``, ``memory``, or the mesh axes of transfers.
+        work: Number of FLOPs or bytes.
+        speed: Least and most FLOP/s or bytes/s by the data sheet, at full use.
+        hidden: Seconds of it during products, at worst and at best.
+        exposed: Seconds that the step waits for it, at worst and at best. For
+            ``products`` these are all their seconds, bubble included.
     """
 
     name: str
@@ -182,7 +184,7 @@ class Lane:
     exposed: Range
 
     def waited(self, slow: float, fast: float) -> Lane:
-        """The same where a schedule says how long the step waits for it."""
+        """Returns the lane with the seconds that a schedule waits for it."""
         hidden = [
             max(0.0, own + other - waits) * (self.name != "products")
             for own, other, waits in zip(
@@ -197,10 +199,12 @@ class StepTime:
     """Least and most seconds of a step.
 
     Attributes:
-        fast: Everything at its better value, and all that may be hidden is.
-        slow: Everything at its worse value, one after the other.
-        parts: The slow time by part: ``products``, ``bubble``, ``memory``, and
-            the mesh axes that are waited for.
+        fast: Seconds at best: every assumption has its better value, and everything
+            that may be hidden is hidden.
+        slow: Seconds at worst: every assumption has its worse value, and parts run one
+            after the other.
+        parts: The slow time by part: ``products``, ``bubble``, ``memory``, and the mesh
+            axes for whose transfers the step waits.
         lanes: Both ends by part, for pictures: ``products``, ``memory``, and
             the mesh axes.
     """
@@ -212,7 +216,7 @@ class StepTime:
 
     @property
     def middle(self) -> float:
-        """The geometric mean, by which candidates are ranked."""
+        """The geometric mean of both ends, by which candidates are ranked."""
         return math.sqrt(self.fast * self.slow)
 
 
@@ -223,18 +227,19 @@ def time_step(
     dtype: str,
     assumptions: Assumptions | None = None,
 ) -> StepTime:
-    """The range of a step's time.
+    """Computes the range of a step's time.
 
-    The fast end is a roofline: products, memory and hidden transfers run at once, the
-    slowest of them decides, and only transfers that cannot be hidden are added. The
-    slow end adds all of them up. Of a scheduled program both ends follow the schedule.
+    The fast end is a roofline: products, memory and hidden transfers run at the same
+    time, so the slowest of them decides. Only transfers that cannot be hidden are
+    added. The slow end is the sum of all parts. For a scheduled program both ends
+    follow the schedule.
 
     Args:
         costs: The work of a device.
         topology: The devices.
         axis_sizes: Sizes of the mesh axes, outermost first.
         dtype: Dtype of the products.
-        assumptions: The shares that are attained.
+        assumptions: The assumed shares of full speed.
     """
     given = assumptions or Assumptions()
     peak, memory = topology.hardware.peak(dtype), topology.hardware.memory_bandwidth
@@ -255,7 +260,7 @@ def time_step(
         name="memory",
         work=costs.moved_bytes,
         speed=(memory, memory),
-        # At best it runs during products; at worst before or after them.
+        # At best memory traffic runs during products, at worst before or after them.
         hidden=(0.0, fast_memory),
         exposed=(slow_memory, 0.0),
     )
@@ -280,10 +285,10 @@ def time_step(
 
 
 def _with_host(time: StepTime, host_bytes: float) -> StepTime:
-    """The time with the host's transfers: in and out once."""
+    """Adds the host's transfers, once in and once out, to the time."""
     if not host_bytes:
         return time
-    # It runs only beside the update, after the last product.
+    # These transfers run only during the update, after the last product.
     slow, fast = (host_bytes / rate for rate in HOST)
     return replace(
         time,
@@ -299,7 +304,7 @@ def _sent(
     axis_sizes: Mapping[str, int],
     links: Range,
 ) -> list[Lane]:
-    """A lane for each axis, or group of axes, that something is sent over."""
+    """Makes a lane for each axis, or group of axes, with traffic."""
     by_axes: dict[tuple[str, ...], list[Traffic]] = {}
     for each in traffic:
         by_axes.setdefault(each.axes, []).append(each)
@@ -327,7 +332,7 @@ def _sent(
 
 
 def _extent(axes: tuple[str, ...], axis_sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Devices along some axes, and devices between two neighbours along them."""
+    """Returns devices along some axes, and the distance of neighbours along them."""
     names = list(axis_sizes)
     last = max((names.index(axis) for axis in axes if axis in axis_sizes), default=-1)
     inner = math.prod(axis_sizes[name] for name in names[last + 1 :])

@@ -31,8 +31,8 @@ from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.trainer import Trainer
 
-# Estimates beyond the state are wrong by up to this factor: a candidate that needs
-# more than the memory even so is not compiled.
+# Estimates of everything except the state may be too high by up to this factor. A
+# candidate that does not fit even with such a correction is not compiled.
 _DOUBT = 0.5
 # Most estimates are too high by less than this share (docs/plan.md).
 _ERROR = 0.25
@@ -51,38 +51,40 @@ def plan(
     assumptions: Assumptions | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Finds out how a Trainer's step would run on devices that need not be there.
+    """Finds how a Trainer's step would run on devices that need not be present.
 
-    Enumerates the strategies that divide, drops by formulas those that cannot fit or
-    win, and compiles the best of the rest, each in a separate process. No array is
-    made, and nothing is executed. State bytes are exact; activations are estimated
-    until a candidate is compiled; times are ranges, whose assumptions are printed.
+    It enumerates the strategies that divide, and uses formulas to drop strategies that
+    cannot fit or win. It then compiles the best of the rest, each in a separate
+    process. No array is made, and nothing is executed. State bytes are exact;
+    activations are estimated until a candidate is compiled; times are ranges, whose
+    assumptions are printed.
 
     Args:
         trainer: A Trainer, built on any devices; its strategy does not matter.
-        topology: Where it shall run: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``, ``"h100:64"``,
-            ``"cpu:8"``, or a `Topology` of your hardware.
-        batch: A global batch as `Trainer.fit` gets it, or its shapes.
-        candidates: One or several to compare, by default everything that divides. A
-            bare strategy takes the Trainer's microbatches and remat.
-        fix: The decided parts, such as ``{"tensor": 8, "remat": "full"}``: sizes
+        topology: The devices to run on: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``,
+            ``"h100:64"``, ``"cpu:8"``, or a `Topology` of your hardware.
+        batch: A global batch as passed to `Trainer.fit`, or its shapes.
+        candidates: One candidate or several to compare; by default everything that
+            divides. A strategy without options takes the Trainer's microbatches and
+            remat.
+        fix: Values that are decided, such as ``{"tensor": 8, "remat": "full"}``: sizes
             of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
             ``sequence``, ``offload``, ``precision``.
-        compile: How many of the best are compiled, where there is a compiler for the
-            topology, and as many again if none of them fits or the fastest is outside
-            the range that formulas gave it; 0: only formulas; ``"all"``: every
-            candidate that formulas do not rule out.
-        num_processes: How many are compiled at once; each needs some GiB.
+        compile: How many of the best candidates are compiled, if there is a compiler
+            for the topology. The same number is compiled again if none of them fits, or
+            the fastest is outside the range that formulas gave it. 0: only formulas.
+            ``"all"``: every candidate that formulas do not rule out.
+        num_processes: How many candidates are compiled at once; each needs some GiB.
         cache: Directory for results of the compiler.
-        assumptions: Attained shares of the data sheets' figures.
-        on_progress: Called with a line now and then.
+        assumptions: Assumed shares of the data sheets' figures.
+        on_progress: Called with a line of text from time to time.
 
     Returns:
         The `Plan`.
 
     Raises:
-        PlanError: If there is no batch, the topology, a fixed part or ``compile`` is
-            unknown, or nothing divides.
+        PlanError: If there is no batch; if the topology, a fixed value or ``compile``
+            is invalid; or if nothing divides.
 
     Example:
         >>> import jax, optax
@@ -117,7 +119,8 @@ def plan(
     estimates = _Estimates(parts, where, assumed, {c.remat for c in found})
     entries = [estimates.of(candidate) for candidate in found]
     if candidates is None and "offload" not in (fix or {}) and parts.offload is None:
-        # Offload only costs time: it is for candidates that do not fit without it.
+        # Offload costs time, so it is tried only for candidates that do not fit without
+        # it.
         large = [e.candidate for e in entries if e.costs and not e.fits(where)]
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
     alive = plausible(entries, where)
@@ -144,7 +147,7 @@ def plan(
 
 
 def _notes(entries: Sequence[Entry]) -> list[str]:
-    """Assumptions of the candidates besides `Assumptions`."""
+    """Returns notes on assumptions that `Assumptions` does not have."""
     notes = []
     if any(e.candidate.offload for e in entries):
         low, high = (rate / 1e9 for rate in HOST)
@@ -169,7 +172,7 @@ def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
 
 
 class _Estimates:
-    """Candidates by formulas; the loss is traced once for each precision."""
+    """Estimates candidates by formulas, with one trace for each precision."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class _Estimates:
         self._known: dict[Precision | None, tuple[Facts, _Places]] = {}
 
     def of(self, candidate: Candidate) -> Entry:
-        """The costs of a candidate, or the reason why it cannot run."""
+        """Returns the costs of a candidate, or the reason why it cannot run."""
         precision, topology = candidate.precision, self._topology
         if precision not in self._known:
             parts = self._parts.with_precision(precision)
@@ -213,9 +216,9 @@ class _Estimates:
 
 
 class _Places:
-    """Where strategies put a training state, or why they cannot.
+    """Places a training state by strategies, or finds why that fails.
 
-    Strategies that differ only in how they run a step place it alike.
+    Strategies that differ only in how they run a step share a placement.
     """
 
     def __init__(self, facts: Facts, topology: Topology) -> None:
@@ -224,7 +227,7 @@ class _Places:
         self._by_strategy: dict[str, StatePlan | str] = {}
 
     def of(self, strategy: Strategy) -> StatePlan | str:
-        """The plan of the state, or the error's words."""
+        """Returns the placement of the state, or the text of the error."""
         if (known := self._by_strategy.get(name := repr(strategy))) is None:
             known = self._by_strategy[name] = self._place(strategy)
         return known
@@ -247,7 +250,7 @@ class _Places:
 
 
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
-    """Candidates that may fit and may be the fastest."""
+    """Returns the candidates that may fit and may be the fastest."""
     usable = topology.hardware.usable_bytes
     fitting = []
     for entry in entries:
@@ -256,21 +259,21 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
         sure = sum(entry.costs.memory[name] for name in EXACT)
         if sure + _DOUBT * (entry.costs.total_bytes - sure) <= usable:
             fitting.append(entry)
-    # Only one that surely fits may rule out others.
+    # Only a candidate that surely fits may rule out others.
     safe = [e for e in fitting if e.costs and e.costs.total_bytes <= _DOUBT * usable]
     limit = min((e.time.slow for e in safe if e.time), default=float("inf"))
     return [e for e in fitting if e.time and e.time.fast <= limit]
 
 
 def _with_room(topology: Topology) -> Topology:
-    """The topology with more memory, by as much as formulas may err."""
+    """Returns the topology with more memory, by the possible error of formulas."""
     hardware = topology.hardware
     more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
     return replace(topology, hardware=more)
 
 
 def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
-    """The best that fit, alternating with the best that may: formulas err a little."""
+    """Selects candidates: the best that fit by formulas, and the best that may."""
     roomy = _with_room(topology)
     turns = zip(order(entries, topology), order(entries, roomy), strict=True)
     by_candidate = {e.candidate: e for pair in turns for e in pair}
@@ -283,16 +286,17 @@ def compile_best(
     count: int,
     compiled: Callable[[Sequence[Entry]], list[Entry]],
 ) -> list[Entry]:
-    """Compiles the best, and as many again if that proves the formulas wrong.
+    """Compiles the best candidates, and more if the results contradict formulas.
 
-    They are wrong if nothing that was compiled fits, or if the fastest of it takes
-    less or more than the range that formulas gave it: then their order says little.
+    Results contradict the formulas if no compiled candidate fits, or if the time of the
+    fastest one is outside the range that formulas gave it. The order by formulas then
+    says little, and ``count`` more candidates are compiled.
 
     Args:
-        alive: Candidates by formulas.
+        alive: Candidates, estimated by formulas.
         topology: The devices.
-        count: How many are compiled at first.
-        compiled: Compiles some.
+        count: Number of candidates to compile at first.
+        compiled: Function that compiles some of the candidates.
     """
     done = compiled(to_compile(alive, topology, count))
     best = _fastest(done, topology)
@@ -303,7 +307,7 @@ def compile_best(
 
 
 def _is_as_expected(entry: Entry) -> bool:
-    """True if the compiler's time is in the range of the formulas."""
+    """Returns True if the compiler's time is in the range of the formulas."""
     time, guess = entry.time, entry.estimated_time
     return bool(time and guess and guess.fast <= time.middle <= guess.slow)
 
@@ -311,10 +315,11 @@ def _is_as_expected(entry: Entry) -> bool:
 def could_win(
     alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
 ) -> list[Entry]:
-    """Uncompiled candidates that may be faster than the fastest compiled one.
+    """Returns uncompiled candidates that may beat the fastest compiled one.
 
-    A compiler's time and a formula's are not compared: the fast end of a formula counts
-    as many times as the compiler's time was the formula's, where that was least.
+    A compiler's time is not compared with a formula's time directly. The fast end of a
+    formula's range is first multiplied by the least ratio, over compiled candidates, of
+    the compiler's time to the formula's time.
     """
     tried = {entry.candidate for entry in done}
     rest = [entry for entry in alive if entry.candidate not in tried]
@@ -326,13 +331,13 @@ def could_win(
 
 
 def _ratios(done: Sequence[Entry]) -> list[float]:
-    """The compiler's time over the formula's, for each compiled candidate."""
+    """Returns the compiler's time over the formula's for each compiled candidate."""
     both = [(e.time, e.estimated_time) for e in done]
     return [time.middle / guess.middle for time, guess in both if time and guess]
 
 
 def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
-    """The fastest that fits of those compiled."""
+    """Returns the fastest compiled candidate that fits."""
     first = next(iter(order(done, topology)), None)
     return first if first is not None and first.fits(topology) else None
 
@@ -340,7 +345,7 @@ def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
 def _open_notes(
     alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
 ) -> list[str]:
-    """Questions that the compiler has not decided."""
+    """Returns a note on candidates that the compiler has not decided."""
     roomy = _with_room(topology)
     rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
     ratios = _ratios(done)
@@ -399,7 +404,7 @@ def _conclude(
 ) -> Plan:
     ranked = order(entries, topology)
     compiled = [e for e in ranked if e.costs and e.costs.is_compiled]
-    # A compiler's word comes before a formula's: an estimate may be too good.
+    # Compiled candidates that fit come first, because an estimate may be too low.
     sure = [e for e in compiled if e.fits(topology)]
     ranked = [*sure, *(e for e in ranked if e not in sure)]
     best = ranked[0] if ranked and ranked[0].fits(topology) else None

@@ -1,10 +1,10 @@
-"""The time of a scheduled program: one clock for the chip, one for its links.
+"""Computes a scheduled program's time, with one clock for the chip, one for links.
 
 A TPU's program runs in the order in which it is printed. A product takes at best the
-time of the systolic arrays at their peak, and at worst the cycles that the compiler has
-estimated for the tiles that it chose; other operations take that estimate. A collective
-takes its bytes over the links that its group spans. An asynchronous one
-holds the links and nothing else, until the operation that awaits it.
+time of the systolic arrays at their peak, and at worst the cycles that the compiler
+estimated for the tiles that it chose. Other operations take the compiler's estimate. A
+collective takes the time of its bytes over the links that its group spans. An
+asynchronous collective holds only the links, until the operation that awaits it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Range, Schedule
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_NO_ESTIMATE = 2**60  # the compiler's word for "not known"
+_NO_ESTIMATE = 2**60  # the compiler writes a number above this for "not known"
 _ENTERED = ("while", "conditional", "call")
 
 
 Group = tuple[int, ...] | None
-"""Positions of devices that send to each other; ``None``: not known."""
+"""Positions of devices that send to each other; ``None`` if unknown."""
 
 
 @dataclass
 class Work:
-    """The work of a program in one run, and its time.
+    """The time of one run of a program, by kind of work.
 
     Attributes:
-        seconds: All of it.
-        product_seconds: Operations with a product among them.
-        other_seconds: Other operations.
-        kernel_seconds: Kernels, of which the compiler estimates none.
-        link_seconds: All transfers.
-        waits: Seconds of transfers that nothing runs beside, by group.
+        seconds: Seconds of the whole run.
+        product_seconds: Seconds of operations that contain a product.
+        other_seconds: Seconds of other operations.
+        kernel_seconds: Seconds of kernels, which the compiler does not estimate.
+        link_seconds: Seconds of all transfers.
+        waits: Seconds in which the chip only waits for transfers, by group.
     """
 
     seconds: float = 0.0
@@ -53,7 +53,7 @@ class Work:
     waits: dict[Group, float] = field(default_factory=dict)
 
     def add(self, other: Work, times: int = 1) -> Work:
-        """Adds another piece, which runs after it, once or several times."""
+        """Adds work that runs after this work, once or several times."""
         for name, seconds in vars(other).items():
             if name != "waits":
                 setattr(self, name, getattr(self, name) + times * seconds)
@@ -83,8 +83,8 @@ def run_schedule(
         clock: Cycles per second.
         transfer: Seconds of a collective.
         kernel_seconds: Seconds of a kernel.
-        peak: FLOP/s of products, where these are faster than the compiler's estimate;
-            0: nowhere.
+        peak: FLOP/s of products, for products that are then faster than the compiler's
+            estimate; 0: always use the estimate.
     """
     module = parse(text)
     walk = _TimeWalk(
@@ -107,12 +107,13 @@ class _TimeWalk(Walk[Work]):
     peak: float
 
     def computation(self, name: str, arguments: Known) -> Work:
-        """The work of a computation; its transfers end within it."""
+        """Returns the work of a computation, within which its transfers end."""
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
         pending: dict[str, tuple[float, Group]] = {}  # when transfers end
-        # A SparseCore is started before it has its operands: seconds from there on.
+        # A SparseCore is started before it has its operands; its transfer lasts this
+        # long from the time when it gets them.
         waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in _ENTERED:
@@ -134,8 +135,8 @@ class _TimeWalk(Walk[Work]):
             work.seconds += spent
             found = cost.collectives[0] if cost.collectives else None
             if ends and (found is None or found.asynchronous):
-                # An operation that carries a transfer on has a part of it inside; one
-                # that only reads a product beside it has none.
+                # An operation that continues a transfer has a part of the collective
+                # inside. An operation that only reads another output has no such part.
                 if found is not None or self._sends(instruction):
                     pending[instruction.name] = max(ends, key=lambda end: end[0])
                 continue
@@ -152,16 +153,16 @@ class _TimeWalk(Walk[Work]):
             if is_async:
                 pending[instruction.name] = links_free, group
             else:
-                # Its computation, such as sums, runs beside it.
+                # The collective's computation, such as sums, runs during its transfer.
                 work.wait(links_free, group)
         return work
 
     def loop(self, instruction: Instruction, loop: Loop[Work]) -> Work:
-        """The work of the bodies; a condition compares two numbers, at no time."""
+        """Returns the work of all trips; conditions are assumed to take no time."""
         return Work().add(loop.body, loop.trips)
 
     def conditional(self, instruction: Instruction, branches: list[Work]) -> Work:
-        """The work of the branch that takes longest."""
+        """Returns the work of the branch that takes longest."""
         return max(branches, key=lambda work: work.seconds)
 
     def _compute(
@@ -171,7 +172,7 @@ class _TimeWalk(Walk[Work]):
         flops: float,
         work: Work,
     ) -> float:
-        """Seconds of an operation itself."""
+        """Returns the seconds of an operation, and adds them to the work."""
         if "tpu_custom_call" in instruction.attributes:
             seconds = self.kernel_seconds(instruction, computation)
             work.kernel_seconds += seconds
@@ -190,7 +191,7 @@ class _TimeWalk(Walk[Work]):
         return seconds
 
     def _sends(self, instruction: Instruction) -> bool:
-        """True if a piece of a collective is inside, or it only passes values on."""
+        """Returns True if it has a part of a collective, or only passes values on."""
         if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):
             return True
         called = self.module.computations.get(instruction.called or "")
@@ -207,17 +208,17 @@ def read_schedule(
     axis_sizes: Mapping[str, int],
     dtype: str = "bfloat16",
 ) -> Schedule:
-    """The schedule of a program for a slice of TPUs.
+    """Reads the schedule of a program for a slice of TPUs.
 
     Args:
         text: The program after code generation, with the compiler's estimates.
-        topology: The chips.
-        devices: As the topology describes them, in the order of the mesh.
+        topology: The slice.
+        devices: Devices that the topology describes, in the order of the mesh.
         axis_sizes: Sizes of the mesh axes, outermost first.
         dtype: Dtype of the products.
 
     Raises:
-        PlanError: If the clock of the devices is not known.
+        PlanError: If the clock of the devices is unknown.
     """
     hardware = topology.hardware
     if not hardware.clock:
@@ -255,11 +256,12 @@ def read_schedule(
 def _transfer_seconds(
     topology: Topology, devices: Sequence[Any]
 ) -> Callable[[Collective], float]:
-    """Seconds of a collective over the links of a torus [1].
+    """Returns a function for a collective's seconds over the links of a torus [1].
 
-    A ring along a dim that wraps around uses both links of a device along it; along one
-    that does not, a line's ends have one. Over several dims a collective splits its
-    bytes among rings along all of them. Between slices a device sends its shard.
+    A ring along a dim that wraps around uses both links of a device in this dim. If the
+    dim does not wrap around, it is a line, and the devices at its ends have one link. A
+    collective over several dims splits its bytes among rings along all these dims.
+    Between slices a device sends its shard.
 
     References:
         [1] Austin et al., "How to Scale Your Model", 2025, section 3,
@@ -271,7 +273,7 @@ def _transfer_seconds(
     known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def links_of(group: tuple[int, ...]) -> tuple[int, int]:
-        """Links that a device sends over, and slices among the group."""
+        """Returns the number of links that a device uses, and of the group's slices."""
         if group not in known:
             places = [devices[i] for i in group]
             links = 0
@@ -293,7 +295,8 @@ def _transfer_seconds(
     return seconds
 
 
-# Products of a score with the width of a head, by the names of Splash's kernels.
+# Number of products with the width of a head for each score, by parts of the names of
+# Splash's kernels.
 _SCORES = {"dkv": 4, "dq": 3, "fwd": 2}
 _BLOCK = re.compile(r'block_kv\\?": ?(\d+)')
 
@@ -301,10 +304,10 @@ _BLOCK = re.compile(r'block_kv\\?": ?(\d+)')
 def attention_flops(
     instruction: Instruction, computation: Computation
 ) -> tuple[float, tuple[int, ...]]:
-    """FLOPs of a kernel, and the dims of its products that may not fill an array.
+    """Returns FLOPs of a kernel, and dims of its products that may not fill an array.
 
-    Causal attention by Splash computes blocks on the diagonal whole, and none above it.
-    Other kernels take their author's estimate.
+    In causal attention Splash computes whole blocks on the diagonal, and no block above
+    it. For other kernels their author's estimate counts.
     """
     estimate = count_flops(computation, instruction)
     found = next((n for name, n in _SCORES.items() if name in instruction.name), 0)
@@ -313,7 +316,7 @@ def attention_flops(
     if not found or not large:
         return estimate, ()
     if found == 4 and "fused" in instruction.attributes[:4000]:
-        found = 5  # with the gradient of the queries
+        found = 5  # the fused kernel also computes the gradient of the queries
     *batch, seq, width = large[0]  # the queries
     block = _BLOCK.search(instruction.attributes)
     half = 0.5 * (1 + (int(block[1]) if block else 512) / seq)
@@ -321,9 +324,10 @@ def attention_flops(
 
 
 def share_of_array(sizes: tuple[int, ...], width: int) -> float:
-    """Share of a systolic array that a product with these dims fills [1].
+    """Returns the share of a systolic array that a product with these dims fills [1].
 
-    Dims that are shorter than the array, or no multiple of it, leave the rest idle.
+    Dims that are shorter than the array, or not a multiple of its width, leave a part
+    of it idle.
 
     Example:
         >>> share_of_array((128, 4096), 256)
