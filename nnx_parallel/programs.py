@@ -1,4 +1,4 @@
-"""A traced program as data: cut it, inline its calls, run it in parts, interpret it."""
+"""Functions that cut a traced program, inline its calls, run parts and interpret it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,20 +11,20 @@ import jax.extend.core as jex
 
 from nnx_parallel.errors import warn_user
 
-# jax 0.12 removed it from the type stubs, not from the module.
+# jax 0.12 removed `ClosedJaxpr` from the type stubs, but not from the module.
 ClosedJaxpr: Any = vars(jex)["ClosedJaxpr"]
 
 Eqns = Sequence[jex.JaxprEqn]
 
 Choice = Callable[[jex.JaxprEqn], bool]
 
-"""True for calls that are to be replaced by the equations that they call."""
+"""A function of an equation: True for a call that `inline` replaces."""
 
 _DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 
 
 def is_call(eqn: jex.JaxprEqn) -> bool:
-    """True if an equation only calls a jaxpr (``remat2`` is ``jax.checkpoint``)."""
+    """True if an equation only calls a jaxpr; ``remat2`` is ``jax.checkpoint``."""
     return eqn.primitive.name in ("jit", "closed_call", "remat2")
 
 
@@ -36,13 +36,13 @@ _CALLS = (
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays as equations, from which single values can be computed."""
+    """A function of arrays, traced to equations that can also run in part."""
 
     eqns: Eqns
     consts: dict[jex.Var, Any]  # the arrays that the function closes over
-    inputs: tuple  # the arguments, with a variable in place of each array
-    outputs: Any  # the results, with a variable or literal in place of each array
-    shapes: Any  # the results, with a `jax.ShapeDtypeStruct` in place of each array
+    inputs: tuple  # the tree of arguments, with a variable for each array
+    outputs: Any  # the tree of results, with a variable or literal for each array
+    shapes: Any  # the tree of results, with a `jax.ShapeDtypeStruct` for each array
     effects: Collection[Any]  # effects of all equations, such as prints
 
     def __call__(self, *args: Any) -> Any:
@@ -50,7 +50,12 @@ class TracedFunction:
         return run(self.eqns, self.outputs, self.consts | bind(self.inputs, args))
 
     def evaluate(self, wanted: Any, known: Mapping[jex.Var, Any]) -> Any:
-        """Computes a tree of values from known ones, by only the equations it needs."""
+        """Computes a tree of variables from known values, and nothing else.
+
+        Args:
+            wanted: A tree of variables and literals of this program.
+            known: Values of variables: inputs, or results of earlier equations.
+        """
         env = self.consts | dict(known)
         return run(needed(self.eqns, jax.tree.leaves(wanted), env), wanted, env)
 
@@ -58,8 +63,14 @@ class TracedFunction:
 def trace(
     function: Callable, *args: Any, inlined: Choice = lambda eqn: False
 ) -> TracedFunction:
-    """Traces a function of pytrees of arrays; the arguments may be their shapes."""
-    # The trace sees avals, not values: nothing is computed.
+    """Traces a function of pytrees.
+
+    Args:
+        function: The function.
+        args: Its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``.
+        inlined: Chooses the calls that are replaced by their equations.
+    """
+    # The trace sees avals, not values, so nothing is computed.
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     jaxpr = inline(closed.jaxpr, inlined)
     return TracedFunction(
@@ -79,7 +90,7 @@ def bind(variables: Any, values: Any) -> dict[jex.Var, Any]:
 
 
 def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tuple]]:
-    """Every equation, nested ones too, with the primitives that enclose it."""
+    """Yields every equation, nested ones too, with the primitives that enclose it."""
     for eqn in program.eqns:
         yield eqn, ()
         for inner in jex.jaxprs_in_params(eqn.params):
@@ -87,18 +98,21 @@ def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tu
 
 
 def variables_in(atoms: Iterable[Any]) -> list[jex.Var]:
-    """The variables among atoms, without literals."""
+    """Returns the variables among atoms, without literals."""
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
 def needed(
     eqns: Eqns, outputs: Iterable[Any], given: Collection[jex.Var] = ()
 ) -> list[jex.JaxprEqn]:
-    """The equations that outputs depend on, in order, where ``given`` are known."""
+    """Returns the equations that outputs depend on, if ``given`` variables are known.
+
+    The equations keep their order.
+    """
     wanted = set(variables_in(outputs)).difference(given)
     found = []
-    # The loop runs backwards: only later equations use an equation, so one pass is
-    # enough.
+    # The loop runs backwards. One pass is enough, because only later equations use the
+    # results of an equation.
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
             found.append(eqn)
@@ -107,7 +121,7 @@ def needed(
 
 
 def inputs_of(eqns: Eqns, outputs: Iterable[Any] = ()) -> list[jex.Var]:
-    """The variables that equations and further outputs take from outside."""
+    """Returns the variables that equations and ``outputs`` use but do not compute."""
     made = {var for eqn in eqns for var in eqn.outvars}
     used = variables_in([*(a for eqn in eqns for a in eqn.invars), *outputs])
     # The order is kept, because a set would give each process a different program.
@@ -115,17 +129,17 @@ def inputs_of(eqns: Eqns, outputs: Iterable[Any] = ()) -> list[jex.Var]:
 
 
 def derived(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
-    """The variables that come only from ``given``, which are included."""
+    """Returns ``given`` and the variables that depend on no other inputs."""
     found = set(given)
     for eqn in eqns:
-        # An equation without inputs, such as iota, counts too.
+        # An equation without inputs, such as iota, depends on no other inputs either.
         if found.issuperset(variables_in(eqn.invars)):
             found.update(eqn.outvars)
     return found
 
 
 def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
-    """The variables that depend on any of ``given``, which are included."""
+    """Returns ``given`` and the variables that depend on any of them."""
     found = set(given)
     for eqn in eqns:
         if not found.isdisjoint(variables_in(eqn.invars)):
@@ -134,7 +148,7 @@ def reached(eqns: Eqns, given: Iterable[jex.Var]) -> set[jex.Var]:
 
 
 def warn_of_effects(traced: TracedFunction) -> None:
-    """Warns of prints and callbacks: they are lost if only `needed` equations run."""
+    """Warns about prints and callbacks, which `needed` leaves out."""
     if traced.effects:
         warn_user(
             "The loss, or a block of its Stack, prints or calls back into Python "
@@ -146,10 +160,16 @@ def warn_of_effects(traced: TracedFunction) -> None:
 
 
 def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
-    """Evaluates equations on values; it can be differentiated and traced by JAX."""
+    """Evaluates equations; JAX can trace and differentiate the evaluation.
+
+    Args:
+        eqns: The equations, in order.
+        wanted: A tree of variables and literals to return the values of.
+        env: The value of each variable that the equations do not compute.
+    """
     outvars, tree = jax.tree.flatten(wanted)
-    # Only the variables in use are inputs: a jaxpr's inputs must be values of this
-    # trace, and a caller may not know the inputs of equations that are left out.
+    # Only variables that are used become inputs, because a jaxpr needs a value for each
+    # input, and a caller may not know the inputs of equations that are left out.
     invars = inputs_of(eqns, outvars)
     jaxpr = jex.Jaxpr(
         constvars=[],
@@ -164,7 +184,7 @@ def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
 
 
 def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
-    """The same program with ``wanted`` calls replaced by the equations they call."""
+    """Replaces the ``wanted`` calls of a program by the equations that they call."""
     fresh = jex.gensym()
     eqns: list[jex.JaxprEqn] = []
 
@@ -179,13 +199,13 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
             inner = None
             if is_call(eqn) and wanted(eqn):
                 inner = next(jex.jaxprs_in_params(eqn.params))
-            # A call that closes over constants stays a call: they are values, not
-            # variables.
+            # A call that closes over constants stays a call, because its constants are
+            # values, and equations need variables.
             if inner is not None and not inner.constvars:
                 outvars = emit(inner, dict(zip(inner.invars, invars, strict=True)))
             else:
-                # A jaxpr that is called twice has its variables once: each copy of its
-                # equations needs new variables.
+                # A jaxpr may be called twice. Without new variables both copies of its
+                # equations would have the same ones.
                 outvars = [
                     v if isinstance(v, jex.DropVar) else fresh(v.aval)
                     for v in eqn.outvars
@@ -201,34 +221,48 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
 
 
 class Fold:
-    """An interpretation of programs, which gives each variable a value.
+    """An interpreter of programs: it computes a value for each variable.
 
-    Subclasses say what the values are, and how equations change them. Programs of the
-    same equations, such as traces for different sizes, can be read side by side: then
-    methods get one literal or equation of each program. A different number of
-    equations is a `ValueError`.
+    A subclass defines the values, and the values of an equation's outputs.
+
+    An instance can interpret several programs at once, if they have the same equations,
+    such as traces for different sizes. Methods then get one literal or equation of each
+    program. If the programs have different numbers of equations, a call raises a
+    `ValueError`.
     """
 
     def constant(self, *numbers: Any) -> Any:
-        """The value of a literal, or of an array that a program closes over."""
+        """Returns the value of a literal, or of an array that a program closes over."""
         raise NotImplementedError
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
-        """The values of an equation's outputs; `nested` gives them for loops."""
+        """Returns the values of an equation's outputs, given those of its inputs.
+
+        It can call `nested` for calls, branches and loops.
+        """
         raise NotImplementedError
 
     def join(self, a: Any, b: Any) -> Any:
-        """A value that is one of two; repeated, it must come to an end."""
+        """Returns a value for a variable that has one of two values.
+
+        The interpretation of a loop calls it until the result no longer changes, so
+        repeated calls must reach such a result.
+        """
         raise NotImplementedError
 
     def decided(self, value: Any, by: Any) -> Any:
-        """An output of a branch or loop, given the value that decides about it."""
+        """Returns the value of an output of a branch or loop.
+
+        Args:
+            value: The value without regard to the predicate or index.
+            by: The value of the predicate or index that decides what runs.
+        """
         return self.join(value, by)
 
     def __call__(self, inputs: Iterable, *programs: Any) -> Any:
-        """The values of a program's outputs, given the values of its input arrays.
+        """Returns the values of a program's outputs, given those of its input arrays.
 
-        Programs are traced functions, or jaxprs, which are closed or have no constants.
+        A program is a `TracedFunction`, a closed jaxpr, or a jaxpr without constants.
         """
         traced = list(map(_as_traced, programs))
         first = traced[0]
@@ -243,7 +277,7 @@ class Fold:
         return jax.tree.map(partial(self._read, known), *(x.outputs for x in traced))
 
     def nested(self, inputs: list, *eqns: jex.JaxprEqn) -> list | None:
-        """The outputs of a call, branch or loop; ``None`` for other equations."""
+        """Interprets a call, branch or loop; returns ``None`` for other equations."""
         name, params = eqns[0].primitive.name, [eqn.params for eqn in eqns]
         if name == "cond":
             which, *rest = inputs
@@ -269,7 +303,7 @@ class Fold:
         return self(inputs, *(body for (body,) in values))
 
     def _loop(self, consts: list, carry: list, xs: list, bodies: list) -> list:
-        """The outputs of a loop, once the carried values stay the same."""
+        """Interprets a loop's body until the carried values stay the same."""
         while True:
             outputs = self([*consts, *carry, *xs], *bodies)
             new = list(map(self.join, carry, outputs))
@@ -301,9 +335,9 @@ def _as_traced(program: Any) -> TracedFunction:
 
 
 def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
-    """The positions among a scan's operands where the carried values begin and end.
+    """Returns where the carried values begin and end among a scan's operands.
 
-    Constants come before them, and the arrays that are sliced come after them.
+    Constants come before them, and the arrays that the scan slices come after them.
     """
     (body,) = jex.jaxprs_in_params(eqn.params)
 
@@ -311,26 +345,29 @@ def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
         pairs = zip(outer, inner, strict=True)
         return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
 
-    # jax 0.12 does not give the numbers, but a slice has one dim less than its array.
+    # jax 0.12 does not tell the numbers. But a slice has one dim less than its array.
     end = len(eqn.invars) - num_sliced(eqn.invars, body.invars)
     num_carried = len(eqn.outvars) - num_sliced(eqn.outvars, body.outvars)
     return end - num_carried, end
 
 
 class Origins(Fold):
-    """Finds the inputs that values depend on: frozen sets of any names for inputs."""
+    """Finds the inputs that each value depends on.
+
+    Values are frozen sets: the names of inputs, which the caller chooses.
+    """
 
     def constant(self, *numbers: Any) -> frozenset:
-        """The empty set."""
+        """Returns the empty set."""
         del numbers
         return frozenset()
 
     def join(self, a: frozenset, b: frozenset) -> frozenset:
-        """The union."""
+        """Returns the union of two sets."""
         return a | b
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
-        """The origins of all inputs, for each output of a plain equation."""
+        """Returns the union of all inputs, for each output of a plain equation."""
         outputs = self.nested(inputs, *eqns)
         if outputs is None:
             outputs = [frozenset().union(*inputs)] * len(eqns[0].outvars)

@@ -1,4 +1,4 @@
-"""Matrix products that send one shard while they multiply another."""
+"""Matrix products that send one shard while they multiply another shard."""
 
 from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matmul
 from nnx_parallel.collectives.matmul import (

@@ -1,7 +1,7 @@
 """Matrix products that gather an operand or scatter their output while they run.
 
-The backward pass of each is the other: it overlaps as well, and keeps no gathered array
-in between.
+The backward pass of a product that gathers is a product that scatters, and the reverse.
+It overlaps too, and the forward pass keeps no gathered array for it.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,29 +33,32 @@ def all_gather_matmul(
     mode: Mode = "ring",
     sum_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """``all_gather(x) @ w``: each shard is multiplied while the next one travels [1].
+    """Computes ``all_gather(x) @ w``, shard by shard while the next shard travels [1].
 
     Call it in code that is manual over the axis (``jax.shard_map``). Sequence
     parallelism uses it for the first products of a block [2]. On an axis of size n a
-    device sends (n - 1) / n of the gathered ``x``. Only the two shards are kept for the
-    backward pass. The gradient of ``x`` is a `matmul_reduce_scatter`. The gradient of
-    ``w`` needs the gathered ``x`` once more: it travels during the products for the
-    gradient of ``x``, and is multiplied in one piece.
+    device sends (n - 1) / n of the gathered ``x``. The backward pass needs only the two
+    shards. The gradient of ``x`` is a `matmul_reduce_scatter`. The gradient of ``w``
+    needs the gathered ``x`` again. So the shards of ``x`` travel once more, during the
+    products for the gradient of ``x``, and the gradient of ``w`` is one product with
+    the gathered ``x``.
 
     Args:
-        x_shard: This device's shard along ``dim``, with all of the contracted dims.
-        w_shard: This device's weights, with all of the contracted dims.
+        x_shard: This device's shard of x along ``dim``. Contracted dims are complete.
+        w_shard: This device's weights. Contracted dims are complete.
         axis: The manual mesh axis.
         dim: The dim of ``x_shard`` to gather; it must not be contracted.
         contracting: Number of last dims of x that are contracted with the first dims of
             w, or a pair with the contracted dims of each, as in ``jnp.tensordot``.
         mode: Transfer of the shards.
-        sum_dtype: dtype in which the partial sums of the gradient of ``x`` travel. By
-            default at least float32; bfloat16 halves their bytes and rounds every hop.
+        sum_dtype: dtype in which the partial sums of the gradient of ``x`` travel. The
+            default is float32 or a wider dtype of the arguments; bfloat16 halves the
+            bytes and rounds at every hop.
 
     Returns:
-        An array with the dims of x that are not contracted, followed by those of
-        ``w_shard``. The length of ``dim`` is the axis size times that in ``x_shard``.
+        An array with the dims of x that are not contracted, followed by the dims of
+        ``w_shard`` that are not contracted. ``dim`` is longer than in ``x_shard`` by a
+        factor of the axis size.
 
     Raises:
         UnknownAxisError: If the code is not manual over ``axis``.
@@ -94,7 +97,7 @@ def _gathered_matmuls(
     mode: Mode,
     sum_dtype: DTypeLike | None,
 ) -> list[jax.Array]:
-    """`all_gather_matmul` of one x with several w, which share its ring."""
+    """Computes `all_gather_matmul` of one x with several w, gathering x only once."""
     given = zip(w_shards, contracting, strict=True)
     found = [_prepare(x_shard, w, axis, dim, c, mode, sum_dtype) for w, c in given]
     return _gathering(*found[0][2])(found[0][0], [w for _, w, _ in found])
@@ -110,22 +113,21 @@ def matmul_reduce_scatter(
     mode: Mode = "ring",
     sum_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """``reduce_scatter(x @ w)``: sums travel while the next shard is multiplied [1].
+    """Computes ``reduce_scatter(x @ w)``; sums travel during the next product [1].
 
     Sequence parallelism uses it for the last product of a block [2]. On an axis of size
-    n a device sends (n - 1) / n of the whole output. Only the two inputs are kept for
-    the backward pass. The gradient of ``x`` is an `all_gather_matmul`; the array that
-    this gathers is multiplied with ``x`` for the gradient of ``w``.
+    n a device sends (n - 1) / n of the complete output. The backward pass needs only
+    the two inputs. The gradient of ``x`` is an `all_gather_matmul`, and the array that
+    it gathers is multiplied with ``x`` for the gradient of ``w``.
 
-    The errors are the same as for `all_gather_matmul`, and so are the arguments that
-    are not listed.
+    It also raises the errors of `all_gather_matmul`.
 
     Args:
         x_shard: This device's shard along a contracted dim.
         w_shard: This device's shard along the same contracted dim.
         axis: The manual mesh axis.
-        dim: The dim of x along which the output is split. It is not contracted, and
-            ``x_shard`` has all of it.
+        dim: The dim of x along which the output is split. It must not be contracted,
+            and must be complete in ``x_shard``.
         contracting: The same as for `all_gather_matmul`.
         mode: The same as for `all_gather_matmul`.
         sum_dtype: dtype in which the partial sums of the output travel.
@@ -154,7 +156,7 @@ def matmul_reduce_scatter(
     """
     x, w, plan = _prepare(x_shard, w_shard, axis, dim, contracting, mode, sum_dtype)
     size = jax.lax.axis_size(axis)
-    # The product keeps the other dims of x_shard, and scatters one of them.
+    # The product has the dims of x_shard that are not contracted; `dim` is scattered.
     check_divides(axis, size, ("a product of x_shard", x_shard, dim % x_shard.ndim))
     return _scattering(*plan)(x, w)
 
@@ -171,24 +173,25 @@ def column_parallel_matmul(
     sum_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """`all_gather_matmul` of global arrays: ``x @ w``, split along w's ``w_dim``.
+    """Computes ``x @ w`` of global arrays by `all_gather_matmul`.
 
-    It runs in a region that is manual only over that axis. Other mesh axes stay
-    automatic, so that a batch split over ``data`` or weights over ``pipe`` need no
-    argument. It can be called in a region that is manual over other axes: then it uses
-    that region's mesh instead of ``mesh``.
+    The axis splits x along ``dim``, and w and the output along ``w_dim``. These dims
+    must not be contracted. Arrays that are placed differently are moved.
 
-    The axis splits x along ``dim`` and w along ``w_dim``, which must not be contracted;
-    arrays that are placed otherwise are moved. The other arguments and errors are the
-    same as for `all_gather_matmul`.
+    The product runs in a region that is manual only over ``axis``. All other mesh axes
+    stay automatic, so a batch that is split over ``data``, or weights that are split
+    over ``pipe``, need no argument. The call may be inside a region that is manual over
+    other axes, and then uses that region's mesh instead of ``mesh``.
+
+    The other arguments and errors are the same as for `all_gather_matmul`.
 
     Returns:
         The global array. It has the dims of x that are not contracted, followed by the
         dims of w that are not contracted, and is split along the place of ``w_dim``.
 
     Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
+        UnknownAxisError: If there is no mesh, if the mesh lacks the axis, or if the
+            code is already manual over the axis.
         IndivisibleDimError: If the axis does not divide a dim that it splits.
 
     Example:
@@ -214,12 +217,22 @@ def column_parallel_matmuls(
     sum_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> list[jax.Array]:
-    """`column_parallel_matmul` of one x with several w, which share its ring.
+    """Computes `column_parallel_matmul` of one x with several w.
 
     x is gathered once. Its gradient is summed over the products, and scattered once.
-    Each of ``kernels`` is a w with its ``w_dim`` and its ``contracting``; all contract
-    the same dims of x. The other arguments are the same as for
-    `column_parallel_matmul`.
+
+    Args:
+        x: The global array.
+        kernels: Tuples of a w, its ``w_dim`` and its ``contracting``. All must contract
+            the same dims of x.
+        axis: The mesh axis.
+        dim: The dim of x that the axis splits.
+        mode: Transfer of the shards.
+        sum_dtype: dtype in which the partial sums of the gradient of x travel.
+        mesh: The mesh.
+
+    Returns:
+        One product for each w.
     """
     sides = [_operands(x, w, contracting) for w, _, contracting in kernels]
     dim, kept = sides[0][0].kept_dim("dim", dim), sides[0][0].kept
@@ -254,10 +267,10 @@ def row_parallel_matmul(
     sum_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """`matmul_reduce_scatter` of global arrays: ``x @ w``, split along x's ``dim``.
+    """Computes ``x @ w`` of global arrays by `matmul_reduce_scatter`.
 
-    The axis splits one contracted dim of x and of w: ``split`` is its index among the
-    contracted dims. It splits the output along ``dim``, a dim of x that is not
+    The axis splits one contracted dim of x and of w: the dim at index ``split`` among
+    the contracted dims. It splits the output along ``dim``, a dim of x that is not
     contracted. Partial sums of the output travel in ``sum_dtype``. The other arguments
     and errors are the same as for `column_parallel_matmul`.
 
@@ -282,14 +295,17 @@ def row_parallel_matmul(
         )
     settings = {"contracting": contracting, "mode": mode, "sum_dtype": sum_dtype}
     product = partial(matmul_reduce_scatter, axis=axis, dim=dim, **settings)
-    # x and w split along a contracted dim -> (*kept of x, *kept of w) along dim's place
+    # x and w, split along a contracted dim -> (*kept of x, *kept of w), split along dim
     x_dim, w_dim = x_side.contracted[split], w_side.contracted[split]
     out_dim, splits = x_side.kept.index(dim), (("x", x, dim), ("x", x, x_dim))
     return on_shards(product, axis, mesh, (x_dim, w_dim), out_dim, *splits)(x, w)
 
 
 def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``all_gather(x) @ w`` for each w, over x's last and w's first ``num`` dims."""
+    """Returns a function ``(x, ws)`` that computes ``all_gather(x) @ w`` for each w.
+
+    Each product contracts the last ``num`` dims of x and the first ``num`` dims of w.
+    """
 
     def products(x: jax.Array, ws: list[jax.Array]) -> list[jax.Array]:
         def of_shard(x: jax.Array) -> list[jax.Array]:
@@ -299,15 +315,15 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
         return ring.gather_through(of_shard, x)[0]
 
     def gradient(x: jax.Array, ws: list[jax.Array], dys: list[jax.Array]) -> tuple:
-        # Added up before they travel: the gradient of x is sent once, however many
-        # products it has.
+        # The products' parts of the gradient of x are added before they travel, so that
+        # the gradient is sent only once.
         def partial_sum(dys: list[jax.Array]) -> jax.Array:
             pairs = zip(dys, ws, strict=True)
             return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
 
         dx, gathered = ring.scatter_sum_and_gather(partial_sum, dys, x)
-        # One product with the whole x instead of one per hop: then other axes that
-        # split the batch sum the gradient of w only once.
+        # There is one product with the gathered x, not one per hop, so that other axes
+        # that split the batch sum the gradient of w only once.
         pairs = zip(ws, dys, strict=True)
         dws = [_w_gradient(gathered, dy, num).astype(w.dtype) for w, dy in pairs]
         return dx.astype(x.dtype), dws
@@ -316,7 +332,10 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
 
 def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
-    """``reduce_scatter(x @ w)``, over x's last and w's first ``num`` dims."""
+    """Returns a function ``(x, w)`` that computes ``reduce_scatter(x @ w)``.
+
+    The product contracts the last ``num`` dims of x and the first ``num`` dims of w.
+    """
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         # (*kept, *contracted) by (*contracted, *others), one shard of x at a time
@@ -333,10 +352,10 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 
 
 def _with_gradient(product: Callable, gradient: Callable[..., tuple]) -> Callable:
-    """A product of x and w that keeps both for ``gradient(x, w, dy)``.
+    """Gives a product of x and w the gradient ``gradient(x, w, dy)``.
 
-    JAX's transpose of a ring would keep every shard that passed by, and make hops wait
-    for products.
+    JAX's transpose of a ring would keep every shard that passes by, and its hops would
+    wait for products.
     """
     function = jax.custom_vjp(product)
     function.defvjp(
@@ -348,13 +367,16 @@ def _with_gradient(product: Callable, gradient: Callable[..., tuple]) -> Callabl
 def _x_gradient(
     dy: jax.Array, w: jax.Array, num: int, dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """``(*kept, *others)`` by ``(*contracted, *others)``, before it is summed."""
+    """Multiplies dy ``(*kept, *others)`` by w ``(*contracted, *others)``.
+
+    The result is this device's part of a sum over devices.
+    """
     others = [*range(num - w.ndim, 0)]  # the last dims of both
     return jnp.tensordot(dy, w, (others, others), preferred_element_type=dtype)
 
 
 def _w_gradient(x: jax.Array, dy: jax.Array, num: int) -> jax.Array:
-    """``(*kept, *contracted)`` by ``(*kept, *others)``."""
+    """Multiplies x ``(*kept, *contracted)`` by dy ``(*kept, *others)``."""
     kept = [*range(x.ndim - num)]
     return jnp.tensordot(x, dy, axes=(kept, kept))
 
@@ -368,7 +390,11 @@ def _prepare(
     mode: Mode,
     sum_dtype: DTypeLike | None,
 ) -> tuple[jax.Array, jax.Array, tuple[Ring, int, DTypeLike]]:
-    """Arrays ``(*kept, *contracted)`` and ``(*contracted, *others)``, and the plan."""
+    """Checks the arguments of a product, and transposes its arrays.
+
+    Returns x ``(*kept, *contracted)``, w ``(*contracted, *others)``, and a tuple: the
+    ring, the number of contracted dims, and the dtype of sums.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if axis not in manual:
         raise UnknownAxisError(
@@ -387,8 +413,8 @@ def _prepare(
     x = jnp.transpose(x, (*x_side.kept, *x_side.contracted))
     w = jnp.transpose(w, (*w_side.contracted, *w_side.kept))
     # JAX may track the axes along which values differ (`check_vma`). A gradient must
-    # then have the same axes as its array: the casts add the missing axes to x and w,
-    # and the gradient of a cast is the sum over the axes that it adds.
+    # then vary over the same axes as its array. So casts add the missing axes to x and
+    # w; the gradient of a cast is the sum over the axes that it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
     every = varied[0] | varied[1] | {axis}
     for_x, for_w = (tuple(sorted(every - axes)) for axes in varied)
@@ -398,7 +424,7 @@ def _prepare(
 
 
 class _Operand(NamedTuple):
-    """One side of a product, and its contracted dims, counted from the front."""
+    """One operand of a product, and its contracted dims as non-negative numbers."""
 
     name: str
     shape: tuple[int, ...]
@@ -409,7 +435,7 @@ class _Operand(NamedTuple):
         return [d for d in range(len(self.shape)) if d not in self.contracted]
 
     def kept_dim(self, label: str, dim: int) -> int:
-        """``dim`` counted from the front; raises an error if it is contracted."""
+        """Returns ``dim`` as a non-negative number; refuses a contracted dim."""
         ndim = len(self.shape)
         if not -ndim <= dim < ndim or dim % ndim not in self.kept:
             raise CollectiveProductError(

@@ -1,8 +1,8 @@
-"""Rings of devices, along which shards travel and sums grow.
+"""Rings of devices, around which shards and partial sums travel.
 
-Each hop is a separate operation. It does not depend on the product that is computed
-meanwhile, so a compiler with asynchronous collectives runs both at once
-(`all_gather_matmul`).
+Each hop is a separate operation and does not depend on the product that is computed in
+the meantime. So a compiler with asynchronous collectives can run the hop and the
+product at the same time (`all_gather_matmul`).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,52 +20,55 @@ from nnx_parallel.mesh import manual_region, mesh_here
 Mode = Literal["bulk", "ring"]
 """Transfer of the shards of a ring of n devices.
 
-- ``bulk``: one ``all_gather`` or ``psum_scatter``; the product waits for it.
-- ``ring``: n - 1 hops to the next device, each during a product of one shard.
+- ``bulk``: one ``all_gather`` or ``psum_scatter``, which does not overlap the product.
+- ``ring``: n - 1 hops to the next device, each during the product of one shard.
 """
 
 Exchange = Literal["ring", "all_to_all", "gather"]
-"""Communication of attention whose sequence a mesh axis splits.
+"""Communication in attention if a mesh axis splits the sequence.
 
-- ``ring``: keys and values travel from device to device; each piece is sent on before
-  the matmuls with it.
-- ``all_to_all``: each device gets the whole sequence for its share of the heads.
-- ``gather``: each device gets all keys and values, and keeps its queries.
+- ``ring``: keys and values travel from device to device. A device passes on each shard
+  before it multiplies with it.
+- ``all_to_all``: each device gets the complete sequence for its share of the heads.
+- ``gather``: each device gets all keys and values, but only its shard of the queries.
 """
 
 
 class SequenceAxis(NamedTuple):
-    """The mesh axis that splits long sequences, and how attention exchanges them."""
+    """The mesh axis that splits long sequences, and the exchange in attention."""
 
     axis: str
     exchange: Exchange
 
 
 TokenExchange = Literal["gather", "ragged"]
-"""Communication of the tokens of a mixture whose experts a mesh axis splits.
+"""Communication of tokens if a mesh axis splits the experts of a mixture.
 
-- ``gather``: each device gets the tokens of all devices; outputs are summed and
+- ``gather``: each device gets the tokens of all devices. The outputs are summed and
   scattered back.
-- ``ragged``: each row travels to the device of its expert and back.
+- ``ragged``: each token travels to the devices of its experts, and the outputs back.
 """
 
 
 class ExpertAxis(NamedTuple):
-    """The mesh axis that splits experts, and the exchange over it, if it was chosen."""
+    """The mesh axis that splits experts, and the exchange; ``None`` to choose one."""
 
     axis: str
     exchange: TokenExchange | None
 
     def choose(self, mesh: Mesh, top_k: int) -> tuple[TokenExchange, str]:
-        """The exchange of a mixture whose tokens go to ``top_k`` experts, and why.
+        """Chooses the exchange of a mixture whose tokens go to ``top_k`` experts.
 
-        A device sends a token to all others under ``gather``, to ``top_k`` experts at
-        most under ``ragged``; each comes back once.
+        A device sends a token to all other devices under ``gather``, and to at most
+        ``top_k`` experts under ``ragged``. Each output comes back once.
+
+        Returns:
+            The exchange, and the reason.
         """
         size = mesh.shape[self.axis]
         if self.exchange is not None:
             return self.exchange, "as the strategy says"
-        # A mesh without devices describes accelerators that this machine lacks.
+        # A mesh without devices stands for accelerators that this machine lacks.
         if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
             return "gather", "CPUs have no ragged all-to-all"
         if top_k < size - 1:
@@ -76,13 +79,13 @@ class ExpertAxis(NamedTuple):
 Pointwise = Callable[[Any], Any]
 """A function that treats each position along a ring's dim separately and keeps the dim.
 
-Its argument and its result are an array or a list of arrays.
+The argument is an array or a list of arrays, and so is the result.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The devices along one manual mesh axis, and how shards travel among them.
+    """The devices along one manual mesh axis, and the transfer of shards among them.
 
     Raises:
         ValueError: If the mode is unknown.
@@ -98,22 +101,22 @@ class Ring:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Returns the number of devices."""
         return jax.lax.axis_size(self.axis)
 
     def hops(self, shard: jax.Array) -> list[jax.Array]:
-        """The shards that pass by, hop after hop: this device's shard first."""
+        """Returns this device's shard, then the other shards as they arrive."""
         passed = [shard]
-        # A shard is sent on before it is used: its transfer does not need a product.
+        # A shard is sent on before it is used, so its transfer waits for no product.
         for _ in range(self.size - 1):
             passed.append(self._send(passed[-1]))
         return passed
 
     def join(self, passed: Sequence[jax.Array]) -> jax.Array:
-        """The gathered array from the shards of `hops`."""
+        """Returns the gathered array, given the shards from `hops`."""
         gathered = self._buffer(passed[0])
         for hop, x in enumerate(passed):
-            # The owner's position along the ring gives the place of its shard.
+            # The place of a shard follows from the position of its owner in the ring.
             gathered = self._write(gathered, x, self._start(-hop, x))
         return gathered
 
@@ -138,7 +141,7 @@ class Ring:
     def scatter_sum_and_gather(
         self, function: Pointwise, x: Any, shard: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns `scatter_sum`, and the array gathered from ``shard`` meanwhile."""
+        """Returns `scatter_sum`, and the array that is gathered at the same time."""
         if self._is_bulk:
             return self.scatter_sum(function, x), self._all_gather(shard)
         passed = self.hops(shard)
@@ -147,11 +150,13 @@ class Ring:
     def scatter_sum(
         self, function: Pointwise, x: Any, passed: Sequence[jax.Array] = ()
     ) -> jax.Array:
-        """This device's shard of the sum of ``function(x)`` over all devices.
+        """Returns this device's shard of the sum of ``function(x)`` over all devices.
 
-        The result of ``function`` is one array. The shards in ``passed`` travel
-        meanwhile: they are the `hops` of another array whose shards have the same
-        length.
+        Args:
+            function: Its result must be one array.
+            x: The argument of ``function``.
+            passed: The `hops` of another array, which travel at the same time. Its
+                shards have the same length along ``dim``.
         """
         if self._is_bulk:
             return jax.lax.psum_scatter(
@@ -162,22 +167,23 @@ class Ring:
         for hop in range(self.size):
             arriving = None if total is None else self._send(total)
             if passed:
-                # XLA's scheduler for TPUs starts a hop as late as it can, so that 5 to
-                # 10 % of all bytes travel after the last product. So each product waits
-                # for the hop before it, and hides the next hop. Then no bytes are
-                # exposed, for 1.7 % more temporaries (v5p, 4 chips). The hops do not
-                # wait for products: otherwise XLA would not merge the rings of products
-                # that share an input.
+                # XLA's scheduler for TPUs starts a hop as late as it can. Then 5 to
+                # 10 % of all bytes would travel after the last product. With this
+                # barrier each product waits for the hop before it, and hides the next
+                # hop. No bytes are exposed, for 1.7 % more temporaries (v5p, 4 chips).
+                # The hops do not wait for products, because then XLA would not merge
+                # the rings of products that share an input.
                 here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
-            # The sum for a device starts at the next device along the ring, and reaches
-            # its owner with the last hop.
+            # The sum for a device starts at the next device along the ring. Its last
+            # hop ends at the device.
             start = (jax.lax.axis_index(self.axis) - hop - 1) % self.size * length
             cut = partial(self._slice, start=start, length=length)
             total = function(jax.tree.map(cut, x))
             if arriving is not None:
-                # XLA for TPUs would fuse the addition with its product, which then
-                # waits for the hop: 18 % of a ring's bytes are exposed instead of 5 %.
+                # Without a barrier, XLA for TPUs fuses the addition with the product,
+                # and the product waits for the hop: 18 % of a ring's bytes are exposed
+                # instead of 5 %.
                 total, arriving = jax.lax.optimization_barrier((total, arriving))
                 total = total + arriving
         assert total is not None
@@ -191,7 +197,10 @@ class Ring:
         return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
 
     def _start(self, distance: int, shard: jax.Array) -> jax.Array:
-        """Start of a shard in the gathered array, given the distance of its owner."""
+        """Returns where a shard starts in the gathered array.
+
+        ``distance`` is the number of hops from this device to the owner of the shard.
+        """
         owner = (jax.lax.axis_index(self.axis) + distance) % self.size
         return owner * shard.shape[self.dim]
 
@@ -200,7 +209,7 @@ class Ring:
         return jax.lax.ppermute(x, self.axis, pairs)
 
     def _buffer(self, like: jax.Array) -> jax.Array:
-        """An uninitialized array that has room for the shards of all devices."""
+        """Allocates an uninitialized array with room for the shards of all devices."""
         shape = list(like.shape)
         shape[self.dim] *= self.size
         # Every part is overwritten. Filling it with zeros first would take 13 % of the
@@ -230,16 +239,16 @@ def on_shards(
     Args:
         function: Takes one shard of each array.
         axis: The mesh axis that splits the arrays.
-        mesh: The mesh; a region that is manual over other axes has a mesh that is used
-            instead.
+        mesh: The mesh. Inside a region that is manual over other axes, the mesh of the
+            region is used instead.
         in_dims: The split dim of each argument.
-        out_dim: The split dim of the output, or of each of several outputs; ``None`` if
-            the output is not split.
-        *splits: Name, array and dim for each check that the axis divides a dim.
+        out_dim: The split dim of the output, or a list with the split dim of each
+            output; ``None`` if the output is not split.
+        *splits: Tuples ``(name, array, dim)``. The axis must divide each of these dims.
 
     Raises:
-        UnknownAxisError: If there is no mesh, or none with the axis, or the code is
-            manual over it already.
+        UnknownAxisError: If there is no mesh, if the mesh lacks the axis, or if the
+            code is already manual over the axis.
         IndivisibleDimError: If the axis does not divide one of the ``splits``.
     """
     context = jax.sharding.get_abstract_mesh()
@@ -264,11 +273,11 @@ def on_shards(
         if out_dim is None or isinstance(out_dim, int)
         else [*map(split_at, out_dim)]
     )
-    # Manual over only one axis: the partitioner still splits the others.
+    # The region is manual over one axis; the partitioner handles the other axes.
     in_specs = tuple(map(split_at, in_dims))
     region = manual_region(function, found, in_specs, out_specs, axes={axis})
-    # Outside a trace JAX cannot run a region that leaves axes automatic
-    # (docs/library-notes.md, "Tracing and compiling").
+    # The `jit` is needed because JAX cannot run a region with automatic axes outside of
+    # a trace (docs/library-notes.md, "Tracing and compiling").
     return jax.jit(region, inline=True)
 
 

@@ -1,6 +1,7 @@
-"""Sequences split over a mesh axis: in which order, and how they are exchanged.
+"""The order and exchange of tokens if a mesh axis splits the sequence.
 
-Used inside a region that is manual over the axis, on ``(batch, seq_shard, ...)``.
+Call these functions inside a region that is manual over the axis. Arrays are
+``(batch, seq_shard, ...)``.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,16 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceOrder:
-    """The tokens that each of n devices along a manual axis computes with.
+    """The division of a sequence's tokens among n devices along a manual axis.
 
-    In turn, each has a run of neighbours. Causal attention gives the last device
-    2 n - 1 times the work of the first. Balanced, the sequence is cut into 2 n chunks
-    and device i has chunks i and 2 n - 1 - i: all have the same work [1].
+    In the plain order each device has a run of neighbouring tokens. Under causal
+    attention the last device then has 2 n - 1 times the work of the first. In the
+    balanced order the sequence is cut into 2 n chunks, device i has the chunks i and
+    2 n - 1 - i, and all devices have the same work [1].
+
+    Attributes:
+        axis: The manual mesh axis.
+        is_balanced: True for the balanced order.
 
     References:
         [1] Brandon et al., "Striped Attention", 2023, section 3,
@@ -29,25 +35,28 @@ class SequenceOrder:
 
     @property
     def size(self) -> int:
-        """Number of devices."""
+        """Returns the number of devices."""
         return jax.lax.axis_size(self.axis)
 
     def positions(self, device: int | jax.Array, length: int) -> jax.Array:
-        """Positions ``(1, length)`` in the row of the tokens that a device has."""
+        """Returns the positions of a device's tokens in the sequence.
+
+        The shape is ``(1, length)``.
+        """
         if not self.is_balanced:
             return (device * length + jnp.arange(length))[None]
-        # The even chunk comes first: so no half needs to know where it goes.
+        # The even chunk always comes first, as in `balanced_moves`.
         last, half = 2 * self.size - 1, jnp.arange(length // 2)
         even = jnp.where(device % 2 == 0, device, last - device)
         chunks = (even, last - even)
         return jnp.concatenate([c * (length // 2) + half for c in chunks])[None]
 
     def enter(self, x: jax.Array) -> jax.Array:
-        """A device's neighbours, exchanged for the tokens that it computes with."""
+        """Exchanges a run of neighbouring tokens for the tokens of this order."""
         return self._exchange(x, is_back=False)
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """The inverse of `enter`."""
+        """Undoes `enter`."""
         return self._exchange(x, is_back=True)
 
     def _exchange(self, x: jax.Array, *, is_back: bool) -> jax.Array:
@@ -63,10 +72,13 @@ class SequenceOrder:
 
 
 def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """From and to which device the first and the second half of each shard go.
+    """Returns pairs of devices that send and receive the halves of each shard.
 
-    Device d has the chunks 2 d and 2 d + 1 of 2 n; chunk c belongs to device c, or to
-    2 n - 1 - c. Each device gets one even chunk and one odd one.
+    The first list is for the first halves, the second list for the second halves.
+
+    A sequence has 2 n chunks. In the plain order, device d has the chunks 2 d and
+    2 d + 1. In the balanced order, chunk c belongs to device c if c < n, otherwise to
+    device 2 n - 1 - c. So each device gets one even chunk and one odd chunk.
 
     Example:
         >>> balanced_moves(2)
@@ -81,16 +93,22 @@ def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, in
 
 
 def send_on(tree: Any, axis: str) -> Any:
-    """Arrays of the device before along a ring."""
+    """Sends arrays to the next device of a ring; returns those of the previous one."""
     size = jax.lax.axis_size(axis)
     return jax.lax.ppermute(tree, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
 def heads_for_sequence(x: jax.Array, axis: str) -> jax.Array:
-    """``(batch, seq_shard, heads, ...)`` to ``(batch, seq, heads_shard, ...)``."""
+    """Splits heads instead of the sequence, in an all-to-all.
+
+    ``(batch, seq_shard, heads, ...)`` becomes ``(batch, seq, heads_shard, ...)``.
+    """
     return jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
 
 
 def sequence_for_heads(x: jax.Array, axis: str) -> jax.Array:
-    """``(batch, seq, heads_shard, ...)`` to ``(batch, seq_shard, heads, ...)``."""
+    """Splits the sequence instead of heads, in an all-to-all.
+
+    ``(batch, seq, heads_shard, ...)`` becomes ``(batch, seq_shard, heads, ...)``.
+    """
     return jax.lax.all_to_all(x, axis, split_axis=1, concat_axis=2, tiled=True)
