@@ -1,7 +1,10 @@
 """Optimizers on sharded and stacked parameters.
 
-An optimizer is an Optax transformation, written for one device. `steps` applies its
-update, `by_layer` shows it each layer of a `Stack` as a separate array, `muon` is Muon
-on matrices that the mesh splits (`matrices`), and `offload` keeps the state on the
-host. Start reading in `steps`.
+An optimizer is an Optax transformation, written for one device. The modules are:
+
+- `steps` applies the update of an optimizer. Start reading here.
+- `by_layer` shows an optimizer each layer of a `Stack` as a separate array.
+- `muon` computes Muon's updates of matrices that the mesh splits.
+- `matrices` gathers such matrices for `muon` and `by_matrix`.
+- `offload` updates an optimizer's state that stays in host memory.
 """

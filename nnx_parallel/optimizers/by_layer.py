@@ -1,9 +1,9 @@
-"""Optimizers for stacked layers that see each layer as a separate array.
+"""Optimizers that see each layer of a `Stack` as a separate array.
 
-A `Stack` keeps N arrays as one. An optimizer that looks at an array as a whole (its
-norm, its rank, its rows and columns) would take all layers for one array: `by_layer`
-shows such an optimizer each layer, and `warn_of_stacked_updates` finds optimizers that
-need it.
+A `Stack` keeps the arrays of N layers as one array. An optimizer that reads properties
+of a complete array (its norm, its rank, its rows and columns) would treat all layers as
+one array. `by_layer` shows such an optimizer each layer, and `warn_of_stacked_updates`
+finds optimizers that need this.
 """
 
 import itertools
@@ -37,29 +37,32 @@ from nnx_parallel.state import StatePlan
 
 
 def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that sees each layer of a `Stack` as a separate array.
+    """Wraps an optimizer so that it sees each layer of a `Stack` as a separate array.
 
-    The updates equal the updates of a list of the same layers, for any Optax
-    transformation: trust ratios (``optax.lamb``, ``lars``, ``fromage``), factored
-    moments (``adafactor``), norms of arrays (``novograd``, ``adaptive_grad_clip``,
-    ``clip_by_block_rms``), and masks by rank. Sums over the whole tree, as in
-    ``clip_by_global_norm``, are over all layers of all arrays, as before. The state has
-    the optimizer's structure, with a leading ``layers`` dim for each stacked array; it
-    is sharded and saved like any other.
+    The updates are equal to the updates of a list of the same layers, for any Optax
+    transformation. This matters for trust ratios (``optax.lamb``, ``lars``,
+    ``fromage``), factored moments (``adafactor``), norms of arrays (``novograd``,
+    ``adaptive_grad_clip``, ``clip_by_block_rms``), and masks by rank. A sum over the
+    tree, as in ``clip_by_global_norm``, is over all layers of all arrays, with or
+    without `by_layer`. The state has the optimizer's structure, with a leading
+    ``layers`` dim for each stacked array, and is sharded and saved like any other
+    state.
 
-    A transformation that treats each array by itself is mapped with ``jax.vmap``. One
-    that combines arrays, or draws random numbers, is traced once for each layer: keep
-    it outside, where it makes no difference:
+    A transformation that treats each array separately is mapped with ``jax.vmap``. A
+    transformation that combines arrays, or draws random numbers, is traced once for
+    each layer, which takes longer. Keep it outside of `by_layer` if the result is the
+    same:
     ``optax.chain(optax.clip_by_global_norm(1.0), by_layer(optax.lamb(1e-3)))``. `muon`
-    handles layers without it.
+    handles layers without `by_layer`.
 
     Args:
-        optimizer: An Optax transformation. Masks and labels that are trees have one
-            entry for each stacked array, as `decay_mask` gives them.
+        optimizer: An Optax transformation. If masks and labels are trees, they have one
+            entry for each stacked array, as in the result of `decay_mask`.
 
     Raises:
         OptimizerError: If the argument is not an Optax transformation, or if the
-            optimizer is used outside a Trainer, which knows the stacked arrays.
+            optimizer is used outside a Trainer, so that the stacked arrays are not
+            known.
 
     Example:
         >>> import numpy as np
@@ -124,13 +127,13 @@ def _is_stacked(keys: tuple, stacked: frozenset[Path]) -> bool:
 
 
 def _sizes(tree: Any, stacked: frozenset[Path]) -> list[int]:
-    """The numbers of layers in a tree like the parameters."""
+    """Returns the different numbers of layers in a tree like the parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sorted({x.shape[0] for keys, x in leaves if _is_stacked(keys, stacked)})
 
 
 def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
-    """The shapes of one layer, in place of the shapes of all layers."""
+    """Replaces the shapes of stacked arrays by the shapes of one layer."""
 
     def one(keys: tuple, x: Any) -> Any:
         return x[0] if _is_stacked(keys, stacked) else x
@@ -139,7 +142,10 @@ def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
 
 
 def _listed(tree: Any, stacked: frozenset[Path], most: int | None = None) -> Any:
-    """A dict of layers, by number, in place of each stacked array."""
+    """Replaces each stacked array by a dict of its layers, by number.
+
+    With ``most``, a dict has at most this many layers.
+    """
 
     def split(keys: tuple, x: Any) -> Any:
         if not _is_stacked(keys, stacked):
@@ -150,10 +156,10 @@ def _listed(tree: Any, stacked: frozenset[Path], most: int | None = None) -> Any
 
 
 def _owner(keys: tuple, paths: Collection[Path]) -> tuple[Path, int] | None:
-    """The parameter that an array of a state belongs to, and where its path ends.
+    """Finds the parameter that an array of a state belongs to.
 
-    Unlike `owner_of`, this also works if more keys follow, such as the dims of a
-    parameter in SM3.
+    Returns the parameter's path, and the index in ``keys`` where the path ends. Unlike
+    `owner_of`, it allows more keys after the path, such as SM3's dims of a parameter.
     """
     names = tuple(getattr(key, "key", None) for key in keys)
     for start, end in itertools.combinations(range(len(names) + 1), 2):
@@ -169,8 +175,8 @@ def _is_per_array(
     extra: Mapping[str, Any],
     stacked: frozenset[Path],
 ) -> bool:
-    """True if updates and states depend on no other array and on no random numbers."""
-    # Two layers show whether layers depend on each other.
+    """True if the update of each array depends on no other array or random number."""
+    # Two layers are enough to show whether layers depend on each other.
     updates, params, extra = jax.eval_shape(
         lambda *trees: [_listed(tree, stacked, 2) for tree in trees],
         *(updates, params, extra),
@@ -204,10 +210,16 @@ def _draws(traced: TracedFunction) -> bool:
 def _mapped(
     function: Callable[..., Any], args: tuple, like: Any, stacked: frozenset[Path]
 ) -> Any:
-    """Maps over the layers; ``like`` is the result, or a tree like it.
+    """Maps a function over the layers of stacked arrays.
 
-    Stacks of different lengths are mapped one length after the other; each map leaves
-    the stacks of other lengths as they are.
+    There is one ``jax.vmap`` for each number of layers. It does not map the arrays of
+    stacks with another number.
+
+    Args:
+        function: The function of arrays of one layer.
+        args: Its arguments, with stacked arrays.
+        like: The result, or a tree of the same structure.
+        stacked: The paths of stacked arrays.
     """
     sizes = {
         tuple(key.key for key in keys): x.shape[0]
@@ -228,7 +240,7 @@ def _mapped(
 
 
 def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
-    """Joins the layers of each array in a tree of `_listed` arrays again."""
+    """Undoes `_listed`: joins the layers of each array; ``like`` has the structure."""
     layers: dict[tuple, list] = {}
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         owner = _owner(keys, stacked)
@@ -243,7 +255,7 @@ def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
-    """The reverse of `_stack` for a state, in the structure of ``like``."""
+    """Undoes `_stack` for a state; ``like`` has the structure of the result."""
     found = dict(jax.tree_util.tree_leaves_with_path(tree))
 
     def take(keys: tuple, _: Any) -> Any:
@@ -256,19 +268,21 @@ def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 _MOST = 128
-"""Largest dim in the comparison; from this size on Adafactor keeps factors."""
+"""Largest dim in the comparison; smaller dims would get no factors from Adafactor."""
 
 _TOLERANCE = 1e-4
-"""Share of an array's largest update, far above rounding."""
+"""Difference that counts, as a share of an array's largest update; rounding is less."""
 
 
 def warn_of_stacked_updates(plan: StatePlan) -> None:
-    """Warns of an optimizer that updates stacked layers unlike a list of them.
+    """Warns if an optimizer updates stacked layers differently from a list of layers.
 
-    Both updates are computed for two layers of small arrays, one of each name and
-    shape, with NumPy: nothing is compiled. There is no warning where that is
-    impossible (random numbers), nor for matrices that Muon updates: their dimension
-    numbers describe the stacked array, and Muon takes the layers as a batch.
+    The updates of both are computed with NumPy, so that nothing is compiled. The
+    comparison uses small arrays of two layers, one array of each name and shape.
+
+    There is no warning if an optimizer draws random numbers, because its updates cannot
+    be compared. There is also none for matrices that Muon updates, because their
+    dimension numbers describe the stacked array, and Muon treats layers as a batch.
     """
     muons = _by_muon(plan.abstract.opt_state)
     shapes = {
@@ -278,7 +292,8 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
     stacked = [path for path in shapes if plan.placements[path].is_stacked]
     judged = [path for path in stacked if path not in muons]
     few = {(path[-1], shapes[path]): path for path in reversed(judged)}
-    # A mask that is a tree fits only the tree of all parameters, not a few of them.
+    # If a mask is a tree, it fits only the tree of all parameters. So a trial of a few
+    # parameters may fail, and is then repeated with all of them.
     for paths in (few.values(), shapes) if judged else ():
         chosen = {path: shapes[path] for path in paths}
         try:
@@ -299,7 +314,7 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
 
 
 def _by_muon(opt_state: Any) -> set[Path]:
-    """The parameters that Muon updates, by their momenta."""
+    """Returns the parameters for which the state has a momentum of Muon."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MuonState))
     states = [node for node in nodes if isinstance(node, MuonState)]
     return {
@@ -310,7 +325,7 @@ def _by_muon(opt_state: Any) -> set[Path]:
 
 
 def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
-    """A shape with two layers, and at most two dims of more than 4 elements."""
+    """Reduces a shape to two layers, and at most two dims of more than 4 elements."""
     layers, dims = shape[:is_stacked], shape[is_stacked:]
     largest = sorted(range(len(dims)), key=lambda i: -dims[i])[:2]
     sizes = [min(n, _MOST if i in largest else 4) for i, n in enumerate(dims)]
@@ -323,11 +338,14 @@ def _stacked_differences(
     stacked: frozenset[Path],
     judged: Collection[Path],
 ) -> dict[Path, float]:
-    """Parameters whose updates differ, and the difference as a share of the largest."""
+    """Returns the parameters whose updates differ, each with the difference.
+
+    The difference is a share of the largest update in the array.
+    """
     rng = np.random.default_rng(0)
     params, directions = {}, {}
     for path, shape in shapes.items():
-        # The layers have unlike sizes, so that the norm of all is not the norm of each.
+        # The layers have values of different sizes, so that their norms differ.
         scales = 1 + 7 * np.arange(shape[0]) if path in stacked else np.ones(())
         scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
         for group, sizes in ((params, scales), (directions, scales[::-1])):
@@ -346,7 +364,7 @@ def _stacked_differences(
     found: dict[Path, float] = {}
     if as_stack.draws or as_list.draws:
         return found
-    for scale in (1e-3, 1.0, 1e3):  # on both sides of a limit
+    for scale in (1e-3, 1.0, 1e3):  # below and above the limit of an optimizer
         for ours, theirs in zip(as_stack.run(scale), as_list.run(scale), strict=True):
             for path, x, layers in zip(paths, ours, theirs, strict=True):
                 own = np.stack(layers)
@@ -357,7 +375,7 @@ def _stacked_differences(
 
 
 class _Trial:
-    """An optimizer's updates of small arrays, traced once, and computed with NumPy."""
+    """An optimizer's updates of small arrays: traced once, computed with NumPy."""
 
     def __init__(
         self, tx: Optimizer, trees: tuple[Any, ...], take: Callable[[dict], list]
@@ -375,7 +393,7 @@ class _Trial:
         self._init = trace(init, params)
         traced = trace(update, directions, self._init.shapes, params, inlined=is_call)
         self.draws = _draws(self._init) or _draws(traced)
-        # Updates that are not taken, such as Muon's, take long to compute.
+        # Other updates are left out, because some of them, such as Muon's, are slow.
         eqns = needed(traced.eqns, jax.tree.leaves(traced.outputs))
         self._update = replace(traced, eqns=eqns)
         self._params, self._directions = (
@@ -383,7 +401,10 @@ class _Trial:
         )
 
     def run(self, scale: float) -> list[Any]:
-        """The first updates that are not all 0, as in a warm-up, and the next ones."""
+        """Returns the updates of the first step that has any, and of the next step.
+
+        At the start of a warm-up all updates are 0.
+        """
         compute = _Compute()
         state = compute(self._params, self._init)
         found: list[Any] = []
@@ -402,7 +423,7 @@ class _Trial:
 
 
 class _Compute(Fold):
-    """Computes values by NumPy where NumPy has the operation."""
+    """Computes values with NumPy, and with JAX if NumPy lacks an operation."""
 
     def constant(self, *numbers: Any) -> np.ndarray:
         (number,) = numbers
@@ -429,7 +450,7 @@ class _Compute(Fold):
 
 
 def _array(value: Any, dtype: Any) -> np.ndarray:
-    # In double precision two orders of one sum give equal results.
+    # In double precision the order of a sum does not change the result noticeably.
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.asarray(value, np.float64 if is_float else dtype)
 
@@ -494,4 +515,4 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "reduce_and": _reduce(np.all),
     "reduce_or": _reduce(np.any),
 }  # fmt: skip
-"""NumPy's functions for the primitives of optimizers; JAX runs all others."""
+"""NumPy's functions for primitives in optimizers; JAX runs all other primitives."""

@@ -1,9 +1,9 @@
-"""Functions of whole matrices, such as Muon's, when every device holds shards of them.
+"""Functions of complete matrices, such as Muon's, if every device holds only shards.
 
-For N matrices over W devices, one all-to-all gives each device about N / W whole
+For N matrices on W devices, one all-to-all gives each device about N / W complete
 matrices. The device works on them without communication, and a second all-to-all
-returns the results. The matrices are packed by their work: devices may hold different
-numbers of each kind.
+returns the results. Matrices are packed by their work, so that devices may hold
+different numbers of each kind.
 """
 
 import contextlib
@@ -33,17 +33,21 @@ from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.specs import dim_axes, in_order
 
 OfMatrices = Callable[[Array], Array]
-"""``(matrices, rows, columns)`` to the same shape, each matrix separately."""
+"""A function of ``(matrices, rows, columns)`` that keeps the shape.
+
+It treats each matrix separately.
+"""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The division of matrices; matrices of several arrays may have the same one.
+    """The shape and division of a matrix, which matrices of several arrays may share.
 
     Attributes:
-        block: Sizes of a shard of one matrix, along its dims of rows, then of columns.
+        block: Sizes of a shard of one matrix: first of the dims that form its rows,
+            then of the dims that form its columns.
         axes: Mesh axes that split each of these dims.
-        num_rows: Number of these dims that are rows.
+        num_rows: Number of dims that form the rows.
     """
 
     block: tuple[int, ...]
@@ -51,7 +55,7 @@ class Kind:
     num_rows: int
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, int]:
-        """Rows and columns of a whole matrix."""
+        """Returns the numbers of rows and columns of a complete matrix."""
         whole = [
             size * math.prod(sizes[axis] for axis in axes)
             for size, axes in zip(self.block, self.axes, strict=True)
@@ -77,14 +81,19 @@ class Group:
 def pack(
     works: Sequence[tuple[float, int]], counts: Sequence[int], num_devices: int
 ) -> list[tuple[int, ...]]:
-    """Numbers of matrices of each shape per device; equal devices follow each other.
+    """Distributes matrices over devices.
 
-    The largest matrices come first, each for the device with the least work so far [1].
+    The matrices are taken in order of their work, the largest first. Each goes to the
+    device that has the least work so far [1].
 
     Args:
         works: FLOPs, and elements, of one matrix of each shape.
         counts: Number of matrices of each shape.
-        num_devices: Number of devices that share them.
+        num_devices: Number of devices.
+
+    Returns:
+        For each device, the number of matrices of each shape. Devices with equal
+        numbers follow each other.
 
     Example:
         >>> pack([(18, 4), (6, 1)], [3, 6], 2)
@@ -94,8 +103,8 @@ def pack(
         [1] Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, section 5.
     """
     rows = [[0] * len(works) for _ in range(num_devices)]
-    # With equal work, the device with fewer elements comes first, because the fullest
-    # device decides the bytes that are sent.
+    # Of two devices with equal work, the device with fewer elements comes first,
+    # because the bytes that are sent depend on the fullest device.
     heap = [(0.0, 0, device) for device in range(num_devices)]
     for shape in sorted(range(len(works)), key=lambda shape: -works[shape][0]):
         for _ in range(counts[shape]):
@@ -111,7 +120,7 @@ class _Share(NamedTuple):
 
     Attributes:
         devices: Number of these devices.
-        counts: Number of matrices of each kind, or of each shape, on each device.
+        counts: Number of matrices of each kind, or of each shape, on each of them.
     """
 
     devices: int
@@ -123,7 +132,10 @@ def _shares(rows: Sequence[tuple[int, ...]]) -> list[_Share]:
 
 
 def _flops(rows: int, columns: int) -> float:
-    """Work of one matrix, up to a factor: X X^T, its square, and a product with X."""
+    """Returns the work of one matrix, up to a factor.
+
+    An iteration of Muon computes X X^T, its square, and a product with X.
+    """
     short, long = sorted((rows, columns))
     return float(short * short * (2 * long + short))
 
@@ -157,7 +169,7 @@ class Exchange:
         kinds: tuple[Kind, ...],
         counts: Sequence[int],
     ) -> "Exchange":
-        """The exchange for given counts of each kind, packed onto the devices."""
+        """Packs the given numbers of matrices of each kind onto the devices."""
         num_devices = math.prod(sizes[axis] for axis in group.copied + group.split)
         shapes = [kind.shape(sizes) for kind in kinds]
         total: dict[tuple[int, int], int] = {}
@@ -165,7 +177,7 @@ class Exchange:
             total[shape] = total.get(shape, 0) + count
         works = [(_flops(*shape), math.prod(shape)) for shape in total]
         packed = pack(works, list(total.values()), num_devices)
-        # Kinds that all devices can share evenly are shared evenly.
+        # If all devices can have the same number of matrices of each kind, they do.
         is_even = len(set(packed)) == 1 and not any(n % num_devices for n in counts)
         left, rows = list(counts), []
         for of_shapes in packed:
@@ -180,7 +192,14 @@ class Exchange:
         return cls(function, group, sizes, kinds, _shares(rows), _shares(packed))
 
     def run(self, rows: list[Array]) -> list[Array]:
-        """Results for the shards ``(matrices, elements)`` of each kind."""
+        """Exchanges shards of matrices, and computes the function.
+
+        Args:
+            rows: For each kind, this device's shards ``(matrices, elements)``.
+
+        Returns:
+            The results in the same shape.
+        """
         split, copied = (
             math.prod(self.sizes[axis] for axis in axes)
             for axes in (self.group.split, self.group.copied)
@@ -192,8 +211,9 @@ class Exchange:
             sent = jax.lax.dynamic_index_in_dim(sent, index, keepdims=False)
         parts = self._all_to_all(sent)  # (parts of each matrix, elements)
         matrices = self._on_own(self._join, self.shares, parts)
-        # The branches of this step are products; the steps around it copy. Each branch
-        # is compiled, and there are fewer shapes than kinds.
+        # Only this step computes products; the steps around it copy. It has a branch
+        # for each share of shapes, because each branch with products takes long to
+        # compile, and there are fewer shapes than kinds.
         results = self._on_own(self._compute, self.shape_shares, matrices)
         back = self._all_to_all(self._on_own(self._cut, self.shares, results))
         if copied > 1:
@@ -212,14 +232,14 @@ class Exchange:
         if len(shares) == 1:
             return function(shares[0], x)
         axes = self.group.copied + self.group.split
-        # Devices of one share follow each other.
+        # The devices of a share are consecutive.
         ends = jnp.asarray(list(accumulate(share.devices for share in shares)))
         mine = jnp.sum(jax.lax.axis_index(axes) >= ends)
         return jax.lax.switch(mine, [partial(function, each) for each in shares], x)
 
     def _send(self, rows: list[Array]) -> Array:
-        """The elements for each device, ``(devices, elements)``, padded."""
-        # Each share takes consecutive matrices by slices, because a gather would copy.
+        """Returns the padded elements for each device, ``(devices, elements)``."""
+        # Each share takes consecutive matrices, as slices, because a gather would copy.
         starts, parts = [0] * len(rows), []
         for devices, counts in self.shares:
             ends = [s + devices * n for s, n in zip(starts, counts, strict=True)]
@@ -235,7 +255,7 @@ class Exchange:
         return jnp.concatenate([_padded(part, most) for _, part in parts])
 
     def _join(self, share: _Share, parts: Array) -> Array:
-        """Gathered matrices, one after the other, as one array."""
+        """Puts gathered matrices one after the other in one array."""
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
             end = start + count * math.prod(kind.block)
@@ -245,7 +265,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), parts.size)
 
     def _compute(self, share: _Share, matrices: Array) -> Array:
-        """Results of the function, in the places of their matrices."""
+        """Replaces matrices by the results of the function."""
         shapes = dict.fromkeys(kind.shape(self.sizes) for kind in self.kinds)
         found, start = [], 0
         for shape, count in zip(shapes, share.counts, strict=True):
@@ -258,7 +278,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), matrices.size)
 
     def _cut(self, share: _Share, results: Array) -> Array:
-        """The shards of gathered matrices: the inverse of `_join`."""
+        """Undoes `_join`: cuts matrices into shards."""
         num_parts = math.prod(self.sizes[axis] for axis in self.group.split)
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
@@ -274,7 +294,11 @@ class Exchange:
         return (*(self.sizes[axis] for axis in self.group.split), count, *kind.block)
 
     def _order(self, kind: Kind) -> list[int]:
-        """From ``(axes, count, *block)`` to ``(count, axes of dim 0, dim 0, ...)``."""
+        """Returns the order of dims that joins the parts of each matrix.
+
+        It moves dims ``(axes, count, *block)`` to the order
+        ``(count, axes of dim 0, dim 0, ...)``.
+        """
         split = self.group.split
         order = [len(split)]
         for dim, axes in enumerate(kind.axes):
@@ -282,7 +306,7 @@ class Exchange:
         return order
 
     def _receive(self, parts: Array, sizes: list[int]) -> list[Array]:
-        """Results for each kind, from each device's results in the order of `_send`."""
+        """Undoes `_send`: returns the results of each kind."""
         found: list[list[Array]] = [[] for _ in sizes]
         row = 0
         for devices, counts in self.shares:
@@ -296,12 +320,12 @@ class Exchange:
 
 
 def _padded(x: Array, length: int) -> Array:
-    """Zeros after the last dim, up to a length."""
+    """Pads the last dim to a length with zeros at its end."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
 
 
 class _Updates(NamedTuple):
-    """The places of an optimizer's updates while it is traced."""
+    """The placement of an optimizer's updates while the optimizer is traced."""
 
     layout: Layout
     shapes: Mapping[Path, tuple[int, ...]]
@@ -317,7 +341,7 @@ def placing_updates(
     shapes: Mapping[Path, tuple[int, ...]],
     placements: Mapping[Path, Placement],
 ) -> Iterator[None]:
-    """Tells `map_matrices` the parameters, by path, and the places of their updates."""
+    """Tells `map_matrices` the shapes and placements of parameters, by path."""
     token = _updates.set(_Updates(layout, shapes, placements))
     try:
         yield
@@ -326,7 +350,13 @@ def placing_updates(
 
 
 class MatrixDims(NamedTuple):
-    """The dims of an array of matrices."""
+    """The dims of an array of matrices, by their meaning.
+
+    Attributes:
+        batch: Dims that enumerate matrices.
+        rows: Dims that form the rows of a matrix.
+        columns: Dims that form the columns of a matrix.
+    """
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
@@ -334,14 +364,16 @@ class MatrixDims(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All dims as ``(*batch, *rows, *columns)``."""
+        """Returns all dims as ``(*batch, *rows, *columns)``."""
         return self.batch + self.rows + self.columns
 
 
 def matrix_dims(
     path: str, shape: Sequence[int], numbers: MuonDimensionNumbers
 ) -> MatrixDims:
-    """Dims of an array by Optax's dimension numbers; the others enumerate matrices.
+    """Interprets Optax's dimension numbers of an array.
+
+    Dims that are neither rows nor columns enumerate matrices.
 
     Raises:
         OptimizerError: If the numbers do not divide the array into matrices.
@@ -367,17 +399,17 @@ def matrix_dims(
 def map_matrices(
     function: OfMatrices, updates: Any, numbers: Sequence[MuonDimensionNumbers]
 ) -> Any:
-    """Maps every matrix of a tree of updates, each gathered on one device.
+    """Applies a function to every matrix of a tree of updates.
 
     Inside a step the matrices are spread over all devices that hold shards or copies of
-    them. A device sends and receives its share of the matrices once, in their dtype; if
-    data parallelism keeps whole copies, only results are sent. Outside of a step this
-    is a plain map.
+    them, and each matrix is gathered on one device. A device sends and receives its
+    share of the matrices once, in their dtype. Only results are sent if data
+    parallelism keeps complete copies. Outside of a step this is a plain map.
 
     Args:
         function: The function of matrices of one shape.
-        updates: Pytree like the trained parameters, with parts that may be masked.
-        numbers: The dimension numbers of each of its leaves.
+        updates: Pytree like the trained parameters; parts of it may be masked.
+        numbers: The dimension numbers of each leaf of ``updates``.
 
     Raises:
         OptimizerError: If a leaf is not an array of matrices.
@@ -406,7 +438,7 @@ def map_matrices(
 
 def _spec_of(path: tuple, x: Array, known: _Updates) -> P:
     owner = owner_of(path, dict(known.shapes))
-    # An array with another shape than its parameter: the compiler places it.
+    # The compiler places an array whose shape differs from that of its parameter.
     if owner is None or known.shapes[owner] != x.shape:
         return P()
     return known.placements[owner].optimizer
@@ -417,7 +449,7 @@ class _Stacked:
     """One array of matrices.
 
     Attributes:
-        kind: Kind of its matrices.
+        kind: Kind of the matrices.
         dims: Dims of the array by meaning.
         local: Shape of the array on one device.
         spec: Spec of the array.
@@ -430,15 +462,15 @@ class _Stacked:
 
     @property
     def count(self) -> int:
-        """Number of matrices on one device."""
+        """Returns the number of matrices on one device."""
         return math.prod(self.local[dim] for dim in self.dims.batch)
 
     def to_rows(self, x: Array) -> Array:
-        """A shard as ``(matrices, elements of a shard of one matrix)``."""
+        """Reshapes a shard to ``(matrices, elements of a shard of one matrix)``."""
         return x.transpose(self.dims.order).reshape(self.count, -1)
 
     def from_rows(self, rows: Array) -> Array:
-        """The shard from the result of `to_rows`."""
+        """Undoes `to_rows`."""
         order = self.dims.order
         x = rows.reshape([self.local[dim] for dim in order])
         return x.transpose([order.index(dim) for dim in range(len(order))])
@@ -465,13 +497,14 @@ def _stacked(
 def _spread(
     stacked: _Stacked, mesh: Mesh | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Mesh axes that split each matrix, and axes that hold copies."""
+    """Returns the mesh axes that split each matrix, and the axes that hold copies."""
     if mesh is None:
         return (), ()
     of_dims = dim_axes(stacked.spec, len(stacked.local))
     used = {axis for dim in of_dims for axis in dim}
     split = in_order(tuple({a for dim in stacked.kind.axes for a in dim}), mesh)
-    # Over axes that split layers, heads or experts, each device has other matrices.
+    # Axes that split layers, heads or experts are neither: along them each device has
+    # different matrices.
     copied = tuple(a for a in mesh.axis_names if a not in used and mesh.shape[a] > 1)
     return split, copied
 
@@ -487,11 +520,11 @@ def _map_shards(
     stacked: Sequence[_Stacked],
     *shards: Array,
 ) -> tuple[Array, ...]:
-    """Maps matrices, given one device's shards of them."""
+    """Applies the function to matrices, given one device's shards of them."""
     by_kind: dict[Kind, list[int]] = {}
     for index, each in enumerate(stacked):
         by_kind.setdefault(each.kind, []).append(index)
-    # Kinds of one shape follow each other: the function maps them at once.
+    # Kinds of one shape follow each other, so that one call of the function maps them.
     kinds = tuple(sorted(by_kind, key=lambda kind: kind.shape(sizes)))
     # (matrices, elements of a shard of one matrix), for each kind
     rows = [

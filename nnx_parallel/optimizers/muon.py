@@ -1,6 +1,7 @@
-"""Muon, and any other function of whole matrices, as Optax transformations.
+"""Muon, and any other function of complete matrices, as Optax transformations.
 
-The matrices are spread over the devices (`optimizers.matrices`). Optax does the rest.
+The matrices are spread over the devices (`optimizers.matrices`). Optax computes
+everything else.
 """
 
 import functools
@@ -23,36 +24,42 @@ from nnx_parallel.optimizers.matrices import map_matrices, matrix_dims
 from nnx_parallel.sharding.names import path_of
 
 Numbers = Any
-"""`MuonDimensionNumbers` or ``None`` for each parameter; or a prefix of such a tree, or
-a function of the parameters that returns one; ``None`` for all arrays of rank 2."""
+"""The arrays that are matrices, and their rows and columns. One of:
+
+- a tree with `MuonDimensionNumbers` or ``None`` for each parameter;
+- a prefix of such a tree;
+- a function of the parameters that returns one of these;
+- ``None`` for all arrays of rank 2.
+"""
+
 _PRECONDITIONING = ["frobenius", "spectral", "aol", "schatten"]
 
 
 def by_matrix(
     function: Callable[[Array], Array], dimension_numbers: Numbers = None
 ) -> optax.GradientTransformation:
-    """Maps every matrix of the updates separately, gathered on one device.
+    """Makes a transformation that applies a function to every matrix of the updates.
 
-    Under a strategy the matrices are spread over the devices: one all-to-all makes them
-    whole, each device maps about its share of them without communication, and one
-    all-to-all takes the results to the shards. Layers of a `Stack`, experts, and other
-    dims that the numbers leave out enumerate matrices. Optimizers that work on matrices
-    are built with it; `muon` is.
+    Use it to build optimizers that work on matrices. Under a strategy the matrices are
+    spread over the devices. One all-to-all gathers them, each device maps its share of
+    about equal work without communication, and one all-to-all returns the shards of the
+    results. Layers of a `Stack`, experts, and other dims that are neither rows nor
+    columns enumerate matrices.
 
     Args:
-        function: A matrix ``(rows, columns)`` to one of the same shape; it is traced
-            under ``jax.vmap``.
-        dimension_numbers: `MuonDimensionNumbers` or ``None`` for each parameter, such
-            as `muon_dimension_numbers`; or a function of the parameters that returns
-            them. ``None`` for a parameter leaves its array as it is; ``None`` as the
-            argument maps all arrays of rank 2.
+        function: A function of a matrix ``(rows, columns)`` that keeps the shape. It is
+            traced under ``jax.vmap``.
+        dimension_numbers: A tree with `MuonDimensionNumbers` or ``None`` for each
+            parameter, as `muon_dimension_numbers` returns it, or a function of the
+            parameters that returns such a tree. The updates of a parameter with
+            ``None`` do not change. By default all arrays of rank 2 are mapped.
 
     Raises:
-        OptimizerError: If the numbers do not divide an array into matrices, or the
-            function changes their shape.
+        OptimizerError: If the numbers do not divide an array into matrices, or if the
+            function changes the shape of a matrix.
 
     Example:
-        Spectral descent: each update replaced by its nearest orthogonal matrix.
+        Spectral descent replaces each update by the nearest orthogonal matrix.
 
         >>> import jax.numpy as jnp
         >>> import optax
@@ -106,7 +113,7 @@ def _each(function: Callable[[Array], Array], matrices: Array) -> Array:
 
 
 def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None]:
-    """Dimension numbers of each leaf."""
+    """Returns the dimension numbers of each leaf."""
     if numbers is None:
         default = MuonDimensionNumbers()
         return [default if x.ndim == 2 else None for x in jax.tree.leaves(params)]
@@ -117,7 +124,7 @@ def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None
                 f"A dimension number is {kind_of(n)}. Each must be a "
                 f"MuonDimensionNumbers or None, {_FROM_MODEL}."
             )
-    # Numbers may be given for a whole subtree: Optax takes a prefix.
+    # One entry may count for a subtree, because Optax accepts a prefix.
     try:
         tree = jax.tree.map(
             lambda n, below: jax.tree.map(lambda _: (n,), below),
@@ -170,27 +177,32 @@ def _check_dims(params: Any, numbers: Numbers) -> None:
 
 @functools.wraps(optax.contrib.muon, assigned=())
 def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-    """``optax.contrib.muon`` [1], whose matrices are spread over the devices.
+    """Makes ``optax.contrib.muon`` [1] with matrices that are spread over the devices.
 
-    Arguments, results and state are Optax's, so that each reads the other's
-    checkpoints; `muon` differs only in the place of the computations. The iterations of
-    Newton and Schulz need whole matrices, which Optax leaves to the partitioner: it
-    splits each product, or computes it on every device. Here each device takes its
-    share of the matrices, by work, as [2] does for copies of the parameters: one
-    all-to-all in, all iterations without communication, and one all-to-all back, both
-    in the dtype of the momentum. Momentum and all other arrays stay in the parameters'
+    Arguments, results and state are the same as in Optax, so that `muon` can restore
+    checkpoints of Optax's Muon, and the reverse. Only the place of the computations
+    differs.
+
+    The iterations of Newton and Schulz need complete matrices. Under Optax's Muon, the
+    partitioner splits each product, or computes it on every device. Here each device
+    computes its share of the matrices, by work, as [2] does for copies of the
+    parameters. One all-to-all gathers matrices, all iterations run without
+    communication, and one all-to-all returns the results. Both transfers are in the
+    dtype of the momentum. The momentum and all other arrays stay in the parameters'
     shards.
 
     Args:
-        *args: Arguments of `optax.contrib.muon`, which begin with the learning rate.
-        **kwargs: The others by name. ``muon_weight_dimension_numbers`` are those that
-            `muon_dimension_numbers` finds in a model; ``None`` takes arrays of rank 2,
-            to which a `Stack` adds a dim.
+        *args: Positional arguments of `optax.contrib.muon`; the first is the learning
+            rate.
+        **kwargs: Arguments of `optax.contrib.muon` by name. For a model, pass
+            ``muon_weight_dimension_numbers=muon_dimension_numbers(model)``. The default
+            takes all arrays of rank 2, which is wrong for a `Stack`, because it adds a
+            dim to each array.
 
     Raises:
-        OptimizerError: If the numbers do not divide an array into matrices, or do not
-            fit the parameters; if a rate is not a number, or the preconditioning is
-            unknown.
+        OptimizerError: If the numbers do not divide an array into matrices, if they do
+            not fit the parameters, if a rate is not a number, or if the preconditioning
+            is unknown.
         TypeError: If Optax's function has no such argument.
 
     Example:
@@ -248,8 +260,8 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
 def _check_options(options: SimpleNamespace) -> None:
     for name in ("learning_rate", "adam_learning_rate"):
         rate = getattr(options, name)
-        # A traced number is a `jax.Array`, but with Python 3.11 not an instance of a
-        # union with it.
+        # A traced number is a `jax.Array`, but in Python 3.11 `isinstance` is False for
+        # a union that contains `jax.Array`.
         is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
         if not (callable(rate) or is_number):
             raise OptimizerError(
@@ -264,7 +276,7 @@ def _check_options(options: SimpleNamespace) -> None:
 
 
 def _ahead(options: SimpleNamespace, grads: Any, state: MuonState) -> tuple[Any, Any]:
-    """The input of the iterations, and the new average of the gradients."""
+    """Returns the input of the iterations, and the new average of the gradients."""
     beta, count = options.beta, optax.safe_increment(state.count)
     mean = optax.tree.update_moment(grads, state.mu, beta, 1)
     if not options.nesterov:
@@ -281,8 +293,8 @@ def _iterate(
     options: SimpleNamespace, coefficients: ArrayLike, matrices: Array
 ) -> Array:
     """Orthogonalizes matrices of one shape by the iterations of Newton and Schulz."""
-    # Optax exports its iterations only after its momentum: a momentum that decays at
-    # once is the gradient itself.
+    # Optax exports its iterations only together with its momentum. With beta = 0 the
+    # momentum is the gradient.
     tx = scale_by_muon(
         ns_steps=options.ns_steps,
         beta=0.0,
@@ -296,7 +308,7 @@ def _iterate(
 
 
 def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
-    """`optax.contrib.scale_by_muon`, whose state `muon` makes."""
+    """Makes the update of `optax.contrib.scale_by_muon`; `muon` makes its state."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: Any = None
@@ -304,7 +316,7 @@ def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
         del params
         assert isinstance(state, MuonState)
         mean, mu = _ahead(options, updates, state)
-        # Arrays without numbers are masked.
+        # Arrays without numbers are masked, so that no number is None.
         numbers: Any = _resolved(mean, options.muon_weight_dimension_numbers)
         run = partial(_iterate, options, state.ns_coeffs)
         results = map_matrices(run, mean, numbers)
@@ -322,7 +334,7 @@ def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
 def _scale_by_shape(
     given: Numbers, consistent_rms: ArrayLike | None
 ) -> optax.GradientTransformation:
-    """Scales each array by the rows and columns of its matrices, as Optax's `muon`."""
+    """Scales each array by the shape of its matrices, as Optax's Muon does."""
 
     def scale(path: tuple, x: Array, numbers: MuonDimensionNumbers) -> Array:
         dims = matrix_dims(path_of(path), x.shape, numbers)

@@ -1,12 +1,12 @@
-"""The update of an optimizer whose state waits on the host, in parts.
+"""Updates an optimizer whose state is in host memory, part by part.
 
-If the state were copied as a whole, all of it would be on the device at the end of each
-step, as without offloading: XLA starts all copies as early as it can, and drops
-optimization barriers that would hold them back. So the update is traced, and its
+Without parts, all of the state would be on the device at the end of each step, as
+without offloading. The reason is that XLA starts all copies as early as it can, and
+drops optimization barriers that would delay them. So the update is traced, and its
 elementwise part runs in a loop over layers. Each iteration copies one layer of every
-array to the device, and back. The loop also limits the memory of a device: XLA runs one
-iteration at a time. Within an iteration, one array is sent back while the next one
-comes in.
+array to the device, and back. The loop limits the memory, because XLA runs one
+iteration at a time. Within an iteration, one array is sent back while the next array is
+copied in.
 """
 
 import math
@@ -41,13 +41,13 @@ from nnx_parallel.state import StatePlan
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 _SLICE_BYTES = 2**22
-"""Bytes of a device's shard that an array outside of every `Stack` moves at once.
+"""Bytes of a device's shard in one part, for an array outside of every `Stack`.
 
-A host's link takes about a tenth of a millisecond for them: long enough for its full
-rate."""
+The link to the host needs about a tenth of a millisecond for a part, which is long
+enough to reach the full rate."""
 
 _LANES = 128
-"""Elements of a row of a TPU's registers: a narrower array has its dim 0 along them."""
+"""Elements in a row of a TPU's registers; a narrower array has its dim 0 in a row."""
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),
@@ -57,50 +57,57 @@ _ELEMENTWISE = {
     *("round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh"),
     "xor",
 }
-"""Operations whose result has one element for each element of the operands."""
+"""Operations that compute each element from the same element of the operands."""
 
 _SAME = ("sharding_constraint", "optimization_barrier")
-"""Operations that change the place of their operand, not its value."""
+"""Operations that may change the place of the operand, but not its value."""
 
 
 @dataclass(frozen=True)
 class _Slices:
-    """How an array is cut along its dim 0: each of its shards into equal parts."""
+    """The division of an array along dim 0: each shard is cut into equal parts."""
 
     num_shards: int
     num_parts: int
 
     def take(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """One part, ``(shards, rows, ...)``."""
+        """Returns one part, ``(shards, rows, ...)``."""
         x = self._split(x)
         rows = x.shape[1] // self.num_parts
         return jax.lax.dynamic_slice_in_dim(x, index * rows, rows, axis=1)
 
     def put(self, x: jax.Array, index: jax.Array, part: jax.Array) -> jax.Array:
-        """The array with one part replaced."""
+        """Returns the array with one part replaced."""
         start = index * part.shape[1]
         new = jax.lax.dynamic_update_slice_in_dim(self._split(x), part, start, axis=1)
         return new.reshape(x.shape)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        # The dim that is cut has no mesh axis, so that cutting sends nothing.
+        # No mesh axis splits dim 1, which is then cut. So the cut sends nothing.
         return x.reshape(self.num_shards, x.shape[0] // self.num_shards, *x.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
 class _Array:
-    """A parameter with its optimizer state, all updated element by element."""
+    """A parameter and its optimizer state, which are updated element by element."""
 
     slices: _Slices
     eqns: Eqns
-    inputs: list[jex.Var]  # of its shape
-    outputs: list[jex.Var]  # of its shape
-    places: list[jex.Var | None]  # for each output the input whose memory it takes
+    inputs: list[jex.Var]  # inputs of the parameter's shape
+    outputs: list[jex.Var]  # outputs of the parameter's shape
+    places: list[jex.Var | None]  # for each output, the input whose memory it takes
 
     def update(
         self, index: jax.Array, held: list, known: Mapping, on_host: Collection
     ) -> list:
-        """``held``, the outputs so far, with one more part."""
+        """Computes one part of all outputs, and writes it into ``held``.
+
+        Args:
+            index: The number of the part.
+            held: The outputs, with all earlier parts.
+            known: Values of the program's variables.
+            on_host: Variables whose values are in host memory.
+        """
         known = {**known, **dict(zip(self.places, held, strict=True))}
         env = {
             var: _to(_DEVICE, self.slices.take(known[var], index), var in on_host)
@@ -111,7 +118,7 @@ class _Array:
             values = [_value(atom, env, known) for atom in eqn.invars]
             if eqn.primitive.name in _SAME:
                 results = values
-            elif eqn.primitive.name == "broadcast_in_dim":  # a broadcast number
+            elif eqn.primitive.name == "broadcast_in_dim":  # of a single number
                 results = [jnp.broadcast_to(values[0], shape)]
             else:
                 results = [eqn.primitive.bind(*values, **eqn.params)]
@@ -129,14 +136,15 @@ def offloaded_update(
 
     Args:
         plan: The placement of all arrays.
-        function: Function that returns new parameters, the new state, and more arrays
-            by parameter, or an empty dict.
+        function: A function that returns new parameters, the new state, and a dict of
+            more arrays by parameter, which may be empty.
         params: Trained parameters on the devices.
         state: The optimizer's state, placed as the step gets it.
         rest: Gradients, the loss, and other arguments on the devices.
 
     Returns:
-        The results of the function; the state is in the same memory as before.
+        The results of the function. Each array of the state is in the same kind of
+        memory as before.
     """
     args = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, state, *rest)
@@ -151,8 +159,8 @@ def offloaded_update(
     }
     arrays = _sliced_arrays(plan, traced, on_host)
 
-    # All other values are computed at once; for them the other arrays of the state come
-    # in whole.
+    # All other values are computed before the loops. They need the remaining arrays of
+    # the state, which are copied to the device without parts.
     unsliced = on_host.difference(v for array in arrays for v in array.inputs)
     given |= {v: jax.device_put(given[v], _DEVICE) for v in unsliced}
     outside = _outside(traced, arrays)
@@ -166,7 +174,7 @@ def offloaded_update(
 
     new, state, more = jax.tree.map(lambda atom: _value(atom, given), traced.outputs)
     new_leaves, structure = jax.tree.flatten(state)
-    # If it is there already, this does nothing.
+    # This does nothing for arrays that are already on the host.
     pairs = zip(new_leaves, are_on_host, strict=True)
     state = jax.tree.unflatten(structure, [_to(_HOST, x, there) for x, there in pairs])
     return new, state, more
@@ -175,7 +183,7 @@ def offloaded_update(
 def _run_loop(
     arrays: list[_Array], given: Mapping, on_host: Collection
 ) -> dict[jex.Var, jax.Array]:
-    """The outputs of arrays that are cut in the same way."""
+    """Computes the outputs of arrays that have the same division into parts."""
     starts = [
         [
             jnp.zeros(var.aval.shape, var.aval.dtype) if place is None else given[place]  # pyright: ignore[reportAttributeAccessIssue]
@@ -196,7 +204,7 @@ def _run_loop(
 def _sliced_arrays(
     plan: StatePlan, traced: TracedFunction, on_host: set[jex.Var]
 ) -> list[_Array]:
-    """The parameters whose update can be cut, with their optimizer state."""
+    """Returns the parameters, with their state, that can be updated part by part."""
     before, after = (flatten(x[0]) for x in (traced.inputs, traced.outputs))
     shapes = {path: tuple(var.aval.shape) for path, var in before.items()}
     pairs: dict[Path, list[tuple[Any, jex.Var | None]]] = defaultdict(list)
@@ -216,7 +224,7 @@ def _sliced_arrays(
             eqns = _elementwise(traced.eqns, variables_in(atoms), shape)
             inputs = [v for v in inputs_of(eqns, atoms) if v.aval.shape == shape]  # pyright: ignore[reportAttributeAccessIssue]
             found[path] = _Array(slices, eqns, inputs, list(atoms), list(places))
-    # Arrays of the state that other computations need have to come in whole.
+    # If another computation needs an array of the state, its parameter is not cut.
     while found:
         outside = _outside(traced, found.values())
         used = set(inputs_of(needed(traced.eqns, outside), outside))
@@ -232,7 +240,7 @@ def _sliced_arrays(
 
 
 def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
-    """Values to compute before any array is cut: results, and inputs of the loops."""
+    """Returns the values to compute before the loops: results, and inputs of loops."""
     inside = {v for array in arrays for v in array.outputs}
     atoms = variables_in(jax.tree.leaves(traced.outputs))
     wanted = [v for v in atoms if v not in inside]
@@ -242,7 +250,10 @@ def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
 
 
 def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
-    """The equations of outputs, as far as each element comes from the same element."""
+    """Returns the equations that compute outputs element by element.
+
+    Backwards from each output, they end at the first operation that is not elementwise.
+    """
     wanted, found = set(outputs), []
     for eqn in reversed(eqns):
         operands = variables_in(eqn.invars)
@@ -260,7 +271,10 @@ def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
 
 
 def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
-    """How a parameter is cut; ``None`` if it is small, or cannot be divided."""
+    """Divides a parameter into parts.
+
+    Returns ``None`` if the parameter is small or cannot be divided.
+    """
     place, shape = plan.placements[path], aval.shape
     if not shape:
         return None
@@ -276,9 +290,9 @@ def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
         return None
     counts = [n for n in range(least, 4 * least + 1) if rows % n == 0]
     if shard[-1] < _LANES:
-        # Its rows are lanes, and libtpu writes the host's memory only in whole tiles of
-        # lanes ("Updating the lane dimension", UNIMPLEMENTED): so larger parts are
-        # tried too.
+        # The rows of this array lie along lanes, and libtpu writes host memory only in
+        # complete tiles of lanes ("Updating the lane dimension", UNIMPLEMENTED). So
+        # larger parts are tried too.
         counts += [n for n in range(least - 1, 1, -1) if rows % n == 0]
         counts = [n for n in counts if rows // n % _LANES == 0]
     # Tiles of a TPU's memory have 8 rows.
@@ -297,7 +311,11 @@ def _value(atom: Any, *known: Mapping) -> Any:
 
 
 def check_offload(plan: StatePlan, remat: Remat) -> None:
-    """Refuses (`OffloadError`) to offload block inputs if a step does not keep them."""
+    """Checks that a step keeps the block inputs that it is asked to offload.
+
+    Raises:
+        OffloadError: If it does not.
+    """
     if plan.offload is None or plan.offload.activations is None:
         return
     start = "Offload(activations='block_inputs') moves the inputs of "

@@ -1,8 +1,8 @@
-"""Masks for optimizers of stacked layers, their updates, and hyperparameters.
+"""Updates of optimizers, masks for stacked layers, and hyperparameters.
 
-A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), where an
-optimizer that looks at ranks would take a bias for a matrix: here the rank is the rank
-in one layer.
+A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), and N biases as
+an array (N, out). An optimizer that reads ranks would take these biases for a matrix.
+In this module, the rank of an array is its rank in one layer.
 """
 
 import re
@@ -35,7 +35,7 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
-    """The parameters that weight decay applies to: matrices, not biases or scales.
+    """Chooses the parameters for weight decay: matrices, but not biases or scales.
 
     Args:
         model: The model, abstract or not.
@@ -56,11 +56,11 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
 
 
 def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
-    """The dims of each kernel that Muon reads as rows and columns of a matrix.
+    """Finds the dims of each kernel that are rows and columns of a matrix for Muon.
 
-    ``Dense`` knows its in and out dims; another kernel counts if it has rank 2 in a
-    layer. Embeddings, biases and scales are left to Muon's Adam branch. Arguments are
-    the same as for `decay_mask`.
+    A ``Dense`` knows its in and out dims. A kernel of another layer counts if it has
+    rank 2 in one layer. Embeddings, biases and scales are left to Muon's Adam branch.
+    The arguments are the same as for `decay_mask`.
 
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
@@ -102,7 +102,7 @@ def _decays(path: tuple, variable: nnx.Variable) -> bool:
 
 
 def _num_leading(info: ArrayInfo) -> int:
-    """The number of leading dims of layers and of experts, which enumerate arrays."""
+    """Returns the number of leading dims that enumerate layers and experts."""
     first = int(info.is_stacked)
     return first + ("expert" in (info.names or ())[first : first + 1])
 
@@ -115,7 +115,7 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
         if ndim - first != 2 or path[-1] != "kernel":
             return None
         num_in_dims = 1
-    # (layers, experts, *in, *out), or without the first ones.
+    # Dims are (layers, experts, *in, *out); layers and experts may be missing.
     inputs = tuple(range(first, first + num_in_dims))
     return MuonDimensionNumbers(inputs, tuple(range(first + num_in_dims, ndim)))
 
@@ -123,7 +123,7 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
 def update_in_place(
     plan: StatePlan, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
 ) -> tuple[Any, optax.OptState]:
-    """`update_with` for a plan's optimizer, which may ask for updates' placement."""
+    """Calls `update_with` for a plan's optimizer, and tells it the placements."""
     shapes = {path: x.shape for path, x in flatten(params).items()}
     with placing_updates(plan.layout, shapes, plan.placements):
         return update_with(plan.tx, grads, opt_state, params, **known)
@@ -132,17 +132,19 @@ def update_in_place(
 def update_with(
     tx: Optimizer, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
 ) -> tuple[Any, optax.OptState]:
-    """Updates and state of an optimizer, which gets the ``known`` values that it takes.
+    """Computes the updates and the new state of an optimizer.
+
+    The optimizer gets those ``known`` values that it takes.
 
     Raises:
-        OptimizerError: If it needs another argument.
+        OptimizerError: If the optimizer needs another argument.
     """
     try:
         update = optax.with_extra_args_support(tx).update
         return update(grads, opt_state, params, **known)
     except (TypeError, ValueError) as error:
-        # `optax.chain` hands all of them to each part, and its signature hides the
-        # arguments that a part takes: only the call shows them (docs/library-notes.md,
+        # `optax.chain` passes all values to each part, and its signature does not show
+        # which of them a part takes. Only the call shows it (docs/library-notes.md,
         # "Optax").
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in known:
@@ -160,7 +162,7 @@ def update_with(
 
 
 def final_gradients(plan: StatePlan, state: TrainState, grads: dict) -> dict:
-    """Gradients in the dtype, scale and placement that the optimizer gets."""
+    """Converts gradients to the optimizer's dtype and placement, without loss scale."""
     dtype_of = plan.precision.gradient_dtype
     grads = jax.tree.map(lambda g: g.astype(dtype_of(g.dtype)), grads)
     if (loss_scale := state.loss_scale) is not None:
@@ -176,12 +178,15 @@ def optimize(
     metrics: dict[str, jax.Array],
     is_kept: jax.Array | None,
 ) -> tuple[dict, optax.OptState]:
-    """Parameters and optimizer state after one update, in their previous dtypes.
+    """Updates parameters and optimizer state, which keep their dtypes.
 
-    If ``is_kept`` is false the optimizer's state does not change; ``None`` means true.
+    It adds ``lost_updates`` to ``metrics`` if there are parameters of 16 bits or fewer.
+    If ``is_kept`` is false, the optimizer's state does not change; ``None`` means true.
     """
     before = plan.constrain(params, "optimizer")
-    if not plan.offloads_optimizer:  # otherwise in parts, or both would be held whole
+    # An offloaded optimizer converts gradients part by part, so that a device does not
+    # hold all of them twice.
+    if not plan.offloads_optimizer:
         grads = final_gradients(plan, state, grads)
     is_coarse = any(x.dtype.itemsize <= 2 for x in jax.tree.leaves(before))
 
@@ -194,8 +199,8 @@ def optimize(
             plan, grads, opt_state, before, value=loss, grad=grads
         )
         after: Any = optax.apply_updates(before, updates)
-        # Optax promotes some arrays (a bfloat16 moment by a float32 rate): the next
-        # call would compile again, for another dtype.
+        # Optax promotes some arrays, such as a bfloat16 moment by a float32 rate. With
+        # another dtype the next call would compile again.
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
         if is_kept is not None:
             new = where(is_kept, new, opt_state)
@@ -210,8 +215,8 @@ def optimize(
     after, opt_state, updates = run(update, before, state.opt_state, grads, *values)
     if is_coarse and (lost := lost_updates(before, updates, after)) is not None:
         metrics["lost_updates"] = lost
-    # They are updated in the optimizer's shards (ZeRO), and then go to the stored
-    # layout.
+    # Parameters are updated in the shards of the optimizer (ZeRO), and then moved to
+    # their stored layout.
     return plan.constrain(after, "stored"), opt_state
 
 
@@ -221,7 +226,10 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """Share of updates lost to rounding in parameters of 16 bits or fewer, if any."""
+    """Returns the share of updates of 16-bit parameters that rounding has lost.
+
+    Narrower parameters count too. Returns ``None`` if there are no such parameters.
+    """
     trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
     coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
     if not coarse:
@@ -232,10 +240,10 @@ def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
 
 
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
-    """The learning rate of an optimizer under ``optax.inject_hyperparams``.
+    """Returns the learning rate of an optimizer under ``optax.inject_hyperparams``.
 
-    Returns ``None`` for other optimizers: the rate is a constant inside the update and
-    cannot be read.
+    Returns ``None`` for other optimizers, because their rate is a constant inside the
+    update and cannot be read.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if f".{path_of(path)}".endswith(".hyperparams.learning_rate"):
@@ -246,7 +254,7 @@ def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     """Warns if hyperparameters of a restored state differ from the optimizer's.
 
-    Hyperparameters that a schedule sets change by themselves and are not compared.
+    Hyperparameters that a schedule sets are not compared, since they change in a run.
     """
     saved = _constants(restored.opt_state)
     if not saved:
@@ -256,7 +264,7 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
         zeros = jax.tree.map(jnp.zeros_like, plan.abstract.params)
         return _constants(plan.tx.init(zeros))
 
-    # It is compiled, because then the rest of the optimizer's state is never made.
+    # The function is compiled, so that the rest of the optimizer's state is never made.
     now = jax.device_get(jax.jit(fresh)())
     lines = [
         f"{path.rpartition('.')[2]}: {float(value):.6g} in the checkpoint, "
@@ -273,7 +281,7 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
 
 
 def _constants(opt_state: Any) -> dict[str, Any]:
-    """Values under ``hyperparams`` that no schedule sets, by path."""
+    """Returns the hyperparameters that no schedule sets, by path."""
     constants, scheduled = {}, set()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         name = path_of(path)
@@ -292,15 +300,16 @@ _OF_MAXIMA = {"max", "min", "sign"}
 
 
 def state_kinds(plan: StatePlan) -> dict[str, str]:
-    """The kind of each array that an optimizer keeps for parameters, by its field.
+    """Returns the kind of each array that an optimizer keeps for parameters, by field.
 
-    A kind is the state's type. Optax uses one type for moments of another meaning (the
-    maximum of Adamax, in the state of Adam), so it also names the operations among
-    maximum, minimum and sign that the field's previous value passes through.
+    A kind is the name of the state's type. But Optax uses the same type for moments
+    that mean different things: Adamax keeps a maximum in the state of Adam. So a kind
+    also lists maximum, minimum and sign, if the field's previous value passes through
+    them.
     """
     params = flatten(plan.abstract.params)
     shapes = {path: x.shape for path, x in params.items()}
-    fields: dict[str, tuple[str, Path]] = {}  # by field: its type, and a parameter
+    fields: dict[str, tuple[str, Path]] = {}  # by field: the type, and a parameter
     for keys, _ in jax.tree_util.tree_leaves_with_path(plan.abstract.opt_state):
         if owner := owner_of(keys, shapes):
             field, kind = _field_of(plan.abstract.opt_state, keys)
@@ -309,7 +318,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
     try:
         traced, states = _trace_states(plan.tx, few)
     except Exception:
-        # A mask that is a tree fits only the tree of all parameters, not a few of them.
+        # If a mask is a tree, it fits only the tree of all parameters.
         traced, states = _trace_states(plan.tx, plan.abstract.params)
     before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
     indices: dict[str, int] = {}
@@ -330,7 +339,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
 
 
 def _trace_states(tx: Optimizer, params: Any) -> tuple[TracedFunction, Any]:
-    """The update of an optimizer's state by gradients, and the state's shapes."""
+    """Traces the update of an optimizer's state; also returns the state's shapes."""
     state = jax.eval_shape(tx.init, params)
 
     def update(grads: Any, state: Any, params: Any) -> Any:
@@ -342,7 +351,7 @@ def _trace_states(tx: Optimizer, params: Any) -> tuple[TracedFunction, Any]:
 
 
 def _field_of(state: Any, keys: tuple) -> tuple[str, str]:
-    """The innermost named-tuple field that has an array, and the tuple's type."""
+    """Returns the innermost named-tuple field of an array, and the tuple's type."""
     node, field, kind = state, "", type(state).__name__
     for depth, key in enumerate(keys):
         if hasattr(node, "_fields"):
