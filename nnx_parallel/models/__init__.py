@@ -1,4 +1,4 @@
-"""Example models: they name their dims and know nothing of meshes."""
+"""Example models, which name their dims and do not refer to meshes."""
 
 from nnx_parallel.models.classifier import MLPClassifier as MLPClassifier
 from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierConfig

@@ -1,4 +1,4 @@
-"""A residual MLP over feature vectors, and its loss: the smallest model of all."""
+"""The smallest model: a residual MLP over feature vectors, and its loss."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MLPClassifierConfig:
         num_layers: Number of hidden blocks.
         embed_dim: Width between blocks.
         mlp_dim: Width inside a block.
-        dropout: Probability of dropping an output of a block.
+        dropout: Probability that an output of a block is dropped.
 
     Raises:
         ValueError: If a value is out of range.
@@ -59,7 +59,7 @@ class MLPClassifierConfig:
 
 
 class HiddenBlock(nnx.Module):
-    """``x + down(gelu(up(x)))``: split by columns, then by rows, with one sum."""
+    """``x + down(gelu(up(x)))``: split by columns, then by rows, with a single sum."""
 
     def __init__(self, config: MLPClassifierConfig, *, rngs: nnx.Rngs) -> None:
         embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
@@ -70,7 +70,7 @@ class HiddenBlock(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, embed) to the same, through (batch, mlp)."""
+        """Maps (batch, embed) to the same shape, through (batch, mlp)."""
         hidden = jax.nn.gelu(constrain(self.up(x), "batch", "mlp"))
         return constrain(x + self.dropout(self.down(hidden)), "batch", "embed")
 
@@ -78,11 +78,12 @@ class HiddenBlock(nnx.Module):
 class MLPClassifier(nnx.Module):
     """Maps feature vectors to logits of classes.
 
-    Its hidden blocks are a `Stack`: `TensorParallel` splits each block's kernels
-    by columns and by rows, `Pipeline` spreads the blocks over stages.
+    Its hidden blocks are a `Stack`. `TensorParallel` splits each block's kernels by
+    columns and by rows, and `Pipeline` spreads the blocks over stages.
 
-    Both ends are plain `nnx.Linear` with names. Features and classes have no name: the
-    data gives their numbers, and few meshes divide them.
+    The first and the last layer are plain `nnx.Linear` with names. The dims of features
+    and classes have no name: the data determines their sizes, and few meshes divide
+    them.
 
     Args:
         config: Shape of the model.
@@ -116,7 +117,7 @@ class MLPClassifier(nnx.Module):
         )
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """(batch, features) to logits (batch, classes)."""
+        """Maps (batch, features) to logits (batch, classes)."""
         x = constrain(jax.nn.gelu(self.inputs(inputs)), "batch", "embed")
         return constrain(self.head(self.blocks(x)), "batch", None)
 
@@ -124,7 +125,7 @@ class MLPClassifier(nnx.Module):
 def classification_loss(
     model: Callable[[jax.Array], jax.Array], batch: Mapping[str, jax.Array]
 ) -> tuple[Mean, dict[str, Mean]]:
-    """Cross-entropy of the labels, and the accuracy of the likeliest class.
+    """Returns the cross-entropy of the labels, and the accuracy of the likeliest class.
 
     Args:
         model: Maps inputs to logits ``(batch, classes)``.
@@ -148,11 +149,11 @@ def classification_loss(
 
 
 def read_labels(settings: Mapping[str, Any]) -> int:
-    """The number of classes; transformers assumes two if a file has neither."""
+    """Returns the number of classes; it is two by default, as in transformers."""
     return len(settings.get("id2label") or ()) or settings.get("num_labels", 2)
 
 
 def write_labels(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The labels of an image classifier in ``config.json``: they are numbered."""
+    """Returns numbered labels of an image classifier, for ``config.json``."""
     labels = {f"LABEL_{i}": i for i in range(fields["num_classes"])}
     return {"id2label": {str(i): x for x, i in labels.items()}, "label2id": labels}

@@ -24,24 +24,25 @@ def generate(
 ) -> jax.Array:
     """Continues prompts token by token, without dropout.
 
-    The function is pure: wrap it in `jax.jit` with all keyword arguments except ``key``
-    static. Keys and values of earlier tokens are kept, so that a token costs one pass
-    over the parameters and the cache.
+    The function is pure. Wrap it in `jax.jit` with all keyword arguments except ``key``
+    static. Keys and values of earlier tokens are kept. So each token costs only one
+    pass over the parameters and the cache.
 
     Args:
         model: The model, which is not changed.
         prompt: int ``(batch, prompt_len)``.
         max_new_tokens: Number of tokens to add.
-        key: Key to sample with; not needed at temperature 0.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Sample from the k likeliest tokens only.
+        key: Key to sample with; it is not needed at temperature 0.
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens to sample from; ``None`` takes all.
 
     Returns:
         int ``(batch, prompt_len + max_new_tokens)``: prompt and continuation.
 
     Raises:
         TypeError: If the model is not a `GPT`.
-        ValueError: If an argument is out of range, or learned positions end too early.
+        ValueError: If an argument is out of range, or if there are more tokens than
+            learned positions.
 
     Example:
         >>> from nnx_parallel.models import GPT, GPTConfig
@@ -72,7 +73,8 @@ def _continue(
     def next_token(
         tokens: jax.Array, start: int | jax.Array, cache: Caches, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        # A copy: values that it changes (counters) must not leave the scan's trace.
+        # A copy is used, because values that it changes (counters) must not leave the
+        # trace of the scan.
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
         logits, cache = copy.decode(tokens, start, cache)

@@ -1,7 +1,7 @@
 """A transformer decoder in the shapes of GPT-2, Llama, Mixtral, Qwen and Gemma.
 
 The model is written for one device. Every dim of a parameter or activation has a name,
-by which a strategy places it; `GPTConfig.sizes` has the size of each name.
+and a strategy places the dim by this name. `GPTConfig.sizes` has the size of each name.
 
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
@@ -41,13 +41,13 @@ from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
 
 Start = int | jax.Array
-"""Position of the first token, or of each token: int (batch, seq)."""
+"""Position of the first token, or the position of each token: int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
-"""Activations (batch, seq, embed), with the losses (batch, seq) of experts, if any."""
+"""Activations (batch, seq, embed), and the losses (batch, seq) if there are experts."""
 Cache = tuple[jax.Array, jax.Array]
-"""Keys and values so far, each (batch, total_len, kv_heads, head_dim)."""
+"""Keys and values of earlier tokens, each (batch, total_len, kv_heads, head_dim)."""
 Caches = tuple[Cache, ...]
-"""A cache for each stack of a model; its arrays have the layers as first dim."""
+"""A cache for each stack of a model; its arrays have a leading dim of layers."""
 
 
 def _dense(
@@ -59,8 +59,8 @@ def _dense(
     is_residual: bool = False,
     use_bias: bool | None = None,
 ) -> Dense:
-    # A block adds 2 outputs to the residual stream: with this scale its variance does
-    # not grow with the number of layers.
+    # A block adds two outputs to the residual stream. With this scale, the variance of
+    # the stream does not grow with the number of layers.
     scale = (2 * config.num_layers) ** -0.5 if is_residual else 1.0
     return Dense(
         {name: config.sizes[name] for name in in_names.split()},
@@ -72,7 +72,7 @@ def _dense(
 
 
 class ZeroCenteredRMSNorm(nnx.Module):
-    """RMSNorm whose scale is 1 plus a parameter, so that weight decay pulls it to 1."""
+    """An RMSNorm whose scale is 1 plus a parameter, so weight decay pulls it to 1."""
 
     def __init__(self, size: int, epsilon: float, name: str) -> None:
         init = named(nnx.initializers.zeros_init(), name)
@@ -80,7 +80,7 @@ class ZeroCenteredRMSNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(..., size) to the same, computed in float32 or wider."""
+        """Normalises (..., size) in float32 or wider; returns the same shape."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         variance = (wide**2).mean(-1, keepdims=True)
         scale = 1 + self.scale[...].astype(wide.dtype)
@@ -92,7 +92,7 @@ Norm = nnx.LayerNorm | nnx.RMSNorm | ZeroCenteredRMSNorm
 
 
 def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
-    """RMSNorm [3] over a dim that has this name."""
+    """Returns an RMSNorm [3] over the dim that has this name."""
     size, epsilon = config.sizes[name], config.norm_epsilon
     if config.zero_centered_norm:
         return ZeroCenteredRMSNorm(size, epsilon, name)
@@ -101,8 +101,8 @@ def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
 
 
 def _make_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
-    """The norm of a model's residual stream."""
-    # All compute statistics and normalise in float32, whatever dtype x and scale have.
+    """Returns the norm of a model's residual stream."""
+    # All norms compute in float32, whatever the dtypes of x and the scale are.
     if config.norm == "rms":
         return _rms_norm(config, "embed", rngs=rngs)
     return nnx.LayerNorm(
@@ -120,7 +120,7 @@ def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
 
 
 def _positions(start: Start, length: int) -> jax.Array:
-    """Positions of tokens: int (seq,) or (batch, seq)."""
+    """Returns the positions of tokens: int (seq,) or (batch, seq)."""
     if isinstance(start, jax.Array) and start.ndim:
         return start
     return start + jnp.arange(length)
@@ -138,7 +138,7 @@ class Attention(nnx.Module):
         norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
-        # A variable, since a stack runs one block's program for all its layers.
+        # This is a variable, because a stack runs the same program for all its layers.
         self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
         self.config = config
 
@@ -149,7 +149,7 @@ class Attention(nnx.Module):
         cache: Cache | None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Attention of the tokens of ``x``, whose positions begin at ``start``."""
+        """Attends from the tokens of ``x``, whose positions begin at ``start``."""
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
         query, key, value = project(x, self.query, self.key, self.value)
@@ -169,7 +169,7 @@ class Attention(nnx.Module):
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
 
     def _frequencies(self) -> jax.Array:
-        """Frequencies of the rotation in this layer: (head_dim / 2,)."""
+        """Returns the frequencies of this layer's rotation: (head_dim / 2,)."""
         config, head_dim = self.config, self.config.sizes["head_dim"]
         plain = frequencies(head_dim, config.rope_theta, config.rope_scaling)
         if self.is_local is None or config.local_rope_theta is None:
@@ -184,13 +184,13 @@ class Attention(nnx.Module):
         value: jax.Array,
         segments: jax.Array | None,
     ) -> jax.Array:
-        """Causal attention; in a local layer only within the window."""
+        """Computes causal attention, in a local layer only within the window."""
 
         def attend(window: int | None, *qkv: jax.Array) -> jax.Array:
             return self._attention(*qkv, causal=True, segments=segments, window=window)
 
         local, whole = partial(attend, self.config.window), partial(attend, None)
-        if self.is_local is not None:  # a layer runs one of the two
+        if self.is_local is not None:  # a layer runs one of two branches
             return jax.lax.cond(self.is_local[...], local, whole, query, key, value)
         run = local if self.config.kinds[0] == "local" else whole
         return run(query, key, value)
@@ -206,7 +206,7 @@ class Attention(nnx.Module):
         )
 
     def _seen(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
-        """True where queries (seq, 1) see keys (1, total_len) of a cache."""
+        """Returns True where queries (seq, 1) see keys (1, total_len) of a cache."""
         seen = keys <= queries
         if self.config.window is None:
             return seen
@@ -232,7 +232,7 @@ class MLP(nnx.Module):
         self.activate = jax.nn.silu if config.activation == "swiglu" else jax.nn.gelu
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, seq, embed) to the same, through (batch, seq, mlp)."""
+        """Maps (batch, seq, embed) to the same shape, through (batch, seq, mlp)."""
         layers = [self.up] if self.gate is None else [self.up, self.gate]
         up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
         up = compute_gradient_once(up)
@@ -258,10 +258,10 @@ def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, added to the residual stream.
+    """Attention and MLP, whose outputs are added to the residual stream.
 
-    They run one after the other, each behind a norm and, with ``post_norms``, before
-    another. Or both run from one norm [2].
+    Either the MLP runs after attention. Then each has a norm before it and, with
+    ``post_norms``, another norm after it. Or both run in parallel from one norm [2].
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
@@ -282,7 +282,10 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         segments: jax.Array | None = None,
     ) -> Stream | tuple[Stream, Cache | None]:
-        """(batch, seq, embed) to the same; given a cache, returns it with x added."""
+        """Maps (batch, seq, embed) to the same shape.
+
+        If a cache is given, returns it too, with the keys and values of ``stream``.
+        """
         x, losses = _split(stream)
         normed = self.attention_norm(x)
         attended, new_cache = self.attention(normed, start, cache, segments)
@@ -290,7 +293,8 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            # Up and gate add to this gradient, and both the norm and its scale read it.
+            # The gradient of this norm's output is a sum over up and gate. The norm's
+            # input and its scale both need the sum, which is computed only once.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(
@@ -308,7 +312,7 @@ class Block(nnx.Module):
 
 
 def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -> Stack:
-    """A stack with one block for each kind."""
+    """Returns a stack with one block for each kind of layer."""
 
     def make(rngs: nnx.Rngs) -> Block:
         return Block(config, rngs=rngs)
@@ -321,9 +325,9 @@ def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -
 
 
 class GPT(Published):
-    """A transformer decoder: tokens to logits of the next token.
+    """A transformer decoder, which maps tokens to logits of the next token.
 
-    Activations have the dtype of the parameters; norms, softmax and rotation are
+    Activations have the dtype of the parameters. Norms, softmax and rotation are
     computed in float32.
 
     Args:
@@ -360,26 +364,27 @@ class GPT(Published):
             if config.tied
             else Dense({"embed": embed}, {"vocab": vocab}, rngs=rngs, kernel_init=init)
         )
-        # Last: parameters then have the same initial values with and without dropout.
+        # This is last, so that parameters have the same initial values without dropout.
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, segments: jax.Array | None = None
     ) -> jax.Array:
-        """Logits of the token after each: int (batch, seq) to (batch, seq, vocab).
+        """Returns logits of each next token: int (batch, seq) to (batch, seq, vocab).
 
         Args:
             tokens: int ``(batch, seq)``.
-            segments: int ``(batch, seq)``, the document of each token; 0 is padding. A
-                document's logits do not depend on the other documents of its row.
+            segments: int ``(batch, seq)``, the number of each token's document; 0 is
+                padding. The logits of a document do not depend on the other documents
+                in its row.
 
         Raises:
-            ValueError: If learned positions end before the sequence.
+            ValueError: If the sequence is longer than the learned positions.
         """
         return self._logits(self.hidden(tokens, segments))
 
     def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """Inputs of the head: int (batch, seq) to (batch, seq, embed)."""
+        """Returns the inputs of the head: int (batch, seq) to (batch, seq, embed)."""
         hidden, losses = self.hidden_and_losses(tokens, segments)
         if losses is not None:
             block: Any = self.blocks.layer
@@ -389,9 +394,9 @@ class GPT(Published):
     def hidden_and_losses(
         self, tokens: jax.Array, segments: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Inputs of the head, and losses (batch, seq) of all mixtures of experts."""
+        """Returns inputs of the head, and losses (batch, seq) of all experts."""
         experts = self.config.experts
-        # Computed once: each layer and each stage of a pipeline receives them.
+        # Positions are computed only once: all layers and pipeline stages receive them.
         positions = 0 if segments is None else segment_positions(segments)
         x = self._embed(tokens, positions)
         if experts is not None and experts.has_losses:
@@ -405,7 +410,7 @@ class GPT(Published):
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:
-        """The head's parameter, and the position of its dim ``vocab``."""
+        """The head's parameter, and the index of its dim ``vocab``."""
         if self.head is None:
             return self.embed.embedding[...], 0
         return self.head.kernel[...], 1
@@ -413,15 +418,15 @@ class GPT(Published):
     def decode(
         self, tokens: jax.Array, start: int | jax.Array, cache: Caches
     ) -> tuple[jax.Array, Caches]:
-        """Logits after the last of ``tokens``, which follow the tokens in the cache.
+        """Returns logits after the last token; ``tokens`` follow the cache's tokens.
 
         Args:
             tokens: int ``(batch, seq)``.
-            start: Position of the first token.
-            cache: Keys and values of the ``start`` tokens before, from `make_cache`.
+            start: Position of the first of ``tokens``.
+            cache: Keys and values of the ``start`` earlier tokens, from `make_cache`.
 
         Returns:
-            Logits ``(batch, vocab)`` and the cache with ``tokens`` in it.
+            Logits ``(batch, vocab)``, and the cache with ``tokens`` added.
         """
         x, caches = self._embed(tokens, start), []
         for stack, own in zip(self._stacks, cache, strict=True):
@@ -430,9 +435,10 @@ class GPT(Published):
         return self._logits(self.norm(x[:, -1:]))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
-        """An empty cache: a pair of (layers, batch, total_len, kv_heads, head_dim).
+        """Returns an empty cache: a pair of arrays for each stack.
 
-        A model whose first layers are dense has a second pair.
+        Each array is ``(layers, batch, total_len, kv_heads, head_dim)``. A model whose
+        first layers are dense has two stacks.
         """
         sizes = self.config.sizes
         shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])
@@ -445,7 +451,7 @@ class GPT(Published):
 
     @property
     def _stacks(self) -> list[Stack]:
-        """All layers in order."""
+        """Returns the stacks that hold all layers, in order."""
         return [s for s in (self.dense_blocks, self.blocks) if s is not None]
 
     def _embed(self, tokens: jax.Array, start: Start) -> jax.Array:
@@ -469,7 +475,7 @@ class GPT(Published):
 
 
 def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
-    """Cross-entropy of each token given the tokens before it.
+    """Returns the cross-entropy of each token given the tokens before it.
 
     Logits are computed for a chunk of tokens at a time, and never exist all at once.
 
@@ -477,13 +483,14 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
         model: The model.
         batch: int ``(batch, seq + 1)``, or a mapping that holds this array as
             ``tokens``. The first token is never predicted. The mapping may also have
-            ``weights`` of the same shape: 0 leaves a token out of the loss, but later
-            tokens still see it. For packed documents it has ``segments``, int of the
-            same shape, as `GPT` takes them: no token is predicted from another
-            document, and padding is not predicted.
+            ``weights`` of the same shape: a token of weight 0 is left out of the loss,
+            but later tokens still see it. For packed documents the mapping has
+            ``segments``, int of the same shape, in the form that `GPT` takes. Then no
+            token is predicted from another document, and padding is not predicted.
 
     Returns:
-        The `Mean` in nats per predicted token, with the losses that balance experts.
+            The `Mean` in nats per predicted token, including losses that balance
+            experts.
 
     Raises:
         ValueError: If tokens are not of shape (batch, seq + 1), or if weights or
@@ -513,8 +520,9 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
     weights, seen = None if weights is None else weights[:, 1:], None
     if segments is not None:
         is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        # The last token of a document predicts nothing, and no other token sees it. A
-        # row has no input for it if the document ends the row: it is padding in both.
+        # The last token of a document predicts nothing, and no other token sees it. So
+        # it counts as padding. This also gives the same result as a document at the end
+        # of the row, whose last token is not among the inputs.
         seen = jnp.where(is_next, segments[:, :-1], 0)
         weights = is_next if weights is None else jnp.where(is_next, weights, 0)
     hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)

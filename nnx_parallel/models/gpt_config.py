@@ -1,4 +1,4 @@
-"""The shape of a `GPT`: its sizes, its counts, and presets from tiny to 70B.
+"""The configuration of a `GPT`: its shape, its counts, and presets from tiny to 70B.
 
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
@@ -37,7 +37,7 @@ PRESETS = {
     for family in FAMILIES
     for name, fields in family.presets.items()
 }
-"""Fields of published models; sizes come from each model's ``config.json``."""
+"""Fields of published models; the sizes are from each model's ``config.json``."""
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -52,51 +52,52 @@ class GPTConfig:
 
     Attributes:
         vocab_size: Number of tokens.
-        seq_len: Longest sequence; the rows of the table of learned positions.
+        seq_len: Length of the longest sequence, and number of learned positions.
         num_layers: Number of blocks.
         embed_dim: Width of the residual stream.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads, each shared by an equal number of query
-            heads; ``None``: one for each query head.
-        head_dim: Width of a head; ``None``: ``embed_dim / num_heads``.
-        mlp_dim: Width of the MLP; ``None``: ``4 * embed_dim``.
-        norm: LayerNorm or RMSNorm, before attention and MLP.
-        norm_epsilon: Added to the variance.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; an equal number of query heads
+            shares each of them. ``None`` means one for each query head.
+        head_dim: Width of a head; ``None`` means ``embed_dim / num_heads``.
+        mlp_dim: Width of the MLP; ``None`` means ``4 * embed_dim``.
+        norm: Kind of the norms before attention and MLP: LayerNorm or RMSNorm.
+        norm_epsilon: Number that is added to the variance.
         zero_centered_norm: True if an RMSNorm's scale is 1 plus its parameter [6].
         post_norms: True for another norm after attention and after the MLP [6].
         qk_norm: True for an RMSNorm of queries and keys, before they are rotated [7].
-        positions: A learned table, or rotation of queries and keys [3].
+        positions: A learned table of positions, or rotation of queries and keys [3].
         rope_theta: Base of the rotation's wavelengths.
-        rope_scaling: Stretching of these wavelengths; ``None``: they are not stretched.
-        local_rope_theta: Base in local layers, whose wavelengths are then not
-            stretched [8]; ``None``: all layers rotate alike.
-        activation: GELU, or with a third kernel SwiGLU or GEGLU [4].
-        block: MLP after attention, each behind a separate norm; or both ``parallel``
-            from one norm, added together [5]: their products then share one input and
-            one sum, so that tensor parallelism has less to wait for.
+        rope_scaling: Stretching of these wavelengths; ``None`` does not stretch them.
+        local_rope_theta: Base for local layers, whose wavelengths are then not
+            stretched [8]. With ``None`` all layers rotate in the same way.
+        activation: GELU, or SwiGLU or GEGLU, which have a third kernel [4].
+        block: In a sequential block, the MLP runs after attention, and each has a norm.
+            In a ``parallel`` block both run from one norm, and their outputs are added
+            together [5]. Then their products share one input and one sum, so tensor
+            parallelism has less to wait for.
         use_bias: True if kernels and LayerNorms have biases.
         qkv_bias: True if the kernels of queries, keys and values have biases; ``None``
-            follows ``use_bias``.
+            takes the value of ``use_bias``.
         tied: True if the embedding is also the head.
         scale_embedding: True to multiply embeddings by ``embed_dim ** 0.5`` [6].
-        dropout: Probability of dropping an output of embedding, attention and MLP.
-        attention: Implementation of attention; ``None``: the platform's fused kernel
-            where it fits (`nnx_parallel.layers.attention`).
-        attention_scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
-        window: Number of earlier keys that a query sees besides the key of its token;
-            ``None``: all.
-        layer_kinds: The kind of each layer, a pattern that repeats: ``"local"`` layers
-            have the window, ``"global"`` layers see all keys [6]. ``None``: all layers
-            have it.
-        softcap: Bound of attention's scores; ``None``: no bound.
-        logit_softcap: Bound of the logits [6]; ``None``: no bound.
-        remat: Residuals that a block keeps for the backward pass; ``None`` follows the
-            Trainer.
+        dropout: Probability that an output of embedding, attention or MLP is dropped.
+        attention: Implementation of attention; ``None`` takes the platform's fused
+            kernel where it fits (`nnx_parallel.layers.attention`).
+        attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
+        window: Number of earlier keys that a query sees, in addition to the key of its
+            token; ``None`` means all earlier keys.
+        layer_kinds: A repeating pattern with the kind of each layer. ``"local"`` layers
+            have the window, and ``"global"`` layers see all keys [6]. With ``None`` all
+            layers have the window.
+        softcap: Bound of attention's scores; ``None`` means no bound.
+        logit_softcap: Bound of the logits [6]; ``None`` means no bound.
+        remat: Residuals that a block keeps for the backward pass; ``None`` takes the
+            Trainer's value.
         z_loss: Weight of the squared log-normaliser in the loss [5].
-        experts: A mixture of experts in place of each MLP, without biases; ``None``:
-            MLPs only.
-        dense_layers: Number of first layers that have an MLP of ``mlp_dim`` although
-            the others have experts [9].
+        experts: Shape of a mixture of experts, without biases, that replaces each MLP;
+            ``None`` means that all layers have an MLP.
+        dense_layers: Number of layers, from the first, that have an MLP of width
+            ``mlp_dim`` although the other layers have experts [9].
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -147,7 +148,7 @@ class GPTConfig:
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
         numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
-        # Types before ranges: a value that is not a number cannot be compared.
+        # Types are checked before ranges, because only numbers can be compared.
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
             if not is_int(value):
                 raise ValueError(f"GPTConfig.{name} is {value!r}; it must be an int.")
@@ -276,12 +277,12 @@ class GPTConfig:
 
     @property
     def dense(self) -> GPTConfig:
-        """The same model with an MLP in each layer: the shape of its dense layers."""
+        """The same model with an MLP in each layer, as its dense layers have it."""
         return replace(self, experts=None, dense_layers=0)
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses, with only the experts it goes to."""
+        """Number of parameters that a token uses; other experts' do not count."""
         return self.num_params - self._num_idle_params
 
     @property
@@ -316,11 +317,11 @@ class GPTConfig:
 
     @property
     def num_product_params(self) -> int:
-        """Number of parameters in matmuls: all kernels and the head.
+        """Number of parameters in matmuls, which are all kernels and the head.
 
         A tied embedding is the head and counts once. Norms and biases do not count.
-        Tables that are only looked up do not count either: learned positions, and an
-        embedding that is not tied to the head.
+        Tables for lookups do not count either: learned positions, and an embedding that
+        is not tied to the head.
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
@@ -334,13 +335,14 @@ class GPTConfig:
         return sizes["embed"] * width
 
     def flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of a training step per token, forward and backward, for MFU [5].
+        """Returns a training step's FLOPs per token, forward and backward, for MFU [5].
 
-        The sum of ``6 N`` and ``12 L E T``. N is `num_product_params`, with only the
-        experts that a token goes to. The second term counts the products of queries
-        with keys and of scores with values: L is the number of layers, E the width of
-        all heads together, T is ``seq_len``. A causal mask halves the work that a good
-        kernel does, but not this number; recomputation does not raise it.
+        The result is the sum of ``6 N`` and ``12 L E T``. N is `num_product_params`,
+        where only the experts of a token count. The second term counts the products of
+        queries with keys and of scores with values. L is the number of layers, E the
+        width of all heads together, and T is ``seq_len``. With a causal mask, a good
+        kernel does half of this work; the number does not change. Recomputation does
+        not change it either.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         active = self.num_product_params - self._num_idle_params
@@ -353,9 +355,9 @@ class GPTConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, with the values that follow from others in place of ``None``."""
+        """All fields; ``None`` is replaced by the value that it stands for."""
         sizes, experts = self.sizes, self.experts
-        if experts is not None:  # files do not have its training
+        if experts is not None:  # files do not have settings of the experts' training
             training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}
             experts = replace(experts, **training)
         scale = self.attention_scale or sizes["head_dim"] ** -0.5
@@ -374,7 +376,7 @@ class GPTConfig:
         """Checks that a sequence has a position for each of its tokens.
 
         Raises:
-            ValueError: If learned positions end before the sequence.
+            ValueError: If the sequence is longer than the learned positions.
         """
         if self.positions == "learned" and length > self.seq_len:
             raise ValueError(
@@ -385,7 +387,7 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> GPTConfig:
-        """A published model by its name, such as ``"qwen3-8b"``.
+        """Returns the config of a published model by name, such as ``"qwen3-8b"``.
 
         Raises:
             ValueError: If no preset has this name; the error lists the names.
@@ -400,56 +402,59 @@ class GPTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
-        """GPT-2's parts and a vocabulary of bytes, for tests: 0.2 M parameters."""
+        """Returns GPT-2's parts with a vocabulary of bytes and 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
         return replace(base, **overrides)
 
     @classmethod
     def tiny_llama(cls, **overrides: Any) -> GPTConfig:
-        """Llama's parts in the size of `tiny`, with two query heads per key head."""
+        """Returns Llama's parts in the size of `tiny`; key heads have 2 query heads."""
         parts = llama.LLAMA.parts
         base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **parts)
         return replace(base, **overrides)
 
     @classmethod
     def tiny_experts(cls, **overrides: Any) -> GPTConfig:
-        """`tiny_llama` with 8 experts, of which a token goes to 2."""
+        """Returns `tiny_llama` with 8 experts; each token goes to 2 of them."""
         experts = Experts(num_experts=8, top_k=2, mlp_dim=64, bias_rate=0.001)
         return replace(cls.tiny_llama(mlp_dim=None, experts=experts), **overrides)
 
     @classmethod
     def gpt2_124m(cls, **overrides: Any) -> GPTConfig:
-        """GPT-2 small [1]."""
+        """Returns GPT-2 small [1]."""
         return cls.preset("gpt2", **overrides)
 
     @classmethod
     def gpt_1_3b(cls, **overrides: Any) -> GPTConfig:
-        """GPT-2 in the size of GPT-3 XL; vocabulary padded to a multiple of 128."""
+        """Returns GPT-2 in the size of GPT-3 XL.
+
+        Its vocabulary is padded to a multiple of 128.
+        """
         base = cls.preset("gpt2", vocab_size=50_304, seq_len=2048)
         sizes = {"num_layers": 24, "embed_dim": 2048, "num_heads": 16}
         return replace(base, **sizes | overrides)
 
     @classmethod
     def llama3_8b(cls, **overrides: Any) -> GPTConfig:
-        """Llama 3 8B [2]."""
+        """Returns Llama 3 8B [2]."""
         return cls.preset("llama3-8b", **overrides)
 
     @classmethod
     def llama3_70b(cls, **overrides: Any) -> GPTConfig:
-        """Llama 3 70B [2]."""
+        """Returns Llama 3 70B [2]."""
         return cls.preset("llama3-70b", **overrides)
 
 
 def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
-    """The shape of a model from its ``config.json``.
+    """Returns the config of a model from its ``config.json``.
 
     Args:
-        config: The file's content, written by transformers 4 or 5.
+        config: Content of the file, written by transformers 4 or 5.
         overrides: Fields of the `GPTConfig` to set, such as ``remat``.
 
     Raises:
         ValueError: If it is another type of model, or if a setting has no counterpart
-            here: the model would compute something else.
+            here, so that the model would compute other numbers.
 
     Example:
         >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024}
@@ -461,10 +466,10 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """The ``config.json`` of a model, as transformers 4.53 and later read it.
+    """Returns the ``config.json`` of a model, for transformers 4.53 and later.
 
-    Settings that only training uses (dropout, remat, losses that balance experts, the
-    kernel of attention) are left out.
+    Settings that only training uses are left out: dropout, remat, losses that balance
+    experts, and the kernel of attention.
 
     Raises:
         ValueError: If no model of transformers has this shape.

@@ -1,9 +1,9 @@
 """Residual networks for images: ResNet-18 and ResNet-50, with batch normalisation.
 
-The model is written for one device. A block's last two convolutions are named like an
-MLP, by output channels and then by input channels, so that `TensorParallel` splits them
-as a pair; other strategies need no names. A `BatchNorm` takes its statistics over all
-rows of a (micro)batch, on any number of devices.
+The model is written for one device. A block's last two convolutions have names like an
+MLP's layers: the first splits by output channels, the second by input channels. So
+`TensorParallel` can split them as a pair. Other strategies need no names. A `BatchNorm`
+computes its statistics over all rows of a (micro)batch, on any number of devices.
 
 References:
     [1] He et al., "Deep Residual Learning for Image Recognition", 2015, section 3.3,
@@ -36,13 +36,14 @@ class ResNetConfig:
     """Shape of a `ResNet`.
 
     Attributes:
-        stage_sizes: Blocks in each stage; a stage halves the height and width and
-            doubles the channels of the stage before it.
-        block: Two 3x3 convolutions; or 1x1, 3x3, and 1x1 to four times the channels.
+        stage_sizes: Number of blocks in each stage. Each stage after the first has half
+            the height and width, and twice the channels, of the stage before it.
+        block: Convolutions of a block: two of 3x3 (basic), or 1x1, 3x3, and 1x1 with
+            four times the channels (bottleneck).
         num_classes: Number of labels.
         width: Channels of the first stage.
-        is_small: True for a 3x3 convolution in front, for images of about 32 pixels,
-            instead of a 7x7 convolution with stride 2 and a pool.
+        is_small: True for images of about 32 pixels. The first layer is then a 3x3
+            convolution, instead of a 7x7 convolution with stride 2 and a pool.
         activation: Function between convolutions.
 
     Raises:
@@ -85,17 +86,17 @@ class ResNetConfig:
 
     @classmethod
     def resnet18(cls, **overrides: Any) -> ResNetConfig:
-        """11.7 M parameters [1]."""
+        """Returns ResNet-18, with 11.7 M parameters [1]."""
         return replace(cls(stage_sizes=(2, 2, 2, 2), block="basic"), **overrides)
 
     @classmethod
     def resnet50(cls, **overrides: Any) -> ResNetConfig:
-        """25.6 M parameters [1]."""
+        """Returns ResNet-50, with 25.6 M parameters [1]."""
         return replace(cls(stage_sizes=(3, 4, 6, 3), block="bottleneck"), **overrides)
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ResNetConfig:
-        """Two stages for images of 8 pixels and more, for tests and laptops."""
+        """Returns two stages for images of 8 pixels and more, for tests and laptops."""
         base = cls(
             stage_sizes=(1, 1), block="basic", num_classes=10, width=16, is_small=True
         )
@@ -111,15 +112,15 @@ def _conv(
     stride: int = 1,
     names: tuple[str | None, str | None] = (None, None),
 ) -> nnx.Conv:
-    # Variance 2 / fan-out keeps the gradients' scale behind rectifiers.
+    # With variance 2 / fan-out, gradients keep their scale through rectifiers.
     init = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
     return nnx.Conv(
         in_channels,
         out_channels,
         (size, size),
         strides=stride,
-        padding=size // 2,  # on both sides, as published weights were trained
-        use_bias=False,  # the norm behind it would subtract it again
+        padding=size // 2,  # on both sides, since published weights were trained so
+        use_bias=False,  # the norm after it would subtract a bias
         kernel_init=named(init, None, None, *names),
         rngs=rngs,
     )
@@ -144,9 +145,10 @@ def _norm(
 
 
 class Block(nnx.Module):
-    """Convolutions added to their input, which is projected where shapes differ.
+    """Convolutions whose output is added to their input.
 
-    The last norm's scale starts at 0, so that a block starts as the identity [2].
+    If the shapes differ, a projection of the input is used. The last norm's scale
+    starts at 0, so that a block starts as the identity [2].
     """
 
     def __init__(
@@ -180,7 +182,10 @@ class Block(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, height, width, channels) to the same shape, or halved and widened."""
+        """Maps (batch, height, width, channels) to the same shape.
+
+        In the first block of a stage, height, width and channels may change.
+        """
         branch = x
         if self.reduce is not None and self.reduce_norm is not None:
             branch = self.activation(self.reduce_norm(self.reduce(x)))
@@ -212,7 +217,7 @@ def _names(fields: Values) -> list[Entry]:
 
 
 def _pairs(fields: Values) -> list[tuple[str, str, str]]:
-    """Our convolution, the norm behind it, and the pair's name in files, for each."""
+    """Returns, for each convolution, our names of it and its norm, and files' name."""
     is_basic = fields["block"] == "basic"
     names = ["up", "down"] if is_basic else ["reduce", "up", "down"]
     found = [("stem", "stem_norm", "resnet.embedder.embedder")]
@@ -221,8 +226,8 @@ def _pairs(fields: Values) -> list[tuple[str, str, str]]:
         for layer in range(depth):
             theirs = f"resnet.encoder.stages.{stage}.layers.{layer}"
             places = {name: f"layer.{i}" for i, name in enumerate(names)}
-            # Shapes change in the first block of a stage, except in the first stage of
-            # basic blocks.
+            # Shapes change in the first block of a stage. The first stage is an
+            # exception if its blocks are basic.
             if layer == 0 and (stage > 0 or not is_basic):
                 places["project"] = "shortcut"
             for name, place in places.items():
@@ -296,12 +301,12 @@ RESNET = Family(
 
 
 class ResNet(Published):
-    """A residual network: images to logits of classes.
+    """A residual network, which maps images to logits of classes.
 
     Train it with `classification_loss`. `from_pretrained` reads a
-    ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, with the
-    statistics of its norms. Its images must have the mean and deviation given in
-    ``preprocessor_config.json``.
+    ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, including the
+    statistics of its norms. Images for such a model must have the mean and deviation
+    that ``preprocessor_config.json`` gives.
 
     Args:
         config: Shape of the model.
@@ -336,10 +341,10 @@ class ResNet(Published):
         )
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """(batch, height, width, 3) to logits (batch, classes)."""
+        """Maps (batch, height, width, 3) to logits (batch, classes)."""
         x = self.config.activation(self.stem_norm(self.stem(images)))
         if not self.config.is_small:
-            padding: Any = ((1, 1), (1, 1))  # as in PyTorch; "SAME" pads only one end
+            padding: Any = ((1, 1), (1, 1))  # as PyTorch does; "SAME" pads only one end
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=padding)
         x = constrain(x, "batch", None, None, None)
         for block in self.blocks:
@@ -347,6 +352,6 @@ class ResNet(Published):
         return self.head(x.mean(axis=(1, 2)))  # (batch, channels) -> (batch, classes)
 
     def constants_in_files(self) -> dict[str, np.ndarray]:
-        """The norms' counters of steps: zeros, since a `ResNet` does not count them."""
+        """Returns zeros for the norms' step counters, which a `ResNet` does not use."""
         name, pairs = "normalization.num_batches_tracked", _pairs(self.config.fields)
         return {f"{path}.{name}": np.zeros((), np.int64) for *_, path in pairs}

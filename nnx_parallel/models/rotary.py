@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and how they are stretched to longer sequences.
+"""Rotary position embeddings, and ways to stretch them to longer sequences.
 
 References:
     [1] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
@@ -19,21 +19,21 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slower rotation, for sequences longer than a model was first trained on.
+    """Slows the rotation for sequences longer than in a model's first training.
 
-    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it, a
-    frequency is divided by ``factor`` if its wavelength exceeds
-    ``original_len / low_frequency`` tokens, and is not changed if its wavelength is
-    shorter than ``original_len / high_frequency``. Between the two the divisor changes
-    smoothly, as in Llama 3.1 [3].
+    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it, the
+    wavelength of a frequency decides, as in Llama 3.1 [3]. If the wavelength exceeds
+    ``original_len / low_frequency`` tokens, the frequency is divided by ``factor``. If
+    it is shorter than ``original_len / high_frequency``, the frequency does not change.
+    Between these two lengths, the divisor changes smoothly.
 
     Attributes:
         factor: Divisor of slow frequencies.
-        original_len: Tokens of the sequences of the first training.
-        low_frequency: Turns in ``original_len`` tokens; slower frequencies are divided
-            by ``factor``.
-        high_frequency: Turns in ``original_len`` tokens; faster frequencies are not
-            divided.
+        original_len: Length in tokens of the sequences in the first training.
+        low_frequency: Number of turns in ``original_len`` tokens; slower frequencies
+            are divided by ``factor``.
+        high_frequency: Number of turns in ``original_len`` tokens; faster frequencies
+            do not change.
 
     Raises:
         ValueError: If a value is out of range.
@@ -61,12 +61,12 @@ class RopeScaling:
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Radians per token of each pair of features: float32 ``(head_dim / 2,)``.
+    """Returns radians per token of each pair of features: float32 ``(head_dim / 2,)``.
 
     Args:
-        head_dim: Width of a head; even.
+        head_dim: Width of a head; must be even.
         theta: Base of the wavelengths [1].
-        scaling: Stretching of the wavelengths; ``None``: they are not stretched.
+        scaling: Stretching of the wavelengths; ``None`` does not stretch them.
     """
     half = head_dim // 2
     plain = theta ** (-jnp.arange(half) / half)
@@ -83,7 +83,7 @@ def frequencies(
 def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
     """Rotates queries or keys, so that scores depend only on distances [1].
 
-    Feature i and feature i + head_dim / 2 are a point in the plane, which turns by
+    Feature i and feature i + head_dim / 2 are a point in the plane. The point turns by
     ``position * frequencies[i]``, in float32 or wider.
 
     Args:

@@ -1,8 +1,8 @@
-"""A vision transformer: an image is a sequence of patches.
+"""A vision transformer, which treats an image as a sequence of patches.
 
-The model is written for one device. Dims have the same names as in `models.gpt`, so
-that the same strategies place them: `TensorParallel` splits heads and hidden units,
-`Pipeline` the layers.
+The model is written for one device. Dims have the same names as in `models.gpt`, so the
+same strategies place them. `TensorParallel` splits heads and hidden units, and
+`Pipeline` splits the layers.
 
 References:
     [1] Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, section 3.1,
@@ -38,17 +38,18 @@ class ViTConfig:
 
     Attributes:
         image_size: Height and width of an image, in pixels.
-        patch_size: Height and width of a patch; it divides the image's.
+        patch_size: Height and width of a patch; must divide ``image_size``.
         num_classes: Number of labels.
         num_layers: Number of blocks.
         embed_dim: Width between blocks.
-        num_heads: Heads of attention; they divide the width.
-        mlp_dim: Width inside an MLP; ``None``: ``4 * embed_dim``.
-        dropout: Probability of dropping an output of attention and MLP.
-        pool: Input of the head: the mean of the patches' outputs, or the output of a
-            learned class token in front of the patches [1], as in published weights.
-        norm_epsilon: Added to variances.
-        exact_gelu: True to compute GELU without the approximation by ``tanh``.
+        num_heads: Number of attention heads; must divide the width.
+        mlp_dim: Width inside an MLP; ``None`` means ``4 * embed_dim``.
+        dropout: Probability that an output of attention or MLP is dropped.
+        pool: Input of the head. It is the mean of the patches' outputs, or the output
+            of a learned class token before the patches [1], as in published weights.
+        norm_epsilon: Number that is added to variances.
+        exact_gelu: True to compute GELU exactly instead of approximating it by
+            ``tanh``.
 
     Raises:
         ValueError: If a value is out of range, or sizes do not divide.
@@ -98,7 +99,7 @@ class ViTConfig:
 
     @property
     def seq_len(self) -> int:
-        """Length of the sequence: the patches, and a class token if there is one."""
+        """Length of the sequence: the patches, and the class token if there is one."""
         return self.num_patches + (self.pool == "class")
 
     @property
@@ -113,7 +114,7 @@ class ViTConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, with the width of the MLP."""
+        """All fields, where the MLP's width is always a number."""
         return vars(self) | {"mlp_dim": self.sizes["mlp"]}
 
     @property
@@ -129,7 +130,7 @@ class ViTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ViTConfig:
-        """16 patches of images of 8 pixels, for tests and laptops."""
+        """Returns a config with 16 patches of 8-pixel images, for tests and laptops."""
         base = cls(
             image_size=8,
             patch_size=2,
@@ -142,7 +143,7 @@ class ViTConfig:
 
     @classmethod
     def b16(cls, **overrides: Any) -> ViTConfig:
-        """ViT-B/16, 86 M parameters [1]."""
+        """Returns ViT-B/16, with 86 M parameters [1]."""
         base = cls(
             image_size=224,
             patch_size=16,
@@ -155,7 +156,7 @@ class ViTConfig:
 
     @classmethod
     def g14(cls, **overrides: Any) -> ViTConfig:
-        """ViT-g/14, 1 B parameters [2]."""
+        """Returns ViT-g/14, with 1 B parameters [2]."""
         base = cls.b16(
             patch_size=14, num_layers=40, embed_dim=1408, num_heads=16, mlp_dim=6144
         )
@@ -173,7 +174,7 @@ def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         def dense(in_names: str, out_names: str) -> Dense:
@@ -198,7 +199,7 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, seq, embed) to the same."""
+        """Maps (batch, seq, embed) to the same shape."""
         normed = self.attention_norm(x)
         # (batch, seq, embed) -> (batch, seq, heads, head_dim)
         query, key, value = (
@@ -311,10 +312,11 @@ VIT = Family(
 
 
 class ViT(Published):
-    """A vision transformer: images to logits. Train with `classification_loss`.
+    """A vision transformer, which maps images to logits of classes.
 
-    `from_pretrained` reads a ``ViTForImageClassification``. Its images must have the
-    mean and deviation given in ``preprocessor_config.json``.
+    Train it with `classification_loss`. `from_pretrained` reads a
+    ``ViTForImageClassification``. Images for such a model must have the mean and
+    deviation that ``preprocessor_config.json`` gives.
 
     Args:
         config: Shape of the model.
@@ -351,7 +353,8 @@ class ViT(Published):
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
         )
         self.norm = _norm(config, rngs=rngs)
-        # Classes have no name: the data gives their number, and few meshes divide it.
+        # The classes' dim has no name: the data determines its size, and few meshes
+        # divide it.
         self.head = nnx.Linear(
             config.embed_dim,
             config.num_classes,
@@ -361,10 +364,10 @@ class ViT(Published):
         )
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """(batch, height, width, 3) to logits (batch, classes).
+        """Maps (batch, height, width, 3) to logits (batch, classes).
 
         Raises:
-            ValueError: If the images have another size than the config's.
+            ValueError: If the images do not have the config's size.
         """
         size, patch = self.config.image_size, self.config.patch_size
         if images.shape[1:] != (size, size, 3):

@@ -1,4 +1,4 @@
-"""Weights of other libraries: folders of safetensors, read onto a mesh and written."""
+"""Weights of other libraries: reads folders of safetensors onto a mesh; writes them."""
 
 from nnx_parallel.weights.adapters import load_adapters as load_adapters
 from nnx_parallel.weights.adapters import save_adapters as save_adapters

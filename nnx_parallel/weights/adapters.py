@@ -26,7 +26,7 @@ from nnx_parallel.weights.files import Described, find_folder, open_tensors, rea
 from nnx_parallel.weights.names import Entry, Rule
 from nnx_parallel.weights.pretrained import Pretrained
 
-# Settings that change the numbers of an adapter and have no counterpart here.
+# These settings change the numbers of an adapter, and only these values are supported.
 _NEUTRAL = {
     "peft_type": "LORA",
     "bias": "none",
@@ -44,7 +44,7 @@ _NEUTRAL = {
 
 
 class _ReadAdapters(Pretrained):
-    """An adapted source whose factors are read too."""
+    """A source with adapters, whose factors are read too."""
 
     kinds = (nnx.LoRAParam,)
 
@@ -57,24 +57,24 @@ class _ReadAdapters(Pretrained):
 def load_adapters(
     model: ModelFn, path: str | Path, *, names: Sequence[Entry] | None = None
 ) -> Pretrained:
-    """A model with the adapters of a folder, as PEFT writes it.
+    """Returns a model with the adapters from a folder in the format of PEFT.
 
-    Each device reads its shards of the base and of the adapters. To go on training the
-    adapters, give the Trainer ``wrt=nnx.LoRAParam``; `layers.merge_lora` adds them to
-    the kernels.
+    Each device reads its shards of the base and of the adapters. To train the adapters
+    further, give the Trainer ``wrt=nnx.LoRAParam``. `layers.merge_lora` adds the
+    adapters to the kernels.
 
     Args:
-        model: The base, a function as a Trainer takes it, such as
+        model: The base, as a function that a Trainer takes, such as
             ``GPT.from_pretrained(folder)``.
         path: The folder, with ``adapter_config.json`` and
             ``adapter_model.safetensors``; or the name of a repository.
-        names: The table of the model without adapters; ``None``: the base's table; the
-            base must then come from files.
+        names: The table of the model without adapters. ``None`` takes the table of the
+            base, which must then come from files.
 
     Raises:
-        WeightsError: If the folder's settings have no counterpart, if it adapts an
-            array that the table does not name or a part of a fused kernel, or if shapes
-            do not fit.
+        WeightsError: If a setting of the folder has no counterpart, if it adapts an
+            array that the table does not name, if it adapts a part of a fused kernel,
+            or if shapes do not fit.
     """
     folder = find_folder(path)
     config = read_config(folder, "adapter_config.json")
@@ -99,7 +99,7 @@ def load_adapters(
             entries += [(r.ours, r.theirs, f"{r.left} -> {r.right}") for r in factors]
             layers.append(re.escape(kernel.ours.removesuffix(".kernel")))
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if config.get("use_rslora"):  # its factor is alpha / sqrt(rank)
+    if config.get("use_rslora"):  # then the factor is alpha / sqrt(rank)
         alpha *= math.sqrt(rank)
     if not layers:
         raise WeightsError(
@@ -123,18 +123,21 @@ def save_adapters(
     """Writes only the adapters of `layers.lora`, in the format of PEFT.
 
     ``PeftModel.from_pretrained(base_model, directory)`` reads them. In a run of several
-    processes all call this function, and process 0 writes.
+    processes, all of them call this function, and process 0 writes.
 
     Args:
-        directory: The folder, which must not exist, or be empty.
+        directory: The folder, which must be empty or must not exist.
         model: The model, such as ``trainer.eval_model``.
-        base: Folder or name of the model that they adapt, noted in the folder.
-        names: The table of the model without adapters; ``None``: the model's table.
-        dtype: Dtype that the factors are cast to; ``None``: no cast.
+        base: Folder or name of the model that the adapters adapt; it is written into
+            the folder.
+        names: The table of the model without adapters; ``None`` takes the model's
+            table.
+        dtype: Dtype that the factors are cast to; ``None`` does not cast.
 
     Raises:
-        WeightsError: If the folder has files; if the model has no adapters, has one on
-            a part of a fused kernel, or has adapters of different ranks or strengths.
+        WeightsError: If the folder has files. Also if the model has no adapters, an
+            adapter of a part of a fused kernel, or adapters of different ranks or
+            strengths.
     """
     params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
@@ -160,7 +163,7 @@ def save_adapters(
             "folder holds one rank and one strength."
         )
     (rank,), (scale,) = ranks, scales
-    # PEFT names the task of models of texts, but not of images.
+    # PEFT has task names for text models but not for image models.
     ends = ("ForCausalLM", "LMHeadModel")
     is_text = isinstance(model, Published) and model.family.architecture.endswith(ends)
     config = {
@@ -184,7 +187,7 @@ def save_adapters(
 
 
 def _factors(kernel: Rule) -> list[Rule]:
-    """The rules of a kernel's factors; PEFT's are (rank, in) and (out, rank)."""
+    """Returns rules of a kernel's factors; in PEFT: (rank, in) and (out, rank)."""
     if kernel.num_parts or kernel.given:
         raise WeightsError(
             f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
@@ -192,7 +195,7 @@ def _factors(kernel: Rule) -> list[Rule]:
         )
     groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
     dims = kernel.right.split()
-    # Our kernel has the input dims first.
+    # The input dims come first in our kernel.
     ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
     path = kernel.ours.removesuffix("kernel")
     patterns = {

@@ -43,7 +43,7 @@ _COPIED = (
     "LICENSE*",
 )
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LABELS = ("id2label", "label2id")  # kept if the model has the same number of labels
+_LABELS = ("id2label", "label2id")  # copied if the model has as many labels
 
 
 Make = Callable[[], np.ndarray]
@@ -62,19 +62,21 @@ def save_pretrained(
 ) -> None:
     """Writes a folder that transformers and `Pretrained` read.
 
-    The folder appears complete or not at all. In a run of several processes all call
-    this function, and process 0 writes. The host holds one whole array at a time.
+    The folder appears complete or not at all. In a run of several processes, all of
+    them call this function, and process 0 writes. The host holds only one entire array
+    at a time.
 
     Args:
-        directory: The folder, which must not exist, or be empty.
+        directory: The folder, which must be empty or must not exist.
         model: The model, such as ``trainer.eval_model``.
-        names: The table; ``None``: the model's table, which for example a `GPT` has.
-        config: Content of ``config.json``; ``None``: the model's config.
-        dtype: Dtype that floating-point arrays are cast to; ``None``: no cast.
-        source: The folder that the model came from: its tokenizer and generation
+        names: The table of names; ``None`` takes the table of the model, which must
+            have one, as a `GPT` has.
+        config: Content of ``config.json``; ``None`` takes the model's config.
+        dtype: Dtype that floating-point arrays are cast to; ``None`` does not cast.
+        source: The folder that the model came from. Its tokenizer and generation
             settings are copied.
-        max_file_bytes: Largest size of a file's arrays, unless a single array is
-            larger; several files get an index.
+        max_file_bytes: Largest total size of the arrays in a file. A single array may
+            be larger. Several files get an index.
 
     Raises:
         WeightsError: If the folder has files, or the table does not fit the model.
@@ -104,7 +106,7 @@ def save_pretrained(
 
 
 def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
-    """The given table of names, or the model's."""
+    """Returns the given table of names, or the table of the model."""
     if names is not None:
         return names
     if isinstance(model, Published):
@@ -123,15 +125,15 @@ def save_arrays(
     max_file_bytes: int = 5 * 10**9,
     stem: str = "model",
 ) -> None:
-    """Writes a folder, on process 0; the folder appears complete or not at all.
+    """Writes a folder on process 0; the folder appears complete or not at all.
 
     Args:
         directory: The folder.
-        described: Name, shape and dtype of each array, in their order.
+        described: Name, shape and dtype of each array, in the order of writing.
         makes: For each name, a function that gathers the array.
-        write_texts: Writes the folder's other files.
+        write_texts: Function that writes the folder's other files.
         max_file_bytes: Largest size of a file's arrays; see `save_pretrained`.
-        stem: Start of the names of the files of arrays.
+        stem: Start of the names of the files that hold arrays.
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -140,7 +142,7 @@ def save_arrays(
             "another directory."
         )
     if jax.process_count() > 1:
-        # All processes have seen an empty directory before one of them writes.
+        # All processes must see an empty directory before any of them writes.
         meet(f"saving weights ({stem})")
     files = _files(described, max_file_bytes, stem)
     writes = jax.process_index() == 0
@@ -153,7 +155,7 @@ def save_arrays(
         if writes:
             with (temporary / file).open("wb") as out:
                 write_tensors(out, contents, tensors)
-        else:  # it takes part in gathering the shards
+        else:  # this process only takes part in gathering the shards
             for _ in tensors:
                 pass
     if writes:
@@ -176,7 +178,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def describe_arrays(
     rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[list[Described], dict[str, Make]]:
-    """The arrays to write, in order, and a function that gathers each of them."""
+    """Returns the arrays to write, in order, and a function that gathers each."""
     described: list[Described] = []
     makes: dict[str, Make] = {}
     for group in groups_of(rules.values()):
@@ -210,7 +212,7 @@ def _maker(
 def _files(
     described: list[Described], max_bytes: int, stem: str
 ) -> dict[str, list[Described]]:
-    """The arrays of each file, by file name: a file holds as many as fit."""
+    """Returns the arrays of each file, by file name; each file holds as many as fit."""
     files: list[list[Described]] = [[]]
     size = 0
     for each in described:
@@ -247,6 +249,6 @@ def _write_texts(
         for name in _LABELS:
             if len(given.get(name) or ()) == len(config.get(name, ())):
                 kept |= {name: given[name]} if name in given else {}
-        # transformers 4 reads the second name.
+        # transformers 4 reads the second of these names.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}
         write_json(folder / "config.json", content)

@@ -1,8 +1,9 @@
 """A family of published models: its ``config.json``, its names in files, its presets.
 
 A *field* is an argument of a config of this library, such as `GPTConfig`. A *setting*
-is an entry of a ``config.json``, as transformers writes it. A `Family` says how they
-follow from each other. A `Published` model reads and writes its families.
+is an entry of a ``config.json`` in the format of transformers. A `Family` defines how
+fields and settings follow from each other. A `Published` model has a list of families,
+and reads and writes their files.
 """
 
 from __future__ import annotations
@@ -21,28 +22,29 @@ from nnx_parallel.weights.names import Entry
 from nnx_parallel.weights.pretrained import Pretrained
 
 Values = Mapping[str, Any]
-"""Fields, or settings, by name."""
+"""Fields by name, or settings by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Models that have one ``model_type`` in transformers.
+    """Models that share a ``model_type`` in transformers.
 
     Attributes:
         model: The class of the model here, such as ``"GPT"``.
         model_type: The family's name in ``config.json``.
         architecture: The class of the model in transformers.
-        parts: Fields that its models share, unless a setting differs.
-        marks: Fields that are set in its models; `nearest` compares them.
-        settings: The setting that has the value of a field, by field.
-        defaults: Values of settings that a file leaves out; without a default, a
-            setting in ``settings`` is required.
+        parts: Values of fields in all models of the family, unless a setting differs.
+        marks: Fields that have a value in models of the family. `nearest` compares
+            them.
+        settings: For each field, the setting that has the same value.
+        defaults: Values of settings that a file may leave out. A setting in
+            ``settings`` without a default is required.
         valid: Valid values of settings that have no field.
-        read: Makes the other fields from settings.
-        write: Makes the other settings from fields.
-        names: Makes the table of names in files from fields.
+        read: Function that makes the other fields from settings.
+        write: Function that makes the other settings from fields.
+        names: Function that makes the table of names in files from fields.
         ignored: A regex for arrays in files that the model does not need.
-        presets: Fields of published models, by name.
+        presets: Fields of published models, by name of the model.
     """
 
     model: str
@@ -61,7 +63,7 @@ class Family:
 
 
 def nearest(fields: Values, families: Sequence[Family]) -> Family:
-    """The family with the same positions and the most marks; of several, the last."""
+    """Returns the last family with the same positions and the most marks."""
     alike = [
         family
         for family in families
@@ -74,10 +76,10 @@ def nearest(fields: Values, families: Sequence[Family]) -> Family:
 def read_fields(
     content: Values, families: Sequence[Family]
 ) -> tuple[Family, dict[str, Any]]:
-    """The family of a ``config.json``, and the fields of its model.
+    """Returns the family of a ``config.json``, and the fields of its model.
 
     Raises:
-        ValueError: If it is another type of model, or a setting is missing, has the
+        ValueError: If it is another type of model, or if a setting is missing, has the
             wrong type, or has no counterpart here.
     """
     inner = content.get("text_config")
@@ -119,11 +121,11 @@ _COUNTS = {
     2**31 - 1: "vocab_size seq_len embed_dim head_dim mlp_dim width num_labels "
     "moe_intermediate_size sliding_window",
 }
-"""The largest value of fields, and of settings that have no field."""
+"""The largest values of fields, and of settings that have no field."""
 
 
 def _check_counts(settings: Values, family: Family) -> None:
-    """Checks counts and sizes, before a loop relies on one."""
+    """Checks counts and sizes before a loop uses them."""
     for most, names in _COUNTS.items():
         for ours in names.split():
             name = family.settings.get(ours, ours)
@@ -136,11 +138,11 @@ def _check_counts(settings: Values, family: Family) -> None:
 
 
 _TRAINING = {"dropout", "attention", "remat", "z_loss"}
-"""Fields that only training uses: files leave them out."""
+"""Fields that only training uses, so files do not have them."""
 
 
 def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
-    """The ``config.json`` of a model, as transformers 4.53 and later read it.
+    """Returns the ``config.json`` of a model, for transformers 4.53 and later.
 
     Raises:
         ValueError: If no model of the families has this shape.
@@ -167,10 +169,10 @@ def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
 
 
 class Published(nnx.Module):
-    """A model that transformers has too: it reads and writes folders of weights.
+    """A model that transformers has too; reads and writes folders of its weights.
 
-    A subclass sets ``families`` and ``config_type``. Its config has a mapping
-    ``fields``: all fields, with numbers in place of ``None``.
+    A subclass sets ``families`` and ``config_type``. Its config has a property
+    ``fields``: a mapping of all fields, with numbers instead of ``None``.
     """
 
     families: ClassVar[Sequence[Family]]
@@ -181,17 +183,17 @@ class Published(nnx.Module):
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = None, **overrides: Any
     ) -> Pretrained:
-        """A model with the weights of a folder, as transformers writes it.
+        """Returns a model with weights from a folder in the format of transformers.
 
         Args:
             path: The folder, with ``config.json`` and files of safetensors; or the name
-                of a repository, ``org/model``, where `huggingface_hub` is installed.
+                of a repository, ``org/model``, if `huggingface_hub` is installed.
             dtype: Dtype of the parameters; see `Pretrained`.
-            overrides: Fields of the model's config to set, such as ``remat``. With
-                another ``num_classes`` the head is a new one.
+            overrides: Fields of the model's config to set, such as ``remat``. If
+                ``num_classes`` differs from the files, the head gets new parameters.
 
         Returns:
-            An argument for ``Trainer(model=...)``: each device reads its shards.
+            An argument for ``Trainer(model=...)``. Each device will read its shards.
 
         Raises:
             ValueError: If the config belongs to another kind of model.
@@ -214,19 +216,19 @@ class Published(nnx.Module):
 
     @property
     def family(self) -> Family:
-        """The family that is nearest to the model's shape."""
+        """The family that is nearest to the shape of the model."""
         return nearest(self.config.fields, self.families)
 
     def names_in_files(self) -> Sequence[Entry]:
-        """The table of the parameters' names in files of transformers."""
+        """Returns the table of the parameters' names in files of transformers."""
         return self.family.names(self.config.fields)
 
     def config_in_files(self) -> dict[str, Any]:
-        """The model's ``config.json``, as transformers reads it."""
+        """Returns the model's ``config.json``, in the format of transformers."""
         return write_settings(self.config, self.families)
 
     def constants_in_files(self) -> dict[str, np.ndarray]:
-        """Arrays in files that the model lacks, by name."""
+        """Returns arrays that files must have but the model does not, by name."""
         return {}
 
 
@@ -242,7 +244,7 @@ _DIMS = {
     "query_norm": ("", "head_dim"),
     "key_norm": ("", "head_dim"),
 }
-"""Dims of a layer's input and output, by the last name of the layer."""
+"""Dims of a layer's input and output, by the last part of the layer's name."""
 
 
 def block_entries(
@@ -251,13 +253,13 @@ def block_entries(
     biased: Container[str] | None = None,
     patterns: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Entry]:
-    """Entries of the layers in each block of a `Stack`, by ``_DIMS``.
+    """Returns entries for the layers in each block of a `Stack`; ``_DIMS`` has dims.
 
     Args:
-        theirs: The beginning of their names, with ``{}`` for the number of the block.
-        layers: Their name of a layer, by ours. Experts have a second ``{}``.
-        biased: Last names of layers that have a bias; ``None``: all have one.
-        patterns: Patterns of kernel and bias that differ from `torch.nn.Linear`.
+        theirs: Start of the names in files, with ``{}`` for the number of the block.
+        layers: Names of layers in files, by our names. Experts have a second ``{}``.
+        biased: Last parts of names of layers that have a bias; ``None`` means all.
+        patterns: Patterns of kernel and bias, where they differ from `torch.nn.Linear`.
     """
     found = []
     for ours, name in layers.items():
@@ -268,7 +270,7 @@ def block_entries(
         weight, bias = (patterns or {}).get(last, (kernel, f"{left} -> {outs}"))
         path, name = f"blocks.layer.{ours}", f"{theirs}{name}"
         kind = ".scale" if last.endswith("norm") else ".kernel"
-        is_array = last == "router" or "{}" in layers[ours]  # in a mixture of experts
+        is_array = last == "router" or "{}" in layers[ours]  # of a mixture of experts
         found.append((path if is_array else path + kind, f"{name}.weight", weight))
         if biased is None or last in biased:
             found.append((f"{path}.bias", f"{name}.bias", bias))

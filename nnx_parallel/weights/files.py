@@ -1,10 +1,11 @@
-"""Files of safetensors: headers are checked, and arrays are views, not yet read.
+"""Files of safetensors: checks their headers, and gives views of arrays.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON, at most
-100 MB: names to dtype, shape and offsets), and the arrays, with no bytes between.
-https://github.com/huggingface/safetensors#format. The package of this name reads into
-arrays of a framework. For NumPy it cannot slice bfloat16 (0.8: "data type 'bfloat16'
-not understood"), the dtype of most models.
+A file has three parts with no bytes between: the length of the header (8 bytes, little
+endian), the header (JSON, at most 100 MB: names to dtype, shape and offsets), and the
+arrays. See https://github.com/huggingface/safetensors#format. The package safetensors
+reads into arrays of a framework. With NumPy, the package cannot slice bfloat16 (0.8:
+"data type 'bfloat16' not understood"), which is the dtype of most models. So this
+module reads the files itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Dtypes that JAX has too, by the name in a header."""
+"""Dtypes that JAX supports too, by their names in a header."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -60,23 +61,23 @@ class Tensor:
     start: int
 
     def view(self) -> np.ndarray:
-        """The array, read-only: a page is read from disk when it is first used."""
+        """Returns a read-only view; a page is read from disk when it is first used."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:
-    """The arrays of a file, or of a folder, by name.
+    """Returns the arrays of a file, or of a folder, by name.
 
-    In a folder ``model.safetensors`` is read, and no other file beside it, as in
-    transformers. If it is missing, the files of the folder's index are read; without an
-    index, all files of the folder.
+    In a folder, only ``model.safetensors`` is read if it exists, as in transformers. If
+    not, the files in the folder's index are read. If there is no index, all files of
+    the folder are read.
 
     Raises:
-        WeightsError: If a file is not in the format of safetensors, is damaged or cut
-            short, or if the index of a folder names files outside of it or disagrees
-            with the files.
+        WeightsError: If a file is damaged, cut short or not in the format of
+            safetensors. Also if the index of a folder names files outside of it, or
+            disagrees with the files.
     """
     if not path.is_dir():
         return _read_header(path)
@@ -104,11 +105,11 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def find_folder(path: str | Path) -> Path:
-    """The folder at a path, or the folder of a repository of the Hugging Face hub.
+    """Returns a folder by its path, or by the name of a Hugging Face repository.
 
     Raises:
-        WeightsError: If the folder does not exist, and the path is not the name of a
-            repository or `huggingface_hub` is not installed.
+        WeightsError: If the folder does not exist, and the path is not a repository's
+            name or `huggingface_hub` is not installed.
     """
     if Path(path).exists() or str(path).count("/") != 1:
         return Path(path)
@@ -124,7 +125,7 @@ def find_folder(path: str | Path) -> Path:
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """The content of a folder's ``config.json``, or another such file.
+    """Returns the content of a folder's ``config.json``, or of the file ``name``.
 
     Raises:
         WeightsError: If the file is missing, or is not a JSON object in a regular file.
@@ -189,7 +190,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _is_pickle(start: bytes) -> bool:
-    """True for a pickle, or for the zip archive that PyTorch writes around one."""
+    """Returns True for a pickle, or for PyTorch's zip archive around a pickle."""
     return start[:2] == b"PK" or start[:1] == b"\x80"
 
 
@@ -228,7 +229,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
 def _check_places(
     path: Path, tensors: Mapping[str, Tensor], start: int, size: int
 ) -> None:
-    """Checks that arrays follow each other, from the header to the end of the file."""
+    """Checks that the arrays fill the file without gaps, from the header to the end."""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
         if tensor.start < start:
             raise WeightsError(
@@ -249,7 +250,7 @@ Described = tuple[str, tuple[int, ...], np.dtype]
 
 
 def num_bytes(described: Described) -> int:
-    """Bytes of an array's data."""
+    """Returns the number of bytes of an array's data."""
     _, shape, dtype = described
     return math.prod(shape) * dtype.itemsize
 
@@ -257,7 +258,7 @@ def num_bytes(described: Described) -> int:
 def write_tensors(
     file: BinaryIO, described: list[Described], arrays: Iterator[np.ndarray]
 ) -> None:
-    """Writes a file whose arrays come one by one, in the order of ``described``."""
+    """Writes a file; ``arrays`` come one by one, in the order of ``described``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     first = 0
     for each in described:
@@ -267,14 +268,14 @@ def write_tensors(
         header[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": offsets}
         first = last
     content = json.dumps(header, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % 8)  # arrays begin at a multiple of 8
+    content += b" " * (-len(content) % 8)  # arrays must begin at a multiple of 8
     file.write(len(content).to_bytes(8, "little") + content)
     for _, array in zip(described, arrays, strict=True):
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def code_of(dtype: np.dtype) -> str:
-    """The name of a dtype in a header.
+    """Returns the name of a dtype in a header.
 
     Raises:
         WeightsError: If safetensors does not have this dtype.

@@ -2,15 +2,17 @@
 
 An entry is ``(our path, their name, pattern)``, such as
 ``("blocks.layer.mlp.up.kernel", "layers.{}.up.weight", "mlp embed -> embed mlp")``.
+"Ours" is in the model, and "theirs" is in the file.
 
-- ``{}`` in their name is the number of a layer, the first dim of our array; a second
-  ``{}`` is the number of an expert, the next dim.
-- The pattern, of einops, makes their array ours; it names every dim of our array.
-- ``part 1 of 3: `` in front of it says that their array holds three of ours, along the
-  first dim of the pattern's result.
-- If one of our dims joins several of theirs, ``embed c p q -> (p q c) embed``, their
-  sizes follow the pattern: ``, p=16 q=16 c=3``. A ``1`` is a dim of their array that
-  our array lacks.
+- ``{}`` in their name is the number of a layer, which is the first dim of our array. A
+  second ``{}`` is the number of an expert, which is the next dim.
+- The pattern, in the notation of einops, turns their array into ours. It names every
+  dim of our array.
+- ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
+  along the first dim of the pattern's result.
+- If one of our dims joins several of their dims, ``embed c p q -> (p q c) embed``, the
+  sizes of these come after the pattern: ``, p=16 q=16 c=3``. A ``1`` is a dim of their
+  array that our array does not have.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from nnx_parallel.weights.files import Tensor
 Entry = tuple[str, str, str]
 
 WEIGHTS = (nnx.Param, nnx.BatchStat)
-"""Variables that files have: trained parameters, and the statistics of norms."""
+"""Variables that are in files: parameters, and statistics of norms."""
 
 _PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *([^,]+)(?:, *(.+))?")
 _GROUP = re.compile(r"\([^)]*\)|\w+")
@@ -43,13 +45,13 @@ class Rule:
 
     Attributes:
         ours: Dotted path of our array.
-        theirs: Name of their array, perhaps with ``{}``.
+        theirs: Name of their array, which may have ``{}``.
         left: Dims of their array, in the notation of einops.
-        right: Dims of our array, without the dims of layers and experts, but with the
-            dim of parts if there is one.
+        right: Dims of our array, without the dims of layers and experts. If their array
+            has parts, the dim of parts is included.
         part: Number of the part of their array that is our array.
-        num_parts: Number of parts that their array holds; 0: it holds only our array.
-        given: Sizes of their dims that are joined in one of our dims.
+        num_parts: Number of parts of their array; 0 if it holds only our array.
+        given: Sizes of those dims of theirs that are joined in one of our dims.
     """
 
     ours: str
@@ -65,7 +67,8 @@ class Rule:
         """Parses an entry.
 
         Raises:
-            WeightsError: If it is not written as the module's docstring says.
+            WeightsError: If it does not have the form that the module's docstring
+                describes.
         """
         match entry:
             case (str(ours), str(theirs), str(pattern)):
@@ -87,19 +90,22 @@ class Rule:
 
     @property
     def num_stacked(self) -> int:
-        """Number of our dims that are numbers in their names: layers, experts."""
+        """Number of our dims that are numbers in their names (layers, experts)."""
         return self.theirs.count("{}")
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
-        """Their names for our array of this shape, by index in its stacked dims."""
+        """Returns their names for our array of this shape.
+
+        The keys are indices in our array's dims of layers and experts.
+        """
         indices = np.ndindex(*shape[: self.num_stacked])
         return {index: self.theirs.format(*index) for index in indices}
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """The size of each dim that the pattern names, from our array's shape.
+        """Returns the size of each dim in the pattern, from the shape of our array.
 
         Raises:
-            WeightsError: If the pattern has other dims.
+            WeightsError: If the pattern does not have the dims of the shape.
         """
         dims, given = _GROUP.findall(self.right), dict(self.given)
         ours = [self.num_parts] if self.num_parts else []
@@ -120,17 +126,17 @@ class Rule:
         return single | given
 
     def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Our array at one index, from theirs; a view unless the pattern joins dims."""
+        """Returns our array at one index; a view unless the pattern joins dims."""
         view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
         return view[self.part] if self.num_parts else view
 
     def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Their array at one index, from all of our arrays that it holds."""
+        """Returns their array at one index, from all of our arrays that it holds."""
         joined = np.stack(ours) if self.num_parts else ours[0]
         return rearrange(joined, f"{self.right} -> {self.left}", **sizes)
 
     def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of their array."""
+        """Returns the shape of their array."""
         of_each = [re.findall(r"\w+", group) for group in _GROUP.findall(self.left)]
         return tuple(math.prod(sizes.get(n, 1) for n in names) for names in of_each)
 
@@ -142,11 +148,11 @@ def _after(num_stacked: int) -> str:
 
 
 def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, Rule]:
-    """The rule of each array of a model, by its path.
+    """Returns the rule of each array of a model, by its path.
 
     Raises:
-        WeightsError: If an array has no entry, or an entry has no array; if a pattern
-            does not fit the array.
+        WeightsError: If an array has no entry, if an entry has no array, or if a
+            pattern does not fit its array.
     """
     read = [Rule.of(entry) for entry in entries]
     rules = {rule.ours: rule for rule in read}
@@ -185,8 +191,8 @@ def check_numbers(
     """Checks that the files have an array for each layer and expert of a model.
 
     Raises:
-        WeightsError: If they have fewer. It is raised before a name is made for each,
-            since a config may ask for any number of layers.
+        WeightsError: If arrays are missing. This is raised before a name is made for
+            each array, because a config may ask for any number of layers.
     """
     for path, rule in rules.items():
         count = math.prod(shapes[path][: rule.num_stacked])
@@ -204,11 +210,11 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     ignored: str | None,
 ) -> None:
-    """Checks names and shapes in the files against the model's.
+    """Checks that names and shapes in the files fit the model.
 
     Raises:
-        WeightsError: If an array is missing, has another shape, or is not used and does
-            not match the regex ``ignored``.
+        WeightsError: If an array is missing or has another shape. Also if an array in
+            the files is not used and does not match the regex ``ignored``.
     """
     used: set[str] = set()
     for path, rule in rules.items():
@@ -238,7 +244,7 @@ def check_tensors(
 
 
 def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
-    """Rules grouped by the array in files that they share, in the order of parts."""
+    """Yields groups of rules that share an array in files, in the order of parts."""
     groups: dict[str, list[Rule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)

@@ -1,4 +1,4 @@
-"""A model with weights from files: each device reads only its shards."""
+"""A model with weights from files, of which each device reads only its shards."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ from nnx_parallel.weights.names import (
 class Pretrained:
     """A function from ``nnx.Rngs`` to a model whose parameters come from safetensors.
 
-    Pass it to a Trainer, or a strategy's ``init``, as the model: each device's shards
-    are then read straight from the files, under any strategy, and no process holds
-    more than its shards and the slice that it is reading. A direct call returns the
-    whole model. Parameters and statistics of a `nnx.BatchNorm` that are missing in
-    ``names`` are an error; Variables of other types keep the model's initial values.
+    Pass it as the model to a Trainer, or to a strategy's ``init``. Then each device's
+    shards are read directly from the files, under any strategy. No process holds more
+    than its shards and the slice that it is reading. A direct call returns the entire
+    model on one device. If ``names`` lacks a parameter, or a statistic of a
+    `nnx.BatchNorm`, an error is raised. Variables of other types keep the model's
+    initial values.
 
     Args:
-        build: Builds the model, as a Trainer takes it.
-        path: A folder of safetensors, with its index if there are several files; or a
+        build: Function that builds the model, as a Trainer takes it.
+        path: A folder of safetensors, with an index if there are several files; or a
             file.
         names: The table of names; see `nnx_parallel.weights.names`.
-        dtype: Dtype that parameters are cast to; ``"keep"``: each array's dtype in the
-            files; ``None``: the dtype that ``build`` gives them.
-        ignored: A regex for names of arrays in the files that the model does not need;
-            a match anywhere in the name counts.
-        new: A regex for our paths, matched in the same way: these parameters are not
-            read and keep the model's initial values, such as the head for other
-            classes.
+        dtype: Dtype that parameters are cast to. ``"keep"`` keeps each array's dtype in
+            the files. ``None`` takes the dtype that ``build`` gives.
+        ignored: A regex for names of arrays in the files that the model does not need.
+            The regex may match anywhere in the name.
+        new: A regex for our paths, matched in the same way. These parameters are not
+            read and keep the model's initial values, such as a head for other classes.
 
     Raises:
-        WeightsError: If files are damaged, or names or shapes do not fit; this is
-            checked before any array is read. While reading: if an array has values that
-            are not finite.
+        WeightsError: If files are damaged, or if names or shapes do not fit. This is
+            checked before any array is read. During the read, the error is raised if an
+            array has values that are not finite.
 
     Example:
         >>> import tempfile
@@ -67,7 +67,7 @@ class Pretrained:
     """
 
     kinds: tuple[type[nnx.Variable], ...] = WEIGHTS
-    """Variables that the table has to name."""
+    """Types of Variables that the table has to name."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class Pretrained:
         self.tensors = open_tensors(self.path)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model with its weights, not sharded, on the default device.
+        """Returns the model with its weights, unsharded, on the default device.
 
         Raises:
-            WeightsError: If it is called inside a traced function, whose program could
-                not read files.
+            WeightsError: If it is called while a function is traced, because a traced
+                program cannot read files.
         """
         probe = jnp.zeros(())
         if isinstance(probe, Tracer):
@@ -100,7 +100,7 @@ class Pretrained:
                 "that from_pretrained returns, or change the model that it builds "
                 "outside of the function."
             )
-        # Before the model takes memory: a config may ask for any shape.
+        # This comes before the model takes memory, as a config may ask for any shape.
         nnx.eval_shape(lambda: self.build_shapes(nnx.Rngs(0)))
         model = self.build_shapes(rngs)
         params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
@@ -114,7 +114,7 @@ class Pretrained:
         return model
 
     def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
-        """The model with parameters of the right shapes and dtypes, not yet read."""
+        """Returns the model with parameters of the right shapes and dtypes, unread."""
         model = build_model(self.build, rngs)
         variables = self._variables(model)
         arrays = {dotted(path): x for path, x in arrays_of(model).items()}
@@ -140,7 +140,7 @@ class Pretrained:
     def _wanted(
         self, rules: Mapping[str, Rule], read: Mapping[str, Rule], shapes: Mapping
     ) -> dict[str, Tensor]:
-        """The files' arrays, without the ones that new parameters replace."""
+        """Returns the files' arrays, except those that new parameters replace."""
         names = {p: set(rule.names(shapes[p]).values()) for p, rule in rules.items()}
         used = set().union(*(names[path] for path in read))
         new = set().union(*(names[path] for path in rules.keys() - read.keys())) - used
@@ -153,7 +153,7 @@ class Pretrained:
         return np.result_type(*kinds)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
-        """Reads the arrays that the table names, each into its sharding, by path."""
+        """Reads the arrays that the table names, with their shardings, by path."""
         given = {dotted(path): path for path in arrays}
         found = {}
         for rule in map(Rule.of, self.names):
@@ -167,7 +167,7 @@ def _read(
 ) -> jax.Array:
     sizes = rule.sizes(array.shape)
     names = rule.names(array.shape)
-    shards: dict[Any, np.ndarray] = {}  # this process's shards, each read once
+    shards: dict[Any, np.ndarray] = {}  # shards of this process, each read only once
 
     def shard(index: Any) -> np.ndarray:
         bounds = [s.indices(n)[:2] for s, n in zip(index, array.shape, strict=True)]
@@ -189,11 +189,11 @@ def _read(
 
 
 def _copy(part: np.ndarray, out: np.ndarray) -> None:
-    """Copies an array; copies a transposed array in strips that stay in the cache.
+    """Copies an array; a transposed array is copied in strips that stay in the cache.
 
-    Copying bfloat16 (8192, 256) takes 1.5 ms in strips of 16 rows, and 17 ms at once.
+    A copy of bfloat16 (8192, 256) takes 1.5 ms in strips of 16 rows, and 17 ms at once.
     """
-    # NumPy copies bfloat16 element by element, but not integers.
+    # NumPy copies bfloat16 one element at a time, but integers in blocks.
     if part.dtype == out.dtype:
         part, out = _bits(part), _bits(out)
     slowest = int(np.argmax(part.strides)) if part.ndim else 0
@@ -206,14 +206,14 @@ def _copy(part: np.ndarray, out: np.ndarray) -> None:
 
 
 _EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48}
-"""Bits that are all set if a number is infinite or NaN, by the name of its dtype."""
+"""Bits that are all set if a number is infinite or NaN, by the dtype's name."""
 
 
 def _check_finite(name: str, tensor: Tensor, part: np.ndarray) -> None:
     exponent = _EXPONENTS.get(code_of(tensor.dtype))
     if exponent is None:
         return
-    # The bits are compared: `np.isfinite` of bfloat16 takes ten times as long.
+    # Bits are compared, because `np.isfinite` takes ten times as long for bfloat16.
     bits = _bits(part)
     mask = bits.dtype.type(exponent)
     if ((bits & mask) == mask).any():

@@ -1,6 +1,7 @@
-"""Families of published language models: one file has all that is peculiar to one.
+"""Families of published language models; each file has all facts about one family.
 
-A file maps settings of ``config.json`` to fields of `GPTConfig` and back, names arrays
-in files, and lists presets: a `Family`, which `models.gpt_config` lists. Read
-`weights.family` first, then `llama`, on which most others build.
+A file maps settings of ``config.json`` to fields of `GPTConfig` and back, gives the
+names of arrays in files, and lists presets. These make a `Family`, and
+`models.gpt_config` lists all families. Read `weights.family` first, then `llama`, on
+which most other families build.
 """

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""The families Gemma 2 and Gemma 3."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ _NORMS = {
 
 
 def _read(settings: Values) -> Values:
-    # The last layer of each period sees all keys.
+    # The last layer of each period is global: it sees all keys.
     count = settings["num_hidden_layers"]
     period = settings["sliding_window_pattern"] or count + 1
     types = ["sliding_attention"] * count
@@ -31,7 +31,7 @@ def _write(fields: Values) -> dict[str, Any]:
     del found["hidden_act"]
     return found | {
         "hidden_activation": "gelu_pytorch_tanh",
-        # transformers demands an int.
+        # transformers requires an int here.
         "query_pre_attn_scalar": round(fields["attention_scale"] ** -2),
     }
 

@@ -1,4 +1,4 @@
-"""GPT-2."""
+"""The family GPT-2."""
 
 from nnx_parallel.models.families.llama import NEUTRAL, sized
 from nnx_parallel.weights.family import Family, Values, block_entries
@@ -14,7 +14,7 @@ _LAYERS = {
     "attention_norm": "ln_1",
     "mlp_norm": "ln_2",
 }
-# One kernel holds queries, keys and values. Kernels are (in, out), like ours.
+# One kernel in files holds queries, keys and values. Kernels are (in, out), like ours.
 _PATTERNS = {
     name: (
         f"part {i} of 3: embed (n heads head_dim) -> n embed heads head_dim",
@@ -70,7 +70,7 @@ GPT2 = Family(
     read=lambda settings: {},
     write=_write,
     names=_names,
-    # Masks that older versions saved, and the head of a tied model.
+    # Older versions saved masks, and the head of a model that is tied.
     ignored=r"\.attn\.(masked_)?bias$|^lm_head\.weight$",
     presets={
         "gpt2": sized(_SIZES, "12 768 12"),

@@ -1,4 +1,4 @@
-"""Llama, and models of others with its parts: SmolLM2, and one like DeepSeek-V3.
+"""Llama, and other models made of its parts: SmolLM2, and one like DeepSeek-V3.
 
 Most other families are `LLAMA` with a few parts replaced.
 """
@@ -23,11 +23,14 @@ NEUTRAL = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
-"""Settings of language models that change numbers and have no field in `GPTConfig`."""
+"""Settings that change a language model's numbers and have no field in `GPTConfig`."""
 
 
 def sized(base: Values, shape: str, **more: Any) -> dict[str, Any]:
-    """A preset: fields, and layers, width, heads, key heads and MLP in ``shape``."""
+    """Returns a preset: ``base`` with the sizes in ``shape``, and ``more`` fields.
+
+    ``shape`` has the numbers of layers, width, heads, key heads and MLP width.
+    """
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim")
     return {**base, **dict(zip(names, map(int, shape.split()), strict=False)), **more}
 
@@ -49,7 +52,7 @@ _QK_NORMS = {
 def names(
     fields: Values, mlp: Mapping[str, str] = _MLP, norms: Mapping[str, str] = _NORMS
 ) -> list[Entry]:
-    """The table of names, with the given layers in each block."""
+    """Returns the table of names; ``mlp`` and ``norms`` name layers of each block."""
     layers = {**_ATTENTION, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
     biased = ("query", "key", "value") if fields["qkv_bias"] else ()
     found = [
@@ -62,8 +65,11 @@ def names(
 
 
 def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
-    """Rotation and windows; the layers have ``types`` unless the file names them."""
-    # transformers 5 has one setting of the rotation, version 4 up to three.
+    """Returns the fields of rotation and windows.
+
+    ``types`` are the kinds of layers, unless the file names them.
+    """
+    # transformers 5 has one setting for the rotation; version 4 has up to three.
     given = settings.get("rope_parameters")
     if given is None:
         rope = {"rope_theta": settings.get("rope_theta", 10_000.0)}
@@ -107,8 +113,9 @@ def _read_scaling(rope: Values) -> RopeScaling | None:
 
 
 def read_experts(settings: Values) -> dict[str, Any]:
-    """A mixture of experts in place of each MLP, as in Mixtral and Qwen 3."""
-    # For Qwen, transformers 5 also writes Mixtral's name, and the default beside it.
+    """Returns the fields of a mixture of experts, as in Mixtral and Qwen 3."""
+    # For Qwen, transformers 5 writes the number of experts under Mixtral's name. It may
+    # also write Qwen's name, with the default number.
     experts = Experts(
         num_experts=settings.get("num_local_experts") or settings["num_experts"],
         top_k=settings["num_experts_per_tok"],
@@ -119,7 +126,7 @@ def read_experts(settings: Values) -> dict[str, Any]:
 
 
 def write(fields: Values) -> dict[str, Any]:
-    """Rotation and windows, for transformers 4.53 and later."""
+    """Returns settings of rotation and windows, for transformers 4.53 and later."""
     theta, scaling = fields["rope_theta"], fields["rope_scaling"]
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -131,7 +138,7 @@ def write(fields: Values) -> dict[str, Any]:
             rope["rope_type"] = "llama3"
     found = {
         "hidden_act": "silu",
-        # Both forms: transformers 4 reads the first two.
+        # Both forms are written: transformers 4 reads the first two settings.
         "rope_theta": theta,
         "rope_scaling": None if scaling is None else rope,
         "rope_parameters": rope | {"rope_theta": theta},
@@ -144,7 +151,7 @@ def write(fields: Values) -> dict[str, Any]:
 
 
 def write_experts(fields: Values) -> dict[str, Any]:
-    """The settings of a mixture that Mixtral and Qwen 3 share."""
+    """Returns the settings of a mixture that Mixtral and Qwen 3 share."""
     experts = fields["experts"]
     return {
         "num_experts_per_tok": experts.top_k,
@@ -167,7 +174,7 @@ def _read_windows(settings: Values, types: Sequence[str]) -> dict[str, Any]:
     kinds = tuple(_KINDS[each] for each in types)
     if set(kinds) == {"global"}:
         return {}
-    # Their number also counts the key of the query's token.
+    # The setting in files also counts the key of the query's token.
     found: dict[str, Any] = {"window": window - 1}
     return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
 
@@ -187,7 +194,7 @@ _LLAMA_32 = _LLAMA_31 | {
     "rope_scaling": RopeScaling(factor=32.0, original_len=8192),
 }
 _SMOLLM = {"vocab_size": 49_152, "seq_len": 8192, "rope_theta": 100_000.0, "tied": True}
-# It has key heads instead of DeepSeek's latent attention.
+# This one has key heads instead of DeepSeek's latent attention.
 _DEEPSEEK_V3 = {
     "vocab_size": 129_280,
     "seq_len": 4096,
@@ -241,7 +248,7 @@ LLAMA = Family(
     read=read,
     write=write,
     names=names,
-    # Frequencies that older versions saved, and the head of a tied model.
+    # Older versions saved frequencies, and the head of a model that is tied.
     ignored=r"rotary_emb\.inv_freq$|^lm_head\.weight$",
     presets={
         "llama2-7b": sized(_LLAMA_2, "32 4096 32 32 11008"),
