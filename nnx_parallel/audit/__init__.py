@@ -1,4 +1,4 @@
-"""The audit of a compiled step: FLOPs, collectives with their bytes, and memory.
+"""Audits a compiled step: FLOPs, collectives with their bytes, and memory.
 
 `audit` reads the program that XLA will run, on any backend, without running it.
 """

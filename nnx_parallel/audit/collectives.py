@@ -1,4 +1,4 @@
-"""Collectives in a compiled program: kind, bytes, and the devices that take part."""
+"""Reads a compiled program's collectives: kind, bytes, and participating devices."""
 
 import json
 import math
@@ -21,7 +21,7 @@ KINDS = (
 )
 
 UNREAD = "unread"
-"""The kind of an instruction that sends in a way that is not understood."""
+"""The kind of an instruction that sends in an unknown way."""
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
 
@@ -38,25 +38,27 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: One of `KINDS`. An asynchronous start and its done are one collective.
+        kind: One of `KINDS`. The start and the done of an asynchronous collective are
+            one collective.
         bytes_each: Bytes per device and execution of the larger side: the output of an
-            all-gather, the input of all others; several operands are summed. The size
-            of the data, not the communication volume, which depends on the algorithm.
-            For a ragged-all-to-all the smaller side: the mean of the bytes that devices
-            send and receive can be no more, and the larger side has room for more than
-            the mean.
-        count: Executions per run of the program, loops multiplied out.
-        dtypes: The element types that move.
-        group_size: Devices that take part together; of a collective-permute, those
-            that its pairs connect.
-        groups: Their positions in the program's device order, or `None` for a notation
-            that is not understood.
-        source: The JAX operation that it came from, as the compiler recorded it.
-        asynchronous: True if it is started and awaited apart, so that other work can
-            run in between.
-        is_hidden: True if a product (a matmul, a convolution or a kernel) runs in
-            between, as the program is scheduled; not whether it lasts as long. `None`
-            for a text that is not scheduled.
+            all-gather, and the input of all other kinds. Several operands are summed.
+            This is the size of the data, not the communication volume, which depends on
+            the algorithm. For a ragged-all-to-all it is the smaller side: devices
+            cannot send or receive more than this in the mean, and the larger side has
+            room for more than the mean.
+        count: Number of executions in a run of the program, counting all trips of
+            loops.
+        dtypes: The element types of the data.
+        group_size: Number of devices that take part together; for a collective-permute,
+            the number that its pairs connect.
+        groups: Positions of the devices of each group in the program's device order, or
+            `None` for an unknown notation.
+        source: The JAX operation that it came from, by the compiler's record.
+        asynchronous: True if start and end are separate instructions, so that other
+            work can run in between.
+        is_hidden: True if the program's schedule has a product (a matmul, a convolution
+            or a kernel) in between, however short it is. `None` for a text that is not
+            scheduled.
         axes: The axes of the mesh along which the devices of a group differ; `None`
             if the mesh or the groups are not known.
     """
@@ -74,15 +76,16 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all its executions."""
+        """Bytes of all executions."""
         return self.bytes_each * self.count
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a device sends in all executions, by the ring that sends least.
+        """Bytes that a device sends in all executions, with the best ring algorithm.
 
-        An all-reduce sends ``2 (n - 1) / n`` of its bytes, a collective-permute all,
-        and of the others ``(n - 1) / n``, in groups of ``n`` devices.
+        In groups of ``n`` devices an all-reduce sends ``2 (n - 1) / n`` of its bytes, a
+        collective-permute sends all of its bytes, and the other kinds send ``(n - 1) /
+        n`` of their bytes.
         """
         if self.kind in ("collective-permute", UNREAD):
             return self.bytes
@@ -93,18 +96,19 @@ class Collective:
 def read_collective(
     computation: Computation, instruction: Instruction, num_devices: int
 ) -> Collective | None:
-    """The collective that an instruction is, executed once.
+    """Reads an instruction as a collective that is executed once.
 
-    `None` if it is not a collective, if each of its groups is one device, or if it only
-    continues one that was started before. Where no group is written, `num_devices` form
-    one.
+    Returns `None` if it is not a collective, if each of its groups is one device, or if
+    it only continues a collective that was started before. If no group is written, all
+    `num_devices` devices are one group.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS:
         return None
     is_fused = _ASYNC_FUSION in instruction.attributes
-    # The TPU compiler spreads a collective over several fusions and writes it in each;
-    # in the first an `AsyncCollectiveStart` reads it, the others continue it.
+    # The TPU compiler spreads a collective over several fusions and writes it in each
+    # of them. In the first fusion an `AsyncCollectiveStart` reads it; the other fusions
+    # continue it.
     if is_fused and not any(
         user.attribute("custom_call_target") == "AsyncCollectiveStart"
         for user in computation.users[instruction.name]
@@ -115,7 +119,8 @@ def read_collective(
         return None
     sent = computation.operand_shapes(instruction)
     if opcode.startswith("ragged"):
-        # Input and output; then come the offsets and the sizes.
+        # The first two operands are input and output. Offsets and sizes come after
+        # them.
         sent = (min(sent[:2], key=lambda shape: shape.num_bytes),)
     num_bytes = sum(shape.num_bytes for shape in sent)
     root = computation.instructions[computation.root]
@@ -137,11 +142,11 @@ def read_collective(
 def axes_of_groups(
     groups: Sequence[Sequence[int]] | None, sizes: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """The mesh axes along which the devices of each group differ.
+    """Returns the mesh axes along which the devices of each group differ.
 
     Args:
-        groups: Positions of devices in the order of the mesh; ``None``: not known,
-            taken for all axes.
+        groups: Positions of devices in the order of the mesh; ``None`` if they are
+            unknown, which returns all axes.
         sizes: Sizes of the mesh's axes, outermost first.
 
     Example:
@@ -168,7 +173,8 @@ def _read_groups(
     if found := _MESH.search(attributes):
         return _mesh_groups(*found.groups())
     if found := _IOTA.search(attributes):
-        # `[2,4]<=[4,2]T(1,0)`: count in shape (4, 2), transpose, reshape to (2, 4).
+        # `[2,4]<=[4,2]T(1,0)` counts in shape (4, 2), transposes, and reshapes to (2,
+        # 4).
         shape, dims, order = map(_ints, found.groups(""))
         ids = np.arange(math.prod(dims)).reshape(dims)
         groups = _rows(ids.transpose(order or range(len(dims))), shape[-1])
@@ -176,7 +182,7 @@ def _read_groups(
         found = _LISTED.search(attributes)
         listed = re.findall(r"\{([\d,]+)\}", found[1] if found else "")
         groups = tuple(map(_ints, listed))
-    # A permutation lists pairs: those that form a ring or a chain are one group.
+    # A permutation lists pairs. Pairs that form a ring or a chain are one group.
     if instruction.opcode.startswith("collective-permute"):
         groups = _connected(groups)
         return max(map(len, groups), default=1), groups
@@ -188,13 +194,13 @@ def _read_groups(
 def _mesh_groups(
     mesh: str, devices: str, names: str
 ) -> tuple[int, ReplicaGroups | None]:
-    """`mesh['x'=4,'y'=2] {'y'}`: devices that differ only in their index along y."""
+    """Reads `mesh['x'=4,'y'=2] {'y'}`, groups of devices that differ only along y."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
-    # `device_ids=([2,4]T(1,0))`: counted in shape (2, 4), transposed.
+    # `device_ids=([2,4]T(1,0))` counts in shape (2, 4), and transposes.
     order = _DEVICE_IDS.search(devices)
-    # A list of devices, or a part of an axis, gives only the size.
+    # From a list of devices, or a part of an axis, only the group's size is read.
     if (devices.strip(", ") and not order) or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]
@@ -209,7 +215,7 @@ def _mesh_groups(
 
 
 def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
-    """Joins pairs that share a device: a ring is one group."""
+    """Joins pairs that share a device, so that a ring is one group."""
     groups: list[set[int]] = []
     for pair in pairs:
         joined = set(pair).union(*(g for g in groups if g & set(pair)))

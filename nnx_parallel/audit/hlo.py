@@ -1,14 +1,15 @@
-"""A reader for optimised HLO text, the last form of a program that XLA prints.
+"""Reads optimised HLO text, the last form of a program that XLA prints.
 
-Every backend prints the same grammar: a list of computations, each a list of
-instructions in an order in which they could run. Attributes stay text, in which
-`Instruction.attribute` searches.
+Every backend prints the same grammar: a program is a list of computations, and a
+computation is a list of instructions in an order in which they could run. Attributes
+stay text, in which `Instruction.attribute` searches.
 
-A TPU's text does not state a loop's trip count. It follows from the loop itself: a scan
-or a `fori_loop` steps an integer until a condition fails. Evaluating only the integer
-scalars of the body twice shows which of them advance by a fixed step; the condition,
-evaluated at multiples of that step, shows where the loop ends. Whatever depends on an
-array, on an input of the program or on more than sums is `None`, "unknown".
+A TPU's text does not state a loop's trip count. It follows from the loop: a scan or a
+`fori_loop` steps an integer until a condition fails. The integer scalars of the body
+are evaluated twice, which shows which of them advance by a fixed step. The condition is
+then evaluated at multiples of that step, which shows where the loop ends. A value is
+`None`, "unknown", if it depends on an array, on an input of the program, or on other
+operations than sums.
 """
 
 import math
@@ -24,18 +25,19 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
 _END = re.compile(r"\}\s*(,\s*execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
-# The first name between a space and a parenthesis; types, also of tuples, have none.
+# The first name between a space and a parenthesis. Types, even of tuples, do not
+# contain such a name.
 _OPCODE = re.compile(r"\s([\w\-$]+)\(")
 _INTEGER_SCALAR = re.compile(r"\b[sup]\w*\[\]")  # s32[], u8[], pred[]
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SEPARATOR = re.compile(r"[()\[\]{},]")
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_MAX_TRIPS = 2**40  # beyond it a condition is taken to hold forever
+_MAX_TRIPS = 2**40  # if a condition still holds there, the trip count is unknown
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
 _ELEMENT = re.compile(r"%([\w.\-$]+)#(\d+)")
 _COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")
-# Only linear operations, so that a few iterations foretell the others.
+# Only linear operations are evaluated, so that a few iterations predict the others.
 _OPERATIONS: Mapping[str, Callable[..., int]] = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -50,7 +52,7 @@ Known: TypeAlias = tuple[KnownValue, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Element type and dims of one array, as one device holds it."""
+    """Element type and dims of an array on one device."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -62,7 +64,7 @@ class Shape:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, without the padding of a layout; 0 for a token."""
+        """Bytes of the elements without the padding of a layout; 0 for a token."""
         digits = re.match(r"[a-z]+(\d+)", self.dtype)  # none in `token`
         bits = 8 if self.dtype == "pred" else int(digits[1]) if digits else 0
         return math.ceil(self.num_elements * bits / 8)
@@ -72,12 +74,13 @@ class Shape:
 class Instruction:
     """One line of a computation: `%name = type opcode(operands), attributes`.
 
-    A program has tens of thousands, of which few are looked at: each is read then.
+    A program has tens of thousands of instructions, of which few are needed, so the
+    details of an instruction are parsed on first use.
 
     Attributes:
         opcode: The operation, such as `"dot"`.
-        type: The text before it, such as `f32[8]{0}` or `(f32[8]{0}, s32[])`.
-        rest: The text from its opening parenthesis on.
+        type: The text before the opcode, such as `f32[8]{0}` or `(f32[8]{0}, s32[])`.
+        rest: The text from the opening parenthesis on.
     """
 
     name: str
@@ -87,16 +90,16 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays it yields; the leaves of a tuple in order."""
+        """The arrays that it returns; for a tuple, its leaves in order."""
         return tuple(
-            # A dim of dynamic size is printed `<=8`.
+            # A dim of dynamic size is printed as `<=8`.
             Shape(dtype=dtype, dims=tuple(map(int, re.findall(r"\d+", dims))))
             for dtype, dims in _SHAPE.findall(self.type)
         )
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Their names; of a constant or parameter, the text in parentheses."""
+        """Names of operands; for a constant or parameter, the text in parentheses."""
         return tuple(_operand_name(each) for each in self._split[0] if each.strip())
 
     @property
@@ -111,7 +114,7 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """The JAX operation it came from; empty when the compiler does not say."""
+        """The JAX operation that it came from; empty if the compiler does not say."""
         found = _OP_NAME.search(self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
@@ -125,15 +128,15 @@ class Instruction:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The computations among which a conditional chooses."""
+        """The computations from which a conditional chooses."""
         if names := self.attribute("branch_computations"):
             return tuple(map(_operand_name, names.split(",")))
-        # A conditional on a boolean names its two branches apart.
+        # A conditional on a boolean names its two branches in separate attributes.
         both = self.attribute("true_computation"), self.attribute("false_computation")
         return tuple(name for name in both if name is not None)
 
     def attribute(self, key: str) -> str | None:
-        """The value of `key=value` up to the next comma, or a braced or quoted one."""
+        """Returns the value of `key=value`: braced, quoted, or up to a comma."""
         value = r"\{[^}]*\}|\"[^\"]*\"|[^,\s]+"
         found = re.search(rf"(?:^|, ){key}=({value})", self.attributes)
         return found[1].strip('%{}"') if found else None
@@ -148,11 +151,11 @@ class Computation:
     root: str
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """The arrays that an instruction of this computation reads."""
+        """Returns the arrays that an instruction of this computation reads."""
         defined = (self.instructions.get(name) for name in instruction.operands)
         return tuple(shape for each in defined if each for shape in each.shapes)
 
-    # Asked for each collective of a TPU's program: the scan over all is done once.
+    # It is read for each collective of a TPU's program, so the scan is cached.
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
         """For each instruction's name, the instructions that read it."""
@@ -167,9 +170,9 @@ class WhileLoop(NamedTuple):
     """The facts about a `while` that are known before it runs.
 
     Attributes:
-        trip_count: How often its body runs; `None` when that depends on data.
-        invariants: Its state, unknown where it changes between iterations; with it
-            the loops inside the body can be read in turn.
+        trip_count: Number of trips; `None` if it depends on data.
+        invariants: The loop's state, with unknown values where it changes between
+            iterations. It is used to read the loops inside the body.
     """
 
     trip_count: int | None
@@ -178,21 +181,22 @@ class WhileLoop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A compiled program: computations by name, the first to run, the device count."""
+    """A compiled program: computations by name, the first one, the device count."""
 
     computations: Mapping[str, Computation]
     entry: str
     num_devices: int
-    is_scheduled: bool = False  # printed in the order in which it runs
+    is_scheduled: bool = False  # True if printed in the order of execution
 
     def evaluate(self, name: str, arguments: Known) -> dict[str, KnownValue]:
-        """The values of a computation's integer scalars, by instruction.
+        """Evaluates a computation's integer scalars; returns them by instruction.
 
         Parameters for which `arguments` has no value are unknown.
         """
         values: dict[str, KnownValue] = {}
         for instruction in self.computations[name].instructions.values():
-            # Tuples too: a loop's state is one, with its counter among the arrays.
+            # Tuples are evaluated too: a loop's state is a tuple that contains the
+            # counter.
             if _INTEGER_SCALAR.search(instruction.type):
                 operands = tuple(map(values.get, instruction.operands))
                 value = self._evaluate(instruction, operands, arguments)
@@ -213,14 +217,14 @@ class Module:
                 return _element(operands[0], int(instruction.attribute("index") or 0))
             case "fusion" | "call":
                 return self._result(instruction.called, operands)
-            case "copy-start":  # yields destination, source, and a token
+            case "copy-start":  # returns (destination, source, token)
                 return operands[0], operands[0], None
             case "copy-done":
                 return _element(operands[0], 0)
             case opcode if opcode in _SAME:
                 return operands[0]
         key = instruction.attribute("direction") or instruction.opcode
-        # Comparisons yield booleans, on which only logic is evaluated.
+        # Comparisons return booleans; only logic is evaluated on booleans.
         kind = bool if key in ("and", "or") else int
         if key in _OPERATIONS and all(type(value) is kind for value in operands):
             return _OPERATIONS[key](*operands)
@@ -232,7 +236,7 @@ class Module:
         return self.evaluate(name, arguments).get(self.computations[name].root)
 
     def read_loop(self, instruction: Instruction, initial: KnownValue) -> WhileLoop:
-        """Reads a `while`, from the known part of its state before it runs."""
+        """Reads a `while`, given the known part of its state before it runs."""
         states = [initial]
         for _ in range(2):
             states.append(self._result(instruction.attribute("body"), (states[-1],)))
@@ -245,7 +249,7 @@ class Module:
             state = tuple(p and p[0] + trips * p[1] for p in progressions)
             return self._result(instruction.attribute("condition"), (state,))
 
-        # As XLA states it on CPU and GPU.
+        # XLA states the trip count on CPU and GPU.
         known = _KNOWN_TRIP_COUNT.search(instruction.attributes)
         return WhileLoop(
             trip_count=int(known[1]) if known else _first_failure(goes_on),
@@ -256,7 +260,7 @@ class Module:
 def _progression(
     first: KnownValue, second: KnownValue, third: KnownValue
 ) -> tuple[int, int] | None:
-    """Start and step of a value that advances evenly over its first iterations."""
+    """Returns start and step of a value, if the step is constant at first."""
     if type(first) is int and type(second) is int and type(third) is int:
         step = second - first
         return (first, step) if third - second == step else None
@@ -264,10 +268,10 @@ def _progression(
 
 
 def _first_failure(goes_on: Callable[[int], KnownValue]) -> int | None:
-    """The smallest number at which a condition fails, if it then fails for good."""
+    """Returns the first trip at which a condition fails, if it then always fails."""
     if goes_on(0) is None:
         return None
-    # Doubling, then bisection: a loop of a million steps takes forty evaluations.
+    # Doubling and then bisection take forty evaluations for a loop of a million steps.
     low, high = -1, 0
     while goes_on(high):
         low, high = high, 2 * high + 1
@@ -328,7 +332,7 @@ def parse(text: str) -> Module:
 def _split_computations(
     text: str,
 ) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str], str]]]]:
-    """The header of each computation, and its instructions, each with its beginning."""
+    """Yields each computation's header, and its instructions with their beginnings."""
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
@@ -354,7 +358,7 @@ def _parse_instruction(name: str, text: str) -> Instruction:
 
 
 def _with_elements(body: dict[str, Instruction]) -> dict[str, Instruction]:
-    """Adds the `get-tuple-element`s that a compiler's dump shortens to `%x#1`."""
+    """Adds the `get-tuple-element`s that a compiler's dump abbreviates as `%x#1`."""
     named = (_ELEMENT.findall(each.rest) for each in body.values() if "#" in each.rest)
     indices: dict[str, set[int]] = {}
     for name, index in chain.from_iterable(named):
@@ -375,7 +379,7 @@ def _with_elements(body: dict[str, Instruction]) -> dict[str, Instruction]:
 
 
 def _parenthesised(text: str) -> tuple[list[str], int]:
-    """Operands in the parentheses that a text begins with, and where these end."""
+    """Returns the operands in a text's first parentheses, and where these end."""
     parts, depth, start = [], 0, 0
     for found in _SEPARATOR.finditer(text):
         bracket = found.group()
@@ -389,6 +393,6 @@ def _parenthesised(text: str) -> tuple[list[str], int]:
 
 
 def _operand_name(text: str) -> str:
-    """`%a` of `f32[8]{0} %a`: some printers put each operand's type before it."""
+    """Returns `a` for `f32[8]{0} %a`; some printers put the type before an operand."""
     words = _COMMENT.sub("", text).split()
     return words[-1].lstrip("%") if words else ""

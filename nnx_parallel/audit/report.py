@@ -1,4 +1,4 @@
-"""`audit`, and the `Report` that it makes."""
+"""`audit`, and the `Report` that it returns."""
 
 import math
 from collections import Counter
@@ -24,28 +24,31 @@ class Report:
 
     Attributes:
         flops: Floating-point operations of dots and convolutions, and of Pallas kernels
-            that state theirs; a multiplication and an addition count two.
-        grouped_flops: FLOPs of grouped products among them. On TPUs they cover all rows
-            that they have room for: the kernel takes tiles of rows, and skips those
-            after the last group's. On CPUs each group multiplies all rows, and is
-            counted so.
-        grouped_products: Their number, `jax.lax.ragged_dot` on TPUs and the products of
-            `nnx_parallel.layers.MoE`. On CPUs one may take several dots.
-        collectives: Every collective instruction among more than one device, whoever
-            runs it: those that a TPU's SparseCores run too.
-        unread: Instructions that send in a way that is not understood, such as a kernel
-            that writes into another device's memory: its name is in ``source``, its
-            operands are its bytes, and it counts as sent and not hidden.
-        conditionals: Every conditional. The other attributes count its most expensive
-            branch, by FLOPs and then by bytes in collectives.
-        unknown_loops: Loops whose trip count depends on data; bodies are counted once,
-            and not at all in the rounds of `MoE` that balanced tokens do not need.
-        custom_calls: Executions, by target, of kernels of unknown, uncounted FLOPs.
-        opcodes: Instructions by opcode in the whole text, loops not multiplied: two
-            programs that differ here are not the same.
-        temporary_bytes: Scratch memory; like the next two, `None` for a text.
+            that state their number. A multiplication and an addition count as two.
+        grouped_flops: The part of ``flops`` in grouped products. On TPUs all rows of
+            the operand are counted, although the kernel works in tiles of rows and
+            skips the tiles after the last group's rows. On CPUs each group multiplies
+            all rows, and is counted so.
+        grouped_products: Number of grouped products: `jax.lax.ragged_dot` on TPUs, and
+            the products of `nnx_parallel.layers.MoE`. On CPUs a grouped product may
+            take several dots.
+        collectives: Every collective instruction among more than one device, including
+            collectives that a TPU's SparseCores run.
+        unread: Instructions that send in an unknown way, such as a kernel that writes
+            into another device's memory. ``source`` has the kernel's name. Its bytes
+            are its operands or its results, whichever are larger; they count as sent
+            and not hidden.
+        conditionals: Every conditional. The other attributes count only its most
+            expensive branch, by FLOPs and then by bytes in collectives.
+        unknown_loops: Loops whose trip count depends on data. Their bodies count once.
+            Further rounds of `MoE`, which balanced tokens do not need, do not count.
+        custom_calls: Executions, by target, of kernels with unknown FLOPs, which do not
+            count.
+        opcodes: Number of instructions in the text, by opcode; an instruction in a loop
+            counts once. Programs that differ here are different.
+        temporary_bytes: Scratch memory. This and the next two are `None` for a text.
         argument_bytes: Memory of the arguments.
-        output_bytes: Memory of the results, donated arguments included.
+        output_bytes: Memory of the results, including donated arguments.
     """
 
     flops: float
@@ -62,7 +65,7 @@ class Report:
     output_bytes: int | None
 
     def count(self, kind: str | None = None) -> int:
-        """Executions per run of the collectives of a kind in `KINDS`, or of all.
+        """Counts executions in a run of collectives of a kind in `KINDS`, or of all.
 
         Raises:
             ValueError: If the kind is unknown.
@@ -70,32 +73,33 @@ class Report:
         return sum(each.count for each in self._of_kind(kind))
 
     def bytes(self, kind: str | None = None) -> int:
-        """Bytes per device and run of the same collectives as in `count`.
+        """Sums bytes per device and run, for the same collectives as `count`.
 
-        Bytes of the data, as in `Collective.bytes_each`, loops multiplied out.
+        These are bytes of the data, as in `Collective.bytes_each`, in all trips of
+        loops.
         """
         return sum(each.bytes for each in self._of_kind(kind))
 
     def sent_bytes(self, kind: str | None = None) -> float:
-        """Bytes that a device sends for them: `Collective.sent_bytes`, summed up.
+        """Sums `Collective.sent_bytes` for the same collectives as `count`.
 
-        Without a kind, `unread` instructions count too.
+        Without a kind, `unread` instructions are included.
         """
         return sum(each.sent_bytes for each in self._sent(kind))
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of all sent bytes that is hidden behind products, from 0 to 1.
+        """The share of all sent bytes that products hide, from 0 to 1.
 
-        A collective is hidden if a product runs between its start and its end, as the
-        compiler has scheduled the program: an upper bound, for the product may be the
-        shorter of the two, and no time. `None` if nothing is sent, or the program has
-        no schedule.
+        A collective is hidden if the compiler's schedule has a product between its
+        start and its end. This is an upper bound, not a time, because the product may
+        be shorter than the collective. `None` if nothing is sent, or the program is not
+        scheduled.
         """
         return self.hidden_share_of(None)
 
     def hidden_share_of(self, kind: str | None) -> float | None:
-        """`hidden_share` of the collectives of one kind."""
+        """Returns `hidden_share` for the collectives of one kind."""
         sent = self._sent(kind)
         total = sum(each.sent_bytes for each in sent)
         if not total or any(each.is_hidden is None for each in sent):
@@ -103,7 +107,7 @@ class Report:
         return sum(each.sent_bytes for each in sent if each.is_hidden) / total
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values, with bytes and shares of each collective."""
+        """Returns plain values, with bytes and shares of each collective."""
         plain = {k: v for k, v in vars(self).items() if not isinstance(v, tuple)}
         return plain | {
             "custom_calls": dict(self.custom_calls),
@@ -120,11 +124,12 @@ class Report:
         }
 
     def table(self) -> str:
-        """Totals, then a line for each group of equal collectives."""
+        """Returns the totals, then a line for each group of equal collectives."""
         return "\n".join((*self._totals(), "", aligned(self._rows())))
 
     def _rows(self) -> list[tuple[str, ...]]:
-        # Layers outside of a loop send the same: their groups and counts are merged.
+        # Layers outside of a loop have equal collectives. These share one row, with
+        # their counts added.
         alike = Counter()
         for each in (*self.collectives, *self.unread):
             alike[replace(each, count=1, groups=None)] += each.count
@@ -139,7 +144,8 @@ class Report:
                 str(each.group_size),
                 "-" if each.axes is None else ", ".join(each.axes),
                 {True: "yes", False: "no", None: "-"}[each.is_hidden],
-                # A collective of many arrays has the names of all, in one text.
+                # The source of a collective of many arrays has the names of all of
+                # them.
                 each.source[:100] + "..." * (len(each.source) > 100),
             )
             for each, count in sorted(alike.items(), key=lambda item: item[0].kind)
@@ -201,25 +207,25 @@ def audit(
 ) -> Report:
     """Counts the FLOPs and the collectives of a compiled program.
 
-    Nothing is run. Unlike XLA's `cost_analysis`, the body of a loop counts once for
-    each iteration.
+    Nothing is run. The body of a loop counts once for each iteration, which XLA's
+    `cost_analysis` does not do.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
-        mesh: The mesh whose axes are named; by default the mesh of the arguments or
-            results of a compiled program.
+        mesh: The mesh whose axes the report names; by default the mesh of the compiled
+            program's arguments or results.
         taken: Share of the executions in which a conditional takes its most expensive
-            branch, by the `jax.named_scope` directly around it. FLOPs are then the
-            mean; collectives stay the most expensive branch's.
-        trips: How often loops run whose length depends on data, by the
-            `jax.named_scope` directly around each.
+            branch, by the `jax.named_scope` directly around it. FLOPs are then the mean
+            over branches. Collectives are still those of the most expensive branch.
+        trips: Number of trips of loops whose length depends on data, by the
+            `jax.named_scope` directly around each loop.
 
     Raises:
         ValueError: If a text is not optimised HLO, or no conditional or loop has such a
             scope.
-        ProgramTextError: If this jaxlib cannot print the program, whose compiler is
-            newer; the message says how to get its text.
+        ProgramTextError: If this jaxlib cannot print the program because the compiler
+            is newer. The message says how to get the text.
 
     Example:
         >>> import jax
@@ -232,7 +238,7 @@ def audit(
         >>> report.count("all-gather")
         0
     """
-    # `cost_analysis` counts the body of a loop once, and knows no collectives.
+    # `cost_analysis` counts the body of a loop once, and does not count collectives.
     is_text = isinstance(compiled, str)
     module = parse(compiled if is_text else _text_of(compiled))
     memory = None if is_text else compiled.memory_analysis()
@@ -251,7 +257,7 @@ def audit(
     mesh = mesh or (None if is_text else _mesh_of(compiled, module))
     collectives = tuple(_with_axes(each, mesh) for each in cost.collectives)
     return Report(
-        # Whose fields have the same names.
+        # The fields of `Cost` have the same names as those of `Report`.
         **vars(replace(cost, collectives=collectives)),
         opcodes=opcodes,
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
@@ -261,7 +267,7 @@ def audit(
 
 
 def flops_of(compiled: jax.stages.Compiled) -> float:
-    """Only the `Report.flops` of a compiled program, in half of the time."""
+    """Returns only `Report.flops` of a compiled program, in half of the time."""
     module = parse(_text_of(compiled))
     return CostWalk(module).program().flops
 
@@ -274,7 +280,7 @@ def _with_axes(collective: Collective, mesh: Mesh | None) -> Collective:
 
 
 def _mesh_of(compiled: jax.stages.Compiled, module: Module) -> Mesh | None:
-    """The mesh of all the program's devices on which something is sharded."""
+    """Returns a mesh of all devices of the program on which an array is sharded."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     for each in shardings:
         if isinstance(each, NamedSharding) and each.mesh.size == module.num_devices:
@@ -285,7 +291,7 @@ def _mesh_of(compiled: jax.stages.Compiled, module: Module) -> Mesh | None:
 def _collective_json(collective: Collective) -> dict[str, Any]:
     facts = vars(collective) | {"bytes": collective.bytes}
     facts["sent_bytes"] = collective.sent_bytes
-    # Lists, as JSON gives them back.
+    # Tuples become lists, which is what reading the JSON would give.
     facts["dtypes"] = list(collective.dtypes)
     facts["axes"] = None if collective.axes is None else list(collective.axes)
     groups = collective.groups
@@ -294,7 +300,7 @@ def _collective_json(collective: Collective) -> dict[str, Any]:
 
 
 def _check_trips(module: Module, trips: Mapping[str, int]) -> None:
-    """Refuses names of scopes around no loop of unknown length."""
+    """Refuses names of scopes that are not around a loop of unknown length."""
     found = CostWalk(module).program().unknown_loops
     scopes = set(map(scope_of, found))
     if missing := trips.keys() - scopes:
@@ -309,8 +315,8 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
     try:
         return compiled.as_text() or ""
     except jax.errors.JaxRuntimeError as error:
-        # libtpu 0.0.52 writes an `async-update` of several operands for work that
-        # it gives to its sparse cores, which jaxlib 0.10 does not know.
+        # For work on sparse cores libtpu 0.0.52 writes an `async-update` with several
+        # operands, which jaxlib 0.10 does not know.
         raise ProgramTextError(
             f"jaxlib {version('jaxlib')} cannot print this program: its compiler is "
             f"newer ({str(error).splitlines()[0]}). Update jax; or compile with "
@@ -321,8 +327,9 @@ def _text_of(compiled: jax.stages.Compiled) -> str:
 
 
 def _readable(number: float, unit: str) -> str:
-    """1,500 as `1.50 k`."""
-    # Decimal, as bandwidths and FLOPs per second are given; memory elsewhere is in KiB.
+    """Formats 1,500 as `1.50 k`."""
+    # Units are decimal, as for bandwidths and FLOPs per second. Elsewhere memory is in
+    # KiB.
     thousands = max(0, math.floor(math.log10(number) / 3)) if number else 0
     scaled = f"{number / 1000**thousands:.{2 if thousands else 0}f}"
     return f"{scaled} {' kMGTPE'[thousands].strip()}{unit}".strip()

@@ -1,16 +1,17 @@
-"""A scheduled program: its text, and which collectives run while a product does.
+"""Gets a scheduled program's text, and finds collectives that products hide.
 
-A scheduled program is printed in the order in which it runs. What lies between the
-start of a collective and its end runs meanwhile. Where a collective starts depends on
-who runs it. A `-start` that has operands sends them at once; that of a SparseCore has
-none, and sends when an `-update` hands it the data. A TensorCore that sends and
-multiplies at once has the steps of a collective in several fusions.
+A scheduled program is printed in the order in which it runs. Instructions between the
+start and the end of a collective run at the same time as the collective. A collective
+starts in one of three ways. A `-start` that has operands sends them at once. The
+`-start` of a SparseCore has no operands, and sends when an `-update` passes it the
+data. A TensorCore that sends and multiplies at the same time has the steps of a
+collective in several fusions.
 
-FLOPs of an instruction: a multiplication and an addition count two. A convolution
-counts the products that it really needs: a kernel element over padding, or over a hole
-that dilation made, costs nothing. So a strided convolution and both its gradients count
-the same, and a dot that a TPU runs as a convolution over its batch dims counts as a
-dot. A Pallas kernel counts its author's estimate.
+In FLOPs a multiplication and an addition count as two. A convolution counts only the
+products that it needs: products of a kernel element with padding, or with a hole from
+dilation, do not count. So a strided convolution and both its gradients count the same.
+A TPU runs some dots as convolutions over their batch dims, and such a convolution
+counts the same as the dot. A Pallas kernel counts its author's estimate.
 """
 
 import math
@@ -32,9 +33,9 @@ _ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"(\d+)"')
 
 
 def count_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of an instruction on one device, without the computations that it calls.
+    """Counts FLOPs of an instruction on one device, without computations that it calls.
 
-    0 for all but dots, convolutions and known kernels.
+    Only dots, convolutions and known kernels have FLOPs; other instructions count 0.
     """
     if rule := _FLOPS.get(instruction.opcode):
         return float(rule(instruction, computation.operand_shapes(instruction)))
@@ -49,7 +50,8 @@ def _dot(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
 
 def _convolution(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
     shapes = (operands[0].dims, operands[1].dims, instruction.shapes[0].dims)
-    # `b01f_01io->b01f`: batch, feature, input and output feature; digits are spatial.
+    # In `b01f_01io->b01f` b is batch, f feature, i and o input and output feature, and
+    # digits are spatial dims.
     labels = re.split("_|->", instruction.attribute("dim_labels") or "")
     sizes = [dict(zip(*pair, strict=True)) for pair in zip(labels, shapes, strict=True)]
     lhs, kernel, output = sizes
@@ -63,19 +65,20 @@ def _convolution(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
         position = starts[:, None] + within[None, :]  # (output, kernel)
         hole = low.get("lhs_dilate", 1)
         is_inside = (position >= 0) & (position < lhs[dim] * hole)
-        # Pairs of an output and a kernel position that meet an element of the input.
+        # Counts pairs of an output and a kernel position that meet an element of the
+        # input.
         products *= int(np.count_nonzero(is_inside & (position % hole == 0)))
     return 2 * products
 
 
 def _custom_call(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
-    """A Pallas kernel, or a library's matrix product."""
+    """Counts a Pallas kernel, or a library's matrix product."""
     if estimate := _ESTIMATE.search(instruction.attributes):
         return int(estimate[1])
     if instruction.attribute("custom_call_target") not in _MATMUL_CALLS:
         return 0
-    # (B, M, K) @ (B, K, N) -> (B, M, N), in any order of dims: the three sizes multiply
-    # to B^3 (M N K)^2.
+    # In (B, M, K) @ (B, K, N) -> (B, M, N) the sizes of the three arrays multiply to
+    # B^3 (M N K)^2, whatever the order of dims.
     (lhs, rhs), output = operands[:2], instruction.shapes[0]
     batch = math.prod(rhs.dims[:-2])
     square = lhs.num_elements * rhs.num_elements * output.num_elements // batch
@@ -85,18 +88,18 @@ def _custom_call(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
 _FLOPS = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
 
 
-# Kernels that compute, whether they state their FLOPs or not.
+# Kernels that compute. Some of them do not state their FLOPs.
 _KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
-_ASYNC = "AsyncCollective"  # how the targets of its custom calls begin
-# By these the value of an asynchronous fusion comes to the next of its steps.
+_ASYNC = "AsyncCollective"  # beginning of the targets of its custom calls
+# Opcodes that pass the value of an asynchronous fusion on to its next step.
 _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 
 
 def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
-    """A compiled program and its text.
+    """Compiles a program; returns it and its text.
 
-    jaxlib 0.10 cannot print all that the libtpu of today compiles: there it is the text
-    that the compiler itself writes, which lacks its estimates of cycles.
+    jaxlib 0.10 cannot print every program of a newer libtpu. With jaxlib before 0.12
+    the text is therefore the compiler's own dump, which lacks the estimates of cycles.
     """
     if jax.__version_info__ >= (0, 12):
         compiled = lowered.compile()
@@ -110,17 +113,17 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Answers for the instructions of one scheduled program."""
+    """Finds the collectives of a scheduled program that products hide."""
 
     module: Module
     _products: dict[str, list[int]] = field(default_factory=dict)
     _has_product: dict[str, bool] = field(default_factory=dict)
 
     def is_hidden(self, computation: Computation, instruction: Instruction) -> bool:
-        """True if a product runs between a collective's start and its end.
+        """Returns True if a product runs between a collective's start and its end.
 
         Args:
-            computation: Where the instruction is.
+            computation: The computation that has the instruction.
             instruction: The collective, or the fusion or start that it is in.
         """
         order = list(computation.instructions)
@@ -128,7 +131,8 @@ class Overlap:
         if instruction.opcode.endswith("-start"):
             first, last = self._between(computation, instruction, at)
         elif self.starts_fusion(instruction):
-            # The first and the last of its fusions may multiply themselves.
+            # The first and the last fusion count too, because they may contain a
+            # product.
             first, last = at, self._end_of_fusions(computation, instruction, at) + 1
         else:
             return False
@@ -137,13 +141,13 @@ class Overlap:
         return found < len(products) and products[found] < last
 
     def starts_fusion(self, instruction: Instruction) -> bool:
-        """True for the first of the fusions over which a collective is spread."""
+        """Returns True for the first fusion of a collective in several fusions."""
         return "Start" in roles_of(self.module, instruction)
 
     def _between(
         self, computation: Computation, start: Instruction, at: int
     ) -> tuple[int, int]:
-        """The positions where a collective starts to send and where it is awaited."""
+        """Returns the positions where a collective starts to send and is awaited."""
         order = list(computation.instructions.values())
         done = f"{start.opcode.removesuffix('-start')}-done"
         names, first = {start.name}, at + 1 if any(start.operands) else len(order)
@@ -160,7 +164,7 @@ class Overlap:
     def _end_of_fusions(
         self, computation: Computation, start: Instruction, at: int
     ) -> int:
-        """The position of the last fusion that holds a step of a collective."""
+        """Returns the position of the last fusion with a step of a collective."""
         names, last = {start.name}, at
         for position, each in enumerate(computation.instructions.values()):
             if position <= at or names.isdisjoint(each.operands):
@@ -180,7 +184,7 @@ class Overlap:
         return any("async_collective_fusion" in x.attributes for x in inner.values())
 
     def _products_of(self, computation: Computation) -> list[int]:
-        """Positions of the instructions that multiply, in order."""
+        """Returns the positions of the instructions that multiply, in order."""
         if computation.name not in self._products:
             self._products[computation.name] = [
                 position
@@ -212,9 +216,10 @@ class Overlap:
 
 
 def roles_of(module: Module, instruction: Instruction) -> set[str]:
-    """The role of an instruction in a collective that is spread over several fusions.
+    """Returns an instruction's roles in a collective that is spread over fusions.
 
-    ``Start`` and ``Done`` are its first and its last step. A fusion has them inside.
+    The roles ``Start`` and ``Done`` are the first and the last step of the collective.
+    A fusion has the roles of the instructions inside.
     """
     steps = [instruction]
     inner = module.computations.get(instruction.called or "")
@@ -229,21 +234,21 @@ def roles_of(module: Module, instruction: Instruction) -> set[str]:
 
 
 def is_spare(instruction: Instruction) -> bool:
-    """True for the further rounds of experts, which balanced tokens do not need."""
+    """Returns True for further rounds of experts, which balanced tokens do not need."""
     return instruction.source.endswith("more_rounds/while")
 
 
 def _is_running_sum(instruction: Instruction) -> bool:
-    """True for a `cumsum`, which the compiler for TPUs writes as a convolution."""
+    """Returns True for a `cumsum`, which the TPU compiler writes as a convolution."""
     return instruction.source.endswith("reduce_window_sum")
 
 
 def _called(instruction: Instruction) -> Iterator[str]:
-    """The computations that an instruction calls."""
+    """Yields the computations that an instruction calls."""
     match instruction.opcode:
         case "while":
             yield instruction.attribute("body") or ""
         case "fusion" | "call":
             yield instruction.called or ""
         case "conditional":
-            yield from instruction.branches  # one that is not always taken too
+            yield from instruction.branches  # even if one is rarely taken

@@ -1,4 +1,4 @@
-"""The walk through a compiled program, and the walk that adds up its costs."""
+"""Walks through a compiled program, and adds up its costs."""
 
 import abc
 import re
@@ -36,9 +36,11 @@ class Loop(NamedTuple, Generic[Total]):
 
     Attributes:
         body: The repeated computation.
-        condition: Executed once more than the body: it fails the last time.
+        condition: The computation that decides whether to go on. It is executed once
+            more than the body.
         trips: Executions of the body.
-        is_known: False if they depend on data, and `trips` is an assumption.
+        is_known: False if the number of trips depends on data, and `trips` is an
+            assumption.
     """
 
     body: Total
@@ -58,7 +60,7 @@ class Walk(abc.ABC, Generic[Total]):
     Attributes:
         module: The program.
         trips: Number of trips of loops whose length depends on data, by the innermost
-            scope around each loop.
+            scope around each.
     """
 
     module: Module
@@ -66,20 +68,20 @@ class Walk(abc.ABC, Generic[Total]):
 
     @abc.abstractmethod
     def computation(self, name: str, arguments: Known) -> Total:
-        """The total of one computation, executed once."""
+        """Returns the total of a computation that is executed once."""
 
     @abc.abstractmethod
     def loop(self, instruction: Instruction, loop: Loop[Total]) -> Total:
-        """The total of a `while`, from the totals of its parts."""
+        """Returns the total of a `while`, from the totals of its parts."""
 
     @abc.abstractmethod
     def conditional(self, instruction: Instruction, branches: list[Total]) -> Total:
-        """The total of a conditional, from the totals of its branches."""
+        """Returns the total of a conditional, from the totals of its branches."""
 
     def enter(
         self, instruction: Instruction, values: Mapping[str, KnownValue]
     ) -> Total:
-        """The total of a loop, a conditional, or a called computation."""
+        """Returns the total of a loop, a conditional, or a called computation."""
         operands = tuple(map(values.get, instruction.operands))
         match instruction.opcode:
             case "while":
@@ -105,12 +107,13 @@ class Walk(abc.ABC, Generic[Total]):
 
 @dataclass(frozen=True, kw_only=True)
 class Conditional:
-    """A conditional; its most expensive branch is counted.
+    """A conditional, of which only the most expensive branch is counted.
 
     Attributes:
         source: The JAX operation that it came from.
-        branch_flops: FLOPs per device of each branch, executed once.
-        count: Executions per run of the program, loops multiplied out.
+        branch_flops: FLOPs per device of one execution of each branch.
+        count: Number of executions in a run of the program, counting all trips of
+            loops.
     """
 
     source: str
@@ -119,13 +122,13 @@ class Conditional:
 
     @property
     def scope(self) -> str:
-        """The innermost `jax.named_scope` around it; empty if there is none."""
+        """The innermost `jax.named_scope` around it, or an empty string."""
         return scope_of(self.source)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The share of a `Report` that a piece of a program contributes, on one device."""
+    """The contribution of a part of a program to a `Report`, on one device."""
 
     flops: float = 0.0
     grouped_flops: float = 0.0
@@ -137,11 +140,11 @@ class Cost:
     custom_calls: Counter[str] = field(default_factory=Counter)
 
     def __add__(self, other: "Cost") -> "Cost":
-        """The cost of doing both; all fields are sums."""
+        """Returns the cost of both: every field is added."""
         return Cost(**{k: v + getattr(other, k) for k, v in vars(self).items()})
 
     def times(self, n: int) -> "Cost":
-        """The cost of doing the same `n` times."""
+        """Returns the cost of `n` executions."""
         if n == 0:
             return Cost(unknown_loops=self.unknown_loops)
         collectives = (replace(c, count=c.count * n) for c in self.collectives)
@@ -172,12 +175,12 @@ class CostWalk(Walk[Cost]):
     _walked: set[str] = field(default_factory=set)
 
     def program(self) -> Cost:
-        """The cost of the whole program, with its unread instructions."""
+        """Returns the cost of the whole program, with its unread instructions."""
         cost = self.computation(self.module.entry, ())
         return cost + Cost(unread=tuple(self._never_reached()))
 
     def _never_reached(self) -> Iterator[Collective]:
-        """Collectives in computations that nothing known calls, counted once each."""
+        """Yields collectives that no known instruction calls, each counted once."""
         for name in self.module.computations.keys() - self._walked:
             computation = self.module.computations[name]
             for each in computation.instructions.values():
@@ -190,7 +193,7 @@ class CostWalk(Walk[Cost]):
         return Overlap(self.module)
 
     def computation(self, name: str, arguments: Known) -> Cost:
-        """The cost of one computation, executed once."""
+        """Returns the cost of a computation that is executed once."""
         self._walked.add(name)
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
@@ -206,7 +209,7 @@ class CostWalk(Walk[Cost]):
         instruction: Instruction,
         values: Mapping[str, KnownValue],
     ) -> Cost | None:
-        """The cost of an instruction with all that it calls; `None` if it has none."""
+        """Returns the cost of an instruction and all that it calls, or `None`."""
         if found := read_collective(computation, instruction, self.module.num_devices):
             return self._placed(Cost(collectives=(found,)), computation, instruction)
         cost = self._computed(computation, instruction, values)
@@ -222,7 +225,7 @@ class CostWalk(Walk[Cost]):
         instruction: Instruction,
         values: Mapping[str, KnownValue],
     ) -> Cost | None:
-        """The cost of an instruction that is not a collective."""
+        """Returns the cost of an instruction that is not a collective."""
         if flops := count_flops(computation, instruction):
             is_grouped = bool(_GROUPED.search(instruction.source))
             return Cost(
@@ -280,7 +283,7 @@ class CostWalk(Walk[Cost]):
     def _placed(
         self, cost: Cost, computation: Computation, instruction: Instruction
     ) -> Cost:
-        """The cost with its collectives completed by the instruction around them.
+        """Completes the collectives of a cost by the instruction around them.
 
         Inside a fusion the compiler often leaves the source out. Only the wrapper says
         that a collective is asynchronous, and what runs while it travels.
@@ -305,14 +308,14 @@ class CostWalk(Walk[Cost]):
         return replace(cost, collectives=tuple(collectives))
 
     def loop(self, instruction: Instruction, loop: Loop[Cost]) -> Cost:
-        """The cost of all trips; names a loop whose number of trips is unknown."""
+        """Returns the cost of all trips, and names a loop with an unknown number."""
         cost = loop.body.times(loop.trips) + loop.condition.times(loop.trips + 1)
         if not loop.is_known:
             cost += Cost(unknown_loops=(instruction.source or instruction.name,))
         return cost
 
     def conditional(self, instruction: Instruction, branches: list[Cost]) -> Cost:
-        """The cost of the most expensive branch, or the mean that `taken` asks for."""
+        """Returns the cost of the most expensive branch, or a mean by `taken`."""
         # This is an upper bound, unless `taken` says how often that branch runs.
         most = max(
             branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))
@@ -325,7 +328,7 @@ class CostWalk(Walk[Cost]):
 
 
 def _is_unknown(instruction: Instruction) -> bool:
-    """True for an instruction that sends without being a known collective."""
+    """Returns True for an instruction that sends but is not a known collective."""
     opcode = instruction.opcode
     if opcode == "custom-call":
         return bool(_KERNEL_SENDS.search(instruction.attributes))
@@ -335,5 +338,5 @@ def _is_unknown(instruction: Instruction) -> bool:
 
 
 def scope_of(source: str) -> str:
-    """The innermost `jax.named_scope` around a JAX operation, or empty."""
+    """Returns the innermost `jax.named_scope` around a JAX operation, or ""."""
     return source.rpartition("/")[0].rpartition("/")[2]

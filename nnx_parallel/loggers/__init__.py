@@ -1,4 +1,4 @@
-"""Loggers of metrics: terminal, JSON lines, TensorBoard, Weights & Biases."""
+"""Loggers of metrics to terminal, JSON lines, TensorBoard, Weights & Biases."""
 
 from nnx_parallel.loggers.console import ConsoleLogger as ConsoleLogger
 from nnx_parallel.loggers.logger import JSONLinesLogger as JSONLinesLogger

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a line redrawn in place, or plain lines in a file."""
+"""Shows progress: a line redrawn in place on a terminal, or plain lines in a file."""
 
 import math
 import time
@@ -23,8 +23,8 @@ def _memory(metrics: Metrics) -> str:
     return f"memory {format_bytes(metrics['device_memory_bytes'])}{of_all}"
 
 
-# The Trainer's metrics in their order on the line, behind the loss's metrics; and the
-# rank by which a narrow terminal drops them, the highest first.
+# The Trainer's metrics in the order in which they follow the loss's metrics on the
+# line. A narrow terminal drops the metrics with the highest rank first.
 _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
     "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
     "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
@@ -51,13 +51,13 @@ class ConsoleLogger:
 
         step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
 
-    A line that does not fit first loses learning rate and seconds of a step, then
-    memory, MFU, the gradient's norm, and the loss's other metrics. Where output is not
-    a terminal, a plain line with all of these is printed every ``every`` steps. In both
-    cases evaluations and messages get a separate line.
+    If the line does not fit, it is shortened in this order: learning rate and seconds
+    of a step, then memory, MFU, the gradient's norm, and the loss's other metrics. If
+    the output is not a terminal, a plain line with all metrics is printed every
+    ``every`` steps. In both cases evaluations and messages get a separate line.
 
     Args:
-        every: Steps from one plain line to the next.
+        every: Number of steps from one plain line to the next.
         console: Console to write to; standard output by default.
 
     Example:
@@ -81,9 +81,10 @@ class ConsoleLogger:
         self._next_line = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Start drawing, if this is a terminal."""
+        """Starts drawing, if this is a terminal."""
         self.finish()
-        # Not in `__init__`: standard output may be replaced between it and the fit.
+        # The console is not made in `__init__`, because standard output may be replaced
+        # before the fit.
         self._console = self._console or Console()
         self._line = _StatusLine(first_step, num_steps)
         self._next_line = first_step + 1
@@ -92,12 +93,12 @@ class ConsoleLogger:
             self._live.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Update the line; print a plain one if it is due."""
+        """Updates the line; prints a plain line if it is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
         if training:  # an evaluation does not make a plain line due
             self._line.update(step, training)
-            # The last step is due too: a log ends with the final numbers.
+            # The last step is due too, so that a log ends with the final numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
             if self._live is None and is_due:
                 self._next_line = (step // self.every + 1) * self.every
@@ -107,44 +108,45 @@ class ConsoleLogger:
             self._print([self._line.position(step), *fields])
 
     def message(self, text: str) -> None:
-        """Print the text on a separate line."""
+        """Prints the text on a separate line."""
         self._print([text])
 
     def shorten(self, num_steps: int) -> None:
-        """Make this the last step of the run, because the data has ended early."""
+        """Makes this the last step of the run, because the data has ended early."""
         self._line.num_steps = num_steps
 
     def finish(self) -> None:
-        """Stop drawing. The line stays, with the run's time, if there were steps."""
+        """Stops drawing. The line stays, with the run's time, if there were steps."""
         if self._live is not None:
             self._line.ended = time.monotonic()
-            # A fit that fails before its first step leaves no line.
+            # If a fit fails before its first step, the line is removed.
             self._live.transient = self._line.first is None
             self._live.stop()
             self._live = None
 
     def _print(self, fields: list[str]) -> None:
         console = self._console = self._console or Console()
-        # A plain string would be read as markup, because of its brackets. `soft_wrap`
-        # keeps a log's line in one piece on a narrow console.
+        # Rich would read the brackets of a plain string as markup. `soft_wrap` keeps a
+        # line in one piece on a narrow console.
         console.print(Text(_separator(console.options).join(fields)), soft_wrap=True)
 
 
 class _StatusLine:
-    """The position, metrics and clock of a run, drawn to fit the terminal's width."""
+    """The position, metrics and clock of a run, fitted to the terminal's width."""
 
     def __init__(self, first_step: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self._step = first_step
         self._metrics: dict[str, float] = {}
         self._began = self._latest = time.monotonic()
-        # The first step includes compilation: speed is measured from its end on.
+        # The first step includes compilation, so speed is measured from its end.
         self.first: tuple[int, float] | None = None
         self.ended: float | None = None
 
     def update(self, step: int, metrics: Metrics) -> None:
         self._step = step
-        # A new dict: the thread that redraws the line may be reading the old one.
+        # This is a new dict, because the thread that redraws the line may be reading
+        # the old one.
         self._metrics = {**self._metrics, **metrics}
         self._latest = time.monotonic()
         self.first = self.first or (step, self._latest)
@@ -155,7 +157,8 @@ class _StatusLine:
     def fields(self, width: int | None = None) -> list[str]:
         """All fields, from loss to clock, or the most important ones that fit."""
         found = list(self._ranked_fields())
-        # The first field stays at any width; among equal ranks the last one is dropped.
+        # The first field is never dropped. Among fields of equal rank the last one is
+        # dropped first.
         while width is not None and len(found) > 1:
             if sum(len(text) + 3 for _, text in found) - 3 <= width:
                 break
@@ -183,7 +186,7 @@ class _StatusLine:
             return f"compiling {_clock(time.monotonic() - self._began)}"
         first_step, first_time = self.first
         steps, seconds = self._step - first_step, self._latest - first_time
-        if not steps:  # one step has no speed
+        if not steps:  # there is no speed after one step
             return ""
         # The clock counts down between steps too.
         due = self._latest + seconds / steps * (self.num_steps - self._step)
@@ -199,11 +202,12 @@ class _StatusLine:
         width = min(_MAX_BAR_WIDTH, free - len(text))
         percent = Text(f"{int(100 * fraction):>3}%", style="bold")
         if width <= 0:
-            # Cells that do not fit get an ellipsis, which not every encoding has.
+            # The text is cropped, because rich would write an ellipsis, which not every
+            # encoding has.
             parts = (position, "  ", percent, " ", text)
             yield Text.assemble(*parts, no_wrap=True, overflow="crop")
             return
-        # Colors of the remaining part, of the done part, and of a complete bar.
+        # Colours of the remaining part, of the done part, and of a complete bar.
         styles = "bright_black", "green", "green"
         bar = ProgressBar(total, self._step, width, False, *styles)
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))

@@ -1,4 +1,4 @@
-"""The interface of a logger; loggers to files and services, used only on process 0."""
+"""The interface of loggers, and loggers to files and services, for process 0."""
 
 import contextlib
 import importlib
@@ -34,25 +34,25 @@ class Logger(Protocol):
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Begin a run of ``num_steps`` in all, of which ``first_step`` are done."""
+        """Begins a run of ``num_steps`` steps, of which ``first_step`` are done."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics of a step; a step may get a second call with other metrics."""
 
     def message(self, text: str) -> None:
-        """Record a line for people to read."""
+        """Records a line for people to read."""
 
     def finish(self) -> None:
-        """Release files and the terminal; called after an error too."""
+        """Releases files and the terminal; it is called after an error too."""
 
 
 class LoggerGroup:
-    """Several loggers as one; only process 0 calls them.
+    """Combines several loggers, which only process 0 calls.
 
     Args:
         loggers: The loggers.
-        warns: True if an ``OSError`` of a logger that has started, from a full disk for
-            instance, is only a warning, the first time.
+        warns: True if an ``OSError`` of a logger after its start, for instance from a
+            full disk, is only a warning. Repeated errors are not shown.
     """
 
     def __init__(self, loggers: Iterable[Logger], *, warns: bool = False) -> None:
@@ -61,38 +61,39 @@ class LoggerGroup:
         self._failing: set[int] = set()
 
     def _active(self) -> tuple[Logger, ...]:
-        # Checked at each call: a group may be made before processes are joined.
+        # This is checked at each call, because a group may be made before processes are
+        # joined.
         return self._loggers if jax.process_index() == 0 else ()
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Start each logger."""
+        """Starts each logger."""
         for logger in self._active():
             logger.start(first_step=first_step, num_steps=num_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log to each logger."""
+        """Logs to each logger."""
         for logger in self._active():
             self._call(logger, logger.log, step, metrics)
 
     def log_layers(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log metrics of each layer to the loggers that show them."""
+        """Logs metrics of each layer to the loggers that show them."""
         for logger in self._active() if metrics else ():
             if getattr(logger, "logs_layers", False):
                 self._call(logger, logger.log, step, metrics)
 
     def message(self, text: str) -> None:
-        """Send the text to each logger."""
+        """Sends the text to each logger."""
         for logger in self._active():
             self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
-        """Tell each logger that shows the last step that the run ends at this one."""
+        """Tells loggers that show the last step that the run ends at this step."""
         for logger in self._active():
             if isinstance(logger, ConsoleLogger):
                 self._call(logger, logger.shorten, num_steps)
 
     def finish(self) -> None:
-        """Finish every logger, even if one of them raises."""
+        """Finishes every logger, even if one of them raises."""
         with contextlib.ExitStack() as stack:
             for logger in reversed(self._active()):  # the stack reverses them again
                 stack.callback(self._call, logger, logger.finish)
@@ -114,7 +115,7 @@ class LoggerGroup:
 
 
 def default_loggers(directory: Path | None) -> list[Logger]:
-    """The console, and ``metrics.jsonl`` in the run's directory if it has one."""
+    """Makes a logger to the console, and one to ``metrics.jsonl`` in a directory."""
     if directory is None:
         return [ConsoleLogger()]
     return [ConsoleLogger(), JSONLinesLogger(directory / "metrics.jsonl")]
@@ -123,21 +124,22 @@ def default_loggers(directory: Path | None) -> list[Logger]:
 class JSONLinesLogger:
     """Appends a JSON object for each logged step to a file.
 
-    A line is ``{"step": 3, "time": 1760000000.0, "loss": 2.4}``, ``time`` in seconds
-    since 1970; the operating system has it when ``log`` returns. Values that JSON lacks
-    are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as ``float`` reads
-    them.
+    A line is ``{"step": 3, "time": 1760000000.0, "loss": 2.4}``, with ``time`` in
+    seconds since 1970. The line has been passed to the operating system when ``log``
+    returns. Values that JSON does not have are written as the strings ``"NaN"``,
+    ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads.
 
-    On resume, lines of later steps than the checkpoint's, written by a run that died,
-    are removed in one atomic replacement, and so is a last line torn by a crash. A run
-    that starts from step 0 renames an older file to ``<stem>.1<suffix>`` (or 2, ...).
+    On resume, lines with later steps than the checkpoint are removed, because a run
+    that died wrote them. A last line that a crash has torn is removed too. Both happen
+    in one atomic replacement of the file. A run that starts from step 0 renames an
+    older file to ``<stem>.1<suffix>`` (or 2, ...).
 
     Args:
         path: The file, often ``metrics.jsonl``; its directory is created if needed.
 
     Raises:
-        LogFileError: On ``start``, if the file has lines of another program, or is not
-            a regular file.
+        LogFileError: On ``start``, if another program wrote lines of the file, or it is
+            not a regular file.
 
     Example:
         >>> import tempfile
@@ -156,13 +158,13 @@ class JSONLinesLogger:
         self._step = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Remove the lines after ``first_step``, of a run that died; open the file."""
+        """Removes lines after ``first_step``, of a run that died; opens the file."""
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if os.path.lexists(self.path):
                 _cut_lines(self.path, first_step)
-            # Not buffered: a killed process loses no step that was logged.
+            # The file is not buffered, so a killed process loses no logged step.
             self._file = io.FileIO(self.path, "a", opener=open_regular)
         except ValueError as error:
             raise LogFileError(
@@ -171,16 +173,16 @@ class JSONLinesLogger:
         self._step = first_step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
+        """Writes one line."""
         self._step = step
         self._write({name: _json_number(value) for name, value in metrics.items()})
 
     def message(self, text: str) -> None:
-        """Write one line with the text under ``message``, at the last logged step."""
+        """Writes one line with the text under ``message``, at the last logged step."""
         self._write({"message": text})
 
     def finish(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -195,8 +197,8 @@ class JSONLinesLogger:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            # The disk is full: a resumed run would take a torn line for another
-            # program's.
+            # The torn line is removed, because a resumed run would think that another
+            # program wrote it. The usual cause is a full disk.
             self._file.truncate(size)
             raise
 
@@ -216,7 +218,8 @@ def _cut_lines(path: Path, last_step: int) -> None:
         free = (x for x in map(path.with_name, names) if not os.path.lexists(x))
         path.rename(next(free))
     elif not all(is_kept):
-        # A new file, renamed over the old one: a crash leaves one of the two.
+        # A new file is renamed over the old one, so that a crash leaves one of the two
+        # files.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -225,7 +228,7 @@ def _cut_lines(path: Path, last_step: int) -> None:
                 file.flush()
                 os.fsync(descriptor)
         except OSError:
-            os.unlink(temporary)  # its bytes help to keep the disk full
+            os.unlink(temporary)  # it takes space on a disk that may be full
             raise
         os.chmod(temporary, path.stat().st_mode)  # `mkstemp` permits only the owner
         os.replace(temporary, path)
@@ -236,7 +239,7 @@ def _steps_and_lines(path: Path) -> Iterator[tuple[float, bytes]]:
     with open(path, "rb", opener=open_regular) as file:
         lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
-            # A line without an end may not be JSON, but it is the last one.
+            # A torn line may not be JSON, but it can only be the last line.
             is_torn = not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES
             yield (math.inf if is_torn else _line_step(path, number, line)), line
 
@@ -269,32 +272,33 @@ class TensorBoardLogger:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        # Imported here, not in `start`: a missing library is an error before the fit.
+        # The import is here and not in `start`, so that a missing library is an error
+        # before the fit.
         self._module = _import_extra("tensorboardX", "tensorboard", type(self).__name__)
         self._writer: Any = None
         self._step = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Open a new event file."""
+        """Opens a new event file."""
         self.finish()
         self._step = first_step
-        dropped = first_step + 1  # and the steps after it
+        dropped = first_step + 1  # and all later steps
         self._writer = self._module.SummaryWriter(
             str(self.directory), purge_step=dropped
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar for each metric."""
+        """Writes one scalar for each metric."""
         self._step = step
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
     def message(self, text: str) -> None:
-        """Write the text under ``message``, at the last logged step."""
+        """Writes the text under ``message``, at the last logged step."""
         self._writer.add_text("message", text, self._step)
 
     def finish(self) -> None:
-        """Flush and close the event file."""
+        """Flushes and closes the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -304,7 +308,8 @@ class WandbLogger:
     """Sends metrics to Weights & Biases.
 
     To continue the same run after a restart, pass a fixed ``id`` and
-    ``resume="allow"``. Metrics are drawn over ``step``, which may then go back.
+    ``resume="allow"``. Metrics are drawn over ``step``, which may go back after a
+    restart.
 
     Args:
         **init_kwargs: Passed to ``wandb.init``: ``project``, ``name``, ``config``, ...
@@ -321,23 +326,23 @@ class WandbLogger:
         self._run: Any = None
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Begin, or resume, the run."""
+        """Begins or resumes the run."""
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
-        # wandb's step must not go back, but the step of a resumed run does.
+        # The step of wandb must not go back, but the step of a resumed run does.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics with their step."""
+        """Sends the metrics with their step."""
         self._run.log({"step": step} | {k: float(x) for k, x in metrics.items()})
 
     def message(self, text: str) -> None:
-        """Print the text, which Weights & Biases keeps with the run's output."""
+        """Prints the text, which Weights & Biases keeps with the run's output."""
         self._module.termlog(text)
 
     def finish(self) -> None:
-        """Upload the rest and end the run."""
+        """Uploads the rest and ends the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -347,7 +352,8 @@ def _import_extra(module: str, extra: str, user: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # With the first error's text: an installed library may fail to import as well.
+        # The message has the text of the first error, because an installed library may
+        # fail to import too.
         raise ImportError(
             f"{user} needs {module}, which cannot be imported ({error}). Install it "
             f'with `pip install "nnx-parallel[{extra}]"`.'

@@ -1,4 +1,4 @@
-"""Pictures: the shards of each device, and the slots of each stage."""
+"""Draws the shards of each device, and the slots of each stage."""
 
 from typing import Any
 
@@ -16,23 +16,25 @@ def visualize(thing: Any, **costs: Any) -> Picture:
     """Draws the blocks of arrays on each device, or the slots of each stage.
 
     Args:
-        thing: An array; or a model, a state, any pytree. Its arrays have a sharding;
-            they may be ``jax.ShapeDtypeStruct``. Of an array with more than two dims
-            the picture has two, sharded ones before whole ones and large ones before
-            small, and its caption says which. Or the `Table` of a schedule, or the
-            description that ``strategy.describe`` returns.
+        thing: An array, or any pytree of arrays such as a model or a state; or the
+            `Table` of a schedule; or the description that ``strategy.describe``
+            returns. Arrays must have a sharding, and may be ``jax.ShapeDtypeStruct``.
+            If an array has more than two dims, the picture has all sharded dims, or two
+            dims if fewer are sharded; of whole dims it takes the largest. The caption
+            names the dims.
         costs: ``forward``, ``backward_input`` and ``backward_weight`` of a schedule, as
-            `Table.simulate` takes them.
+            in `Table.simulate`.
 
     Returns:
-        A picture: ``print`` and rich draw it in the terminal, a notebook shows it, and
-        it has ``svg`` and ``save(path)``. A block is labelled with the devices that
-        hold it; copies share a block. The cell ``F3`` of a schedule is the forward pass
-        of microbatch 3, ``B`` backward, ``W`` backward only for the weights; a small
-        digit is the chunk. In colour it is to scale.
+        A picture. ``print`` and rich draw it in the terminal, a notebook shows it, and
+        it has ``svg`` and ``save(path)``. The label of a block names the devices that
+        hold it; devices with equal copies share a block. In a schedule the cell ``F3``
+        is the forward pass of microbatch 3. ``B`` is the backward pass, and ``W`` the
+        part of the backward pass for the weights. A small digit is the chunk. Coloured
+        schedules are drawn to scale.
 
     Raises:
-        TypeError: If an array has no sharding, or the array is missing; or if costs are
+        TypeError: If an array has no sharding, if there is no array, or if costs are
             given for anything but a schedule.
 
     Example:
@@ -62,11 +64,12 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         )
     if isinstance(thing, Description):
         return thing.picture()
-    # By attributes, since a `jax.ShapeDtypeStruct` is drawn like an array.
+    # Arrays are recognised by attributes, since a `jax.ShapeDtypeStruct` is drawn like
+    # an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(ShardMap(thing))
     leaves = jax.tree_util.tree_leaves_with_path(thing)
-    # An object that is not a pytree, such as a Trainer, is one leaf to JAX, at an empty
+    # For JAX an object that is not a pytree, such as a Trainer, is one leaf at an empty
     # path.
     if not leaves or (not leaves[0][0] and not hasattr(thing, "shape")):
         raise TypeError(

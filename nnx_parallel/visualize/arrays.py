@@ -1,4 +1,4 @@
-"""Which devices hold which block of an array, as a picture."""
+"""Draws the blocks of an array, each with the devices that hold it."""
 
 import colorsys
 import itertools
@@ -17,25 +17,26 @@ from nnx_parallel.sharding.specs import dim_axes
 
 # The colour of a block that every device holds.
 _WHOLE: Colour = (0xD9, 0xDF, 0xE5)
-# For small meshes; `device_colour` makes the colours of larger ones.
+# Colours for small meshes; `device_colour` makes the colours for larger ones.
 _FEW = (0x2F6DB5, 0xE38B3A, 0x2E7D57, 0xC84B50, 0x8A63A8, 0x5FB0B7, 0xE2C04B, 0x8C6A55)
 
 
 class ShardMap:
-    """The blocks of one array, concrete or abstract, along all sharded dims.
+    """The blocks of a concrete or abstract array, along all sharded dims.
 
     Attributes:
         name: The array's path, or ``array``.
-        shape: Global shape in words.
+        shape: Global shape as text.
         dtype: Name of its dtype.
-        spec: How it is sharded, in words.
-        dims: The dims that are shown: the last as columns, those before it as rows.
-        starts: Along each of these, where blocks begin.
+        spec: Its sharding as text.
+        dims: The dims that are drawn. The last one is drawn as columns, the others as
+            rows.
+        starts: Positions along each of these dims at which blocks begin.
         blocks: Device ids of each block, row by row.
-        devices: Ids of the devices that hold any of it, ascending.
-        bytes_per_device: Bytes that one of them holds.
-        is_whole: True if every device holds all of it.
-        caption: Rows and columns in words, then the notes.
+        devices: Ids of the devices that hold a part of the array, ascending.
+        bytes_per_device: Bytes that each of them holds.
+        is_whole: True if every device holds the whole array.
+        caption: Description of rows and columns, then the notes.
         notes: Facts that the blocks do not show.
 
     Raises:
@@ -50,17 +51,18 @@ class ShardMap:
                 "for example with shard(tree, rules, mesh)."
             )
         shape = tuple(x.shape)
-        # Where each device's shard begins, also of other processes' devices. No value
-        # is read: abstract arrays will do.
+        # Positions at which each device's shard begins, for devices of all processes.
+        # No values are read, so the array may be abstract.
         held = {
             device.id: tuple(p.indices(n)[0] for p, n in zip(index, shape, strict=True))
             for device, index in sharding.devices_indices_map(shape).items()
         }
-        # Counted, not read off the spec: an axis of size 1 splits nothing, and not
-        # every sharding has a spec.
+        # Positions are counted and not read from the spec, because an axis of size 1
+        # splits nothing, and not every sharding has a spec.
         starts = [sorted(set(along)) for along in zip(*held.values(), strict=True)]
         split = [d for d, along in enumerate(starts) if len(along) > 1]
-        # Every sharded dim, or a block would hold shards that differ; then large ones.
+        # Every sharded dim comes first, because a block would otherwise hold different
+        # shards. Large dims come next.
         order = sorted(range(len(shape)), key=lambda d: (d not in split, -shape[d], d))
         self.name, self.dtype = name, str(x.dtype)
         self.shape = " \u00d7 ".join(map(str, shape)) or "scalar"
@@ -71,18 +73,18 @@ class ShardMap:
         self.bytes_per_device = array_bytes(sharding.shard_shape(shape), x.dtype)
         self.is_whole = not split
         grid: dict[tuple[int, ...], list[int]] = {}
-        # Ascending, so that `ids_text` finds runs.
+        # Ids are ascending, so that `ids_text` finds runs of them.
         for device in self.devices:
             grid.setdefault(tuple(held[device][d] for d in self.dims), []).append(
                 device
             )
         blocks = [tuple(grid[key]) for key in itertools.product(*self.starts)]
-        # One dim is a row; a scalar is one block.
+        # An array with one dim is a row, and a scalar is one block.
         width = len(self.starts[-1]) if self.dims else 1
         self.blocks = [blocks[i : i + width] for i in range(0, len(blocks), width)]
         self.notes = self._notes(range(len(shape)))
         axes = [()] * len(shape)
-        if isinstance(sharding, NamedSharding):  # only these have axes with names
+        if isinstance(sharding, NamedSharding):  # only this kind has axes with names
             axes = dim_axes(sharding.spec, len(shape))
         shown = []
         for d in self.dims:
@@ -94,19 +96,20 @@ class ShardMap:
         self.caption = " · ".join(words + self.notes)
 
     def _notes(self, dims: Sequence[int]) -> list[str]:
-        # The caption says which of the drawn dims are whole.
+        # The caption already says which of the drawn dims are whole.
         whole = [d for d in dims if d not in self.dims]
         notes = [f"not shown: {_dims(whole)}, whole"] if whole else []
         if self.is_whole and len(self.devices) > 1:
             notes.append("every device holds all of it")
         elif any(len(ids) > 1 for row in self.blocks for ids in row):
-            # All sharded dims are drawn: devices of one block can only hold copies.
+            # All sharded dims are drawn, so devices of one block hold copies.
             notes.append("devices of a block hold the same copy")
         return notes
 
     def colour(self, ids: Sequence[int]) -> Colour:
-        """The fill of a block: its first device's colour, grey if all hold it."""
-        # By device, not by place: a device looks the same in every array of a table.
+        """Returns the fill of a block: its first device's colour, or grey if whole."""
+        # The colour depends on the device and not on the block's place, so that a
+        # device looks the same in every array of a table.
         index = self.devices.index(ids[0])
         return _WHOLE if self.is_whole else device_colour(index, len(self.devices))
 
@@ -125,24 +128,24 @@ def _spec_text(sharding: Any, num_devices: int) -> str:
 
 
 def ids_text(ids: Sequence[int]) -> str:
-    """Device ids, runs of them shortened.
+    """Formats device ids, with runs of ids abbreviated.
 
     Example:
         >>> ids_text([0, 1, 2, 3, 8, 10, 11])
         '0-3, 8, 10, 11'
     """
     texts = []
-    # Within a run, an id and its place differ by the same.
+    # Within a run, the difference of an id and its place is constant.
     for _, run in itertools.groupby(enumerate(ids), lambda at: at[1] - at[0]):
         first, *others = (i for _, i in run)
-        # Two ids are written out: a range pays from three on.
+        # A range is shorter only for three or more ids, so two ids are written out.
         is_range = len(others) > 1
         texts += [f"{first}-{others[-1]}"] if is_range else map(str, (first, *others))
     return ", ".join(texts)
 
 
 def elided(count: int, limit: int) -> list[int | None]:
-    """Indices of the rows or columns that are drawn; ``None`` for the rest.
+    """Returns indices of the rows or columns to draw; ``None`` is an ellipsis.
 
     Example:
         >>> elided(9, 5)
@@ -150,24 +153,24 @@ def elided(count: int, limit: int) -> list[int | None]:
     """
     if count <= limit:
         return list(range(count))
-    # One of the `limit` places is the ellipsis.
+    # The ellipsis takes one of the `limit` places.
     head = limit // 2
     return [*range(head), None, *range(count - (limit - 1 - head), count)]
 
 
 def device_colour(index: int, count: int) -> Colour:
-    """The colour of a device among ``count``."""
+    """Returns the colour of one of ``count`` devices."""
     if count <= len(_FEW):
         red, green, blue = _FEW[index].to_bytes(3)
         return red, green, blue
-    # Neighbours on the circle of hues are told apart by lightness.
+    # Neighbours on the circle of hues differ in lightness, to tell them apart.
     lightness = (0.42, 0.62)[index % 2]
     red, green, blue = colorsys.hls_to_rgb(0.58 + index / count, lightness, 0.5)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def array_picture(shards: ShardMap) -> Picture:
-    """One array: its blocks, each with the devices that hold it."""
+    """Draws one array: its blocks, each with the devices that hold it."""
     devices = f"{len(shards.devices)} device{'s' if len(shards.devices) > 1 else ''}"
     held = f"{format_bytes(shards.bytes_per_device)} on each of {devices}"
     summary = f"{shards.shape} {shards.dtype} · {shards.spec} · {held}"
@@ -178,7 +181,7 @@ def array_picture(shards: ShardMap) -> Picture:
 
 
 def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
-    """Many arrays: a line of a table for each, with its blocks at the end."""
+    """Draws many arrays as a table, with a row for each, and its blocks at the end."""
     names = ("array", "shape", "dtype", "sharding")
     columns = [Column(name, vertical="middle") for name in names]
     columns += [Column("bytes/device", justify="right", vertical="middle")]
@@ -190,7 +193,7 @@ def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
             shards.name, shards.shape, shards.dtype, shards.spec, held, blocks
         )
     per_device = format_bytes(sum(shards.bytes_per_device for shards in maps))
-    # Arrays of one tree may lie on different numbers of devices.
+    # Arrays of one tree may be on different numbers of devices.
     devices = max(len(shards.devices) for shards in maps)
     title = f"{kind}: {len(maps)} arrays, {per_device} on each of {devices} devices"
     return Picture(title, table)
@@ -199,11 +202,11 @@ def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
 def _blocks(
     shards: ShardMap, rows: int, columns: int, *, is_boxed: bool = True
 ) -> Table:
-    """A cell for each block; of many rows, or columns than fit, the ends."""
+    """Draws a cell for each block; too many rows or columns are cut in the middle."""
     labels = [ids_text(ids) for row in shards.blocks for ids in row]
     width = max(3 if is_boxed else 1, *map(len, labels)) + 2
-    # As many as 99 characters hold with a border each, but at least the two ends
-    # and the ellipsis between them.
+    # This is the number of columns with borders that fit into 99 characters, but at
+    # least 3: the two ends and the ellipsis between them.
     fitting = max(3, min(columns, 99 // (width + 1)))
     table = Table(
         box=box.SQUARE if is_boxed else None,

@@ -1,4 +1,4 @@
-"""The table that explains a placement: every array, its specs, and why."""
+"""Explains a placement by a table: every array, its specs, and the reason."""
 
 import math
 import shutil
@@ -35,11 +35,11 @@ class OptimizerRow(NamedTuple):
     """One array of the optimizer state.
 
     Attributes:
-        bytes_per_device: Bytes of each device's shard, in any memory.
-        why_whole: Why every device holds all of it, though the optimizer state of its
-            parameter is split; empty if that is not so.
-        memory_kind: ``"device"``, or ``"pinned_host"``: the host's memory.
-        owner: Path of the parameter that it belongs to; empty without one.
+        bytes_per_device: Bytes of each device's shard, in device or host memory.
+        why_whole: Reason why every device holds the whole array although the optimizer
+            state of its parameter is split; empty if it is not such an array.
+        memory_kind: ``"device"``, or ``"pinned_host"`` for the host's memory.
+        owner: Path of the parameter that it belongs to; empty if it belongs to none.
     """
 
     path: str
@@ -57,7 +57,7 @@ class OptimizerRow(NamedTuple):
 
 
 def shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
-    """Bytes of each device's shard."""
+    """Returns bytes of each device's shard."""
     return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
 
 
@@ -67,22 +67,22 @@ def optimizer_rows_of(
     placements: dict[Path, Placement],
     layout: Layout,
 ) -> tuple[OptimizerRow, ...]:
-    """The rows of an optimizer's state, of which ``params`` are the trained ones."""
+    """Makes the rows of an optimizer's state, given the trained parameters."""
     shapes = {path: tuple(value.shape) for path, value in params.items()}
     specs = optimizer_specs(state, shapes, placements, layout)
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    # Specs are leaves here: JAX would take them apart.
+    # Specs must be leaves, because JAX would flatten them as tuples.
     flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     rows = []
     for (path, leaf), spec in zip(leaves, flat_specs, strict=True):
         # docs/library-notes.md, "Optax"
         owner, why_whole = owner_of(path, shapes), ""
-        # Counters are replicated, and cost nothing.
+        # Counters are replicated too, but cost nothing.
         if not any(spec) and leaf.size > 1:
             if owner is None:
                 why_whole = "belongs to no parameter"
             elif any(placements[owner].optimizer):
-                # A factor of Adafactor's, say, that lacks the dim which is split.
+                # For example a factor of Adafactor, which lacks the split dim.
                 why_whole = f"follows no split dim of {dotted(owner)}"
         size = shard_bytes(layout, leaf.shape, leaf.dtype, spec)
         sharding = getattr(leaf, "sharding", None)
@@ -107,23 +107,25 @@ class ArrayRow(NamedTuple):
     info: ArrayInfo
     placement: Placement
     bytes_per_device: int
-    memory: str = "device"  # its kind, and its optimizer state's if it differs
+    memory: str = "device"  # memory kind, and the optimizer state's kind if it differs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """Where every array of a model lives and why; printed as a table.
+    """The placement of every array of a model, with reasons; printed as a table.
 
     Attributes:
         layout: The layout that was described.
         rows: The arrays of the model.
         optimizer_rows: The arrays of the optimizer state; empty without an optimizer.
-        params_bytes: Parameters on each device, as stored.
-        gradients_bytes: Their gradients on each device.
-        optimizer_bytes: Optimizer state of each device, in its memory or the host's.
-        host_bytes: The part of it in the host's memory.
-        average_bytes: Moving average of the parameters on each device, if one is kept.
-        notes: Transfers that no array's placement tells.
+        params_bytes: Bytes of parameters on each device, as stored.
+        gradients_bytes: Bytes of their gradients on each device.
+        optimizer_bytes: Bytes of optimizer state for each device, in its memory or the
+            host's.
+        host_bytes: The part of ``optimizer_bytes`` in the host's memory.
+        average_bytes: Bytes of the moving average of parameters on each device, if it
+            is kept.
+        notes: Notes on transfers that do not follow from the arrays' placements.
     """
 
     layout: Layout
@@ -138,7 +140,7 @@ class Description:
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
-        """Parameters that every device holds completely, the largest first."""
+        """Parameters that every device holds as a whole, the largest first."""
         params = (row for row in self.rows if row.info.is_param)
         rows = (row for row in params if not any(row.placement.stored))
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
@@ -147,26 +149,26 @@ class Description:
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
         """Replicated optimizer state that could be sharded, the largest first.
 
-        Single numbers are left out, and arrays that follow a parameter whose optimizer
-        state no rule splits: see `replicated`.
+        It leaves out single numbers. It also leaves out arrays that follow a parameter
+        whose optimizer state no rule splits; for these see `replicated`.
         """
         rows = (row for row in self.optimizer_rows if row.why_whole)
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
 
     @property
     def title(self) -> str:
-        """The mesh, and which of its axes span processes."""
+        """The mesh, and its axes that span processes."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
         across = ", ".join(axes_across_processes(self.layout.mesh))
         return f"mesh {mesh}" + (f" (across processes: {across})" if across else "")
 
     def _cells(self) -> dict[str, list[str]]:
-        """The columns of the table by name, with a cell for each array of the model."""
+        """Returns the table's columns by name, with a cell for each array."""
         cells: dict[str, list[str]] = {name: [] for name in _COLUMNS}
         for info, place, size, memory in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
             shown = list(map(_short, specs))
-            if not info.is_param:  # then it has no gradient, and no optimizer state
+            if not info.is_param:  # only parameters have a gradient and optimizer state
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
             why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
@@ -174,21 +176,21 @@ class Description:
             for name, cell in zip(_COLUMNS, row, strict=True):
                 cells[name].append(cell)
         if not self.host_bytes:
-            del cells["memory"]  # all is on the devices
+            del cells["memory"]  # everything is in device memory
         return cells
 
     def table(self, width: int | None = None) -> Table:
-        """The rows as a rich table.
+        """Returns the rows as a rich table.
 
         Args:
             width: Characters of a line. Columns that do not fit are left out, the least
-                important first, which the caption says; without it all are there.
+                important first, and the caption names them. ``None`` keeps all columns.
         """
         cells = self._cells()
         widths = {name: max(map(len, (name, *x))) for name, x in cells.items()}
-        # Only the reason, which is prose, is broken into lines where it must be.
+        # Only the reason may be broken into lines, because it is prose.
         reason, widths["why"] = widths["why"], min(widths["why"], _LEAST_WHY)
-        # Each column has two spaces and a line besides.
+        # Each column also needs two spaces and a line.
         spare = math.inf if width is None else width - 1 - 3 * len(cells)
         hidden = []
         for name in filter(cells.__contains__, _DROPPED):
@@ -198,7 +200,7 @@ class Description:
             del cells[name], widths[name]
             spare += 3
         left = spare - sum(widths.values())
-        # If even then it is too wide, paths give way.
+        # If the table is still too wide, paths are broken into lines.
         flexible, most = ("why", reason) if "why" in cells else ("path", widths["path"])
         widths[flexible] = int(max(1, min(most, widths[flexible] + left)))
         table = Table(caption_justify="left", caption_style="")
@@ -213,7 +215,7 @@ class Description:
 
     @property
     def per_device(self) -> str:
-        """The bytes on each device in words."""
+        """The bytes on each device as text."""
         totals = {"parameters": self.params_bytes, "gradients": self.gradients_bytes}
         if self.optimizer_rows:
             totals["optimizer state"] = self.optimizer_bytes - self.host_bytes
@@ -224,9 +226,9 @@ class Description:
         return ", ".join(f"{name} {format_bytes(x)}" for name, x in totals.items())
 
     def summary(self) -> str:
-        """Totals per device, and the largest arrays left replicated."""
+        """Returns totals per device, and the largest replicated arrays."""
         lines = [f"per device: {self.per_device}"]
-        # On one device nothing is sharded: there is nothing to report.
+        # On one device nothing is sharded, so there is nothing to report.
         if self.layout.mesh.size > 1:
             arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)
@@ -245,8 +247,8 @@ class Description:
         return "\n".join(lines)
 
     def picture(self) -> Picture:
-        """The table and its totals, at the width of the terminal."""
-        # Where nothing says how wide it is, in a notebook, a file or a page, 120.
+        """Returns the table and its totals, at the width of the terminal."""
+        # In a notebook, a file or a page the width is unknown, and 120 is used.
         width = shutil.get_terminal_size((120, 24)).columns
         return Picture(self.title, _Body(self), columns=width, svg_columns=180)
 
@@ -269,7 +271,7 @@ class Description:
 
 @dataclass(frozen=True)
 class _Body:
-    """Table and totals of a description, at the width that rich gives it."""
+    """Table and totals of a description, at the width that rich provides."""
 
     description: Description
 
@@ -289,7 +291,7 @@ _LEAST_WHY = 24
 
 
 def _largest(rows: Sequence[tuple]) -> list[str]:
-    """The first five replicated arrays, and the sum of the others."""
+    """Returns lines for the first five replicated arrays, and the sum of the others."""
     lines = [
         f"replicated: {path} {shape} {format_bytes(size)} ({reason})"
         for path, shape, size, reason in rows[:5]
@@ -314,8 +316,9 @@ def _short(spec: P) -> str:
 def idle_parts(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
-    """Strategies that split no array of a model, with the remedy for each."""
-    # The specs of the optimizer state have every axis that any of the four has.
+    """Yields strategies that split no array of a model, with the remedy for each."""
+    # The spec of an array's optimizer state has every axis that splits the array
+    # anywhere.
     used = {axis for _, p in arrays for axis in axes_of(p.optimizer)}
     for part in layout.claims.parts or (layout.claims,):
         sizes = {a: layout.mesh.shape[a] for a in part.axis_sizes if a not in used}
@@ -328,7 +331,7 @@ def idle_parts(
                 "Give it 2 stages or more, or leave it out.",
             )
         if any(zero.rules.axis in sizes for zero in part.zero):
-            # Others are small, or replicated on purpose by a rule.
+            # All other arrays are small, or a rule replicates them on purpose.
             large = [(i, p) for i, p in arrays if i.size >= FSDPRules.min_size]
             whole = [(i, p) for i, p in large if "divides no free dim" in p.reason]
             for info, place in sorted(whole, key=lambda row: -row[0].size)[:1]:
@@ -338,7 +341,7 @@ def idle_parts(
                     f"{place.reason}.",
                     "Pad a dim of the large ones, or use DataParallel.",
                 )
-        # Splits by a layer or `constrain` are not known before they run.
+        # Splits by a layer or by `constrain` are unknown before the model runs.
         elif sizes and not (part.batch or part.execution or is_of_activations):
             dims = ", ".join(map(repr, part.logical or sizes))
             across = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -361,19 +364,19 @@ def _mostly_whole(
 ) -> Iterator[str]:
     """Tensor parallelism by names that most matrices of a model do not have."""
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
-    # No adapters, no tables that are looked up: replicating them costs little.
+    # Adapters and lookup tables are left out, because replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
     kernels = [(i, p) for i, p in kernels if not i.path.endswith("embedding")]
     for part in layout.claims.parts or (layout.claims,):
         axes = {a for a in part.axis_sizes if layout.mesh.shape[a] > 1}
         if not axes or "mlp" not in part.logical:
             continue
-        # Arrays with a name stay whole for a reason that `describe` gives.
+        # If an array with a name stays whole, `describe` gives the reason.
         bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
         bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
         whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
         share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
-        if 0.5 < share < 1:  # of all, `idle_parts` tells
+        if 0.5 < share < 1:  # `idle_parts` reports a share of 1
             yield (
                 f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
                 f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has "
@@ -384,7 +387,7 @@ def _mostly_whole(
 def warn_idle_parts(
     model: nnx.Module, layout: Layout, placements: dict[Path, Placement]
 ) -> None:
-    """Warns of strategies that split no array of a model, and of meshes not used."""
+    """Warns of strategies that split no array of a model, and of ignored meshes."""
     _warn_of_one_device(layout)
     found = variables_of(model)
     arrays = [(array_info(path, v), placements[path]) for path, v in found]
@@ -401,7 +404,7 @@ def warn_idle_parts(
 
 
 def _warn_of_one_device(layout: Layout) -> None:
-    """Warns of a strategy that takes all devices, where there is only one."""
+    """Warns of a strategy that takes all devices if there is only one."""
     claims = layout.claims
     if jax.device_count() > 1 or None not in claims.axis_sizes.values():
         return
@@ -437,15 +440,15 @@ def describe_model(
     Args:
         abstract: An abstract model.
         layout: The layout.
-        optimizer: An optimizer as a Trainer takes it, for its state's bytes.
-        wrt: Filter of the Variables that are trained: these have gradients.
-        precision: The dtypes of parameters and gradients; ``None`` leaves them as the
-            model makes them.
+        optimizer: An optimizer that a Trainer accepts, to count the bytes of its state.
+        wrt: Filter of the Variables that are trained, which have gradients.
+        precision: The dtypes of parameters and gradients; ``None`` keeps the model's
+            dtypes.
         keeps_average: True if a moving average of the parameters is kept.
-        placements: Where its arrays live; without them they are found, and written
-            into the model's metadata.
-        opt_state: Shapes of the optimizer's state, where they are known: then nothing
-            is traced.
+        placements: Placements of the model's arrays. If they are left out, they are
+            computed, and written into the model's metadata.
+        opt_state: Shapes of the optimizer's state, if they are known. Nothing is traced
+            then.
     """
     trained = {path for path, _ in variables_of(abstract, wrt)}
     placements = placements or place_model(abstract, layout)
@@ -453,7 +456,7 @@ def describe_model(
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
         is_floating = jnp.issubdtype(info.dtype, jnp.floating)
-        # In the dtype in which the state will hold it.
+        # The dtype becomes the one in which the training state will hold the array.
         if precision and is_floating and (info.is_param or path in trained):
             info = replace(info, dtype=precision.params or info.dtype)
         size = shard_bytes(layout, info.shape, info.dtype, place.stored)
@@ -462,12 +465,13 @@ def describe_model(
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
             gradients += shard_bytes(layout, info.shape, dtype, place.gradient)
-            # At least float32, as the state keeps it: bfloat16 has no room
-            # for small moves.
+            # The state keeps the average in at least float32, because bfloat16 cannot
+            # represent small changes.
             dtype = sum_dtype(info.dtype)
             average += shard_bytes(layout, info.shape, dtype, place.stored)
     if optimizer is not None:
-        # By shapes, for any transformation: none of Optax's is known by name.
+        # The state is computed as shapes, which works for any transformation, also
+        # those that are not Optax's.
         tx = as_transformation(optimizer, abstract)
         opt_state = jax.eval_shape(tx.init, nest(stored))
     optimizer_rows = optimizer_rows_of(opt_state, stored, placements, layout)
@@ -506,7 +510,8 @@ def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
             "nnx_parallel.layers.attention exchanges it."
         )
     for path, module in modules:
-        # An attribute of `MoE`, by name: placement needs no layers.
+        # This attribute of `MoE` is found by name, because this package does not import
+        # the layers.
         if how := getattr(module, "describe_exchange", lambda _: "")(layout):
             notes.append(f"exchanged: tokens of `{dotted(path)}` {how}")
     return tuple(notes)

@@ -1,4 +1,4 @@
-"""Vector drawings: SVG whose inks follow the page, or stand on a light ground."""
+"""Vector drawings as SVG, in the colours of a page or on a light background."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Marks = list[str]
 """Elements of an SVG, in the order in which they are drawn."""
 
 WIDTH = 460.0
-"""Width of a drawing that is read on a phone, too."""
+"""Width of a drawing that can also be read on a phone."""
 
 SMALL = 11.6
-"""Size of its letters: on a phone they are 9 pixels high."""
+"""Size of letters in a drawing; on a phone they are 9 pixels high."""
 
 LETTER = 6.0
-"""Width of such a letter, in the mean."""
+"""Mean width of a letter of this size."""
 
 _RULES = """
 .ink { fill: %s } .soft { fill: %s } .line { stroke: %s; fill: none }
@@ -31,16 +31,16 @@ _RULES = """
 .ground { fill: %s }
 """
 LIGHT = _RULES % ("#1f2933", "#52606d", "#7b8794", "#d9dfe5", "#9aa5b1", "#ffffff")
-"""The look of the classes of marks, as CSS."""
+"""Styles of the classes of marks on a light background, as CSS."""
 
 DARK = _RULES % ("#e4e7eb", "#a9b4c0", "#8a96a3", "#4a5560", "#6b7783", "#14181e")
-"""The same on a dark ground."""
+"""The same styles on a dark background."""
 
 
 def document(
     marks: Marks, width: float, height: float, title: str, shown: float = 0
 ) -> str:
-    """A picture within a page, as wide as its column, or as ``shown`` pixels."""
+    """Makes an SVG for a page, as wide as its column or ``shown`` pixels."""
     wide = f' width="{shown:g}"' if shown else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img"{wide} viewBox="0 0 '
@@ -60,7 +60,7 @@ def rect(
     opacity: float = 1.0,
     title: str = "",
 ) -> str:
-    """A rectangle; its look is a class, or a colour that begins with ``#``."""
+    """Draws a rectangle; ``look`` is a class, or a colour that begins with ``#``."""
     paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
     paint += f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
     end = f"><title>{escape(title)}</title></rect>" if title else "/>"
@@ -71,7 +71,7 @@ def rect(
 
 
 def text(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Words, by default centred at ``x``."""
+    """Draws words, by default centred at ``x``."""
     options = {"text_anchor": "middle", **style}
     shown = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in options.items())
     paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
@@ -101,7 +101,7 @@ def line(
 
 
 def note(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Small words that by default begin at ``x``."""
+    """Draws small words, which by default begin at ``x``."""
     options = {"text_anchor": "start", "font_size": SMALL, **style}
     return text(round(x, 2), round(y, 2), words, look, **options)
 
@@ -109,7 +109,7 @@ def note(x: float, y: float, words: str, look: str = "ink", **style: object) -> 
 def legend(
     items: Iterable[tuple[str, str, float]], width: float
 ) -> tuple[Marks, float]:
-    """Colours, their names and their opacity, in lines; and where these end."""
+    """Draws colours with names and opacity in lines; returns marks and their end."""
     marks: Marks = []
     x, y = 0.0, 4.0
     for colour, name, opacity in items:
@@ -123,7 +123,7 @@ def legend(
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds to three digits, in a unit that suits them.
+    """Formats seconds with three digits, in a fitting unit.
 
     Example:
         >>> seconds_text(0.01234)
@@ -136,7 +136,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def cut(words: str, length: int) -> str:
-    """Words of at most a length."""
+    """Shortens words to a maximum length."""
     return words if len(words) <= length else f"{words[: length - 1]}\u2026"
 
 
@@ -145,15 +145,15 @@ _TITLE = {"text_anchor": "start", "font_weight": 600}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Figure(Drawn):
-    """A drawing with a title: notebooks show it, ``print`` its figures, `save` writes.
+    """A drawing with a title, which notebooks show, ``print`` prints and `save` writes.
 
     Attributes:
-        title: Its first line.
-        alt: Its content in words, for readers who cannot see it.
+        title: First line of the drawing.
+        alt: Description of the content, for screen readers.
         marks: The drawing, without the title.
-        width: Width of the drawing, in units of which a letter is 12 high.
+        width: Width of the drawing, in units in which a letter is 12 high.
         height: Height of the drawing, in the same units.
-        lines: The same in figures, as lines of text.
+        lines: Lines of text with the numbers of the drawing, which ``print`` shows.
     """
 
     title: str
@@ -185,7 +185,7 @@ class Figure(Drawn):
             *self.marks,
             "</g>",
         ]
-        # Shown larger than drawn: letters of 12 are a phone's.
+        # The drawing is enlarged, because letters of 12 are for phones.
         return document(marks, width, height, self.alt, round(1.25 * width)) + "\n"
 
     def __rich__(self) -> Group:

@@ -1,4 +1,4 @@
-"""Pictures of a schedule: stages down, time across."""
+"""Draws a schedule, with a row for each stage and time from left to right."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ COLOURS: dict[str, Colour] = {
 }
 """Colour of the first chunk of a kind of slot; later chunks are lighter."""
 
-# B for both: a table has joint backward slots or split ones, never both.
+# B is used for two kinds, because a table has either joint or split backward slots.
 _LETTERS = dict(zip(COLOURS, "FBBW", strict=True))
 _DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _IDLE = fill((0xE6, 0xEA, 0xEE))
 _PAGE = 112  # columns that can be read on a page of the site
 
 Column = tuple[int, str]
-"""Tick and kind of the slots that run at the same time."""
+"""(tick, kind) of the slots that run at the same time."""
 
 
 def schedule_picture(table: Table, **costs: Any) -> Picture:
-    """A schedule as a picture; the costs are arguments of `Table.simulate`."""
+    """Draws a schedule; the costs are arguments of `Table.simulate`."""
     simulation = table.simulate(**costs)
     stages = _count(table.num_stages, "stage")
     if table.num_chunks > 1:
@@ -42,16 +42,16 @@ def schedule_picture(table: Table, **costs: Any) -> Picture:
     if inputs := simulation.peak_stage_inputs:
         noun = "stage input" if table.num_chunks == 1 else "chunk input"
         title += f" · peak memory {_count(inputs, noun)}"
-    # Printed lines are cut; an SVG is as wide as its cells.
+    # Printed lines are cut, and an SVG is as wide as its cells.
     return Picture(title, Timeline(table, simulation), columns=88, svg_columns=100_000)
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """The cells of a schedule, for rich: a line for each stage.
+    """The cells of a schedule for rich, with a line for each stage.
 
-    Colour shows it to scale. Plain text has a column for each slot, and cuts lines that
-    are longer than a terminal's.
+    In colour the cells are to scale. In plain text each slot has a column, and lines
+    that are longer than the terminal's are cut.
     """
 
     table: Table
@@ -62,11 +62,12 @@ class Timeline:
     ) -> Iterator[Text]:
         slots = self.simulation.timeline.slots
         labels = {s: self._label(s.kind, s.chunk, s.microbatch) for s in slots}
-        # Without colour a wide cell could not be told from the idle time after it.
+        # Without colour a wide cell would look like a cell with idle time after it.
         is_coloured = bool(console.color_system)
         widths = self._widths(labels, to_scale=is_coloured)
         if is_coloured and sum(widths.values()) > min(_PAGE, options.max_width):
-            # Colours and shades say the kind and the chunk.
+            # Labels need only the microbatch, because colours and shades show the kind
+            # and the chunk.
             labels = {slot: str(slot.microbatch) for slot in slots}
             widths = self._widths(labels, to_scale=True)
         # A stage has at most one slot of a kind in a tick.
@@ -84,7 +85,7 @@ class Timeline:
                 line.append(f"{label:^{width - 1 - idle}}", shade)
                 line.append(f"{'' if slot else '·':^{idle}}", _IDLE).append(" ")
             yield line
-        # Columns of plain text are not to scale: a time axis would not fit them.
+        # Columns of plain text are not to scale, so a time axis would not fit.
         if is_coloured:
             start = self.simulation.timeline.tick_start
             yield self._line("tick").append(_axis(widths, str))
@@ -94,21 +95,22 @@ class Timeline:
     def _widths(
         self, labels: Mapping[TimedSlot, str], *, to_scale: bool
     ) -> dict[Column, int]:
-        """Width of each column, in the order of time."""
-        # One more than the label: ground between two cells.
+        """Returns the width of each column, in the order of time."""
+        # A column is one wider than its label, for the space between cells.
         least = max(map(len, labels.values())) + 1
         took = self._took()
         kinds = list(COLOURS)
         order = sorted(took, key=lambda column: (column[0], kinds.index(column[1])))
         if not to_scale:
             return dict.fromkeys(order, least)
-        # To scale down to an eighth of the longest: a kind of slot may cost nothing.
+        # Columns shorter than an eighth of the longest are not to scale, because a kind
+        # of slot may cost nothing.
         shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
         unit = least / shortest
         return {at: max(least, round(unit * took[at])) for at in order}
 
     def _took(self) -> dict[Column, float]:
-        """Time of each column: its longest slot."""
+        """Returns the time of each column, which is the time of its longest slot."""
         took: dict[Column, float] = {}
         for slot in self.simulation.timeline.slots:
             column = (slot.tick, slot.kind)
@@ -139,7 +141,7 @@ class Timeline:
 
 
 def _axis(widths: Mapping[Column, int], label: Callable[[int], str]) -> str:
-    """A label where each tick begins, if the one before leaves room."""
+    """Writes a label where each tick begins, if the label before leaves room."""
     text, at, begun = "", 0, -1
     for (tick, _), width in widths.items():
         if tick != begun and len(text) <= at:
