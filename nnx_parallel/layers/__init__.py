@@ -1,4 +1,4 @@
-"""The few layers that know an axis; everything else is stock Flax NNX."""
+"""The layers whose computation depends on mesh axes; all others come from Flax NNX."""
 
 from nnx_parallel.layers.attention import attention as attention
 from nnx_parallel.layers.attention import segment_positions as segment_positions

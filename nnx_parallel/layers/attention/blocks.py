@@ -1,13 +1,14 @@
-"""Exact attention in blocks: no array of queries x keys is ever held.
+"""Exact attention in blocks, without an array of queries x keys.
 
-Queries meet keys one block at a time, and a block's part of the output is merged with
-the earlier parts by the log-sum-exp of its scores [1]. The backward pass computes the
-scores of a block again, from the log-sum-exp that the forward pass kept [2]. Masks are
-computed from positions and segment ids within a block. A block is skipped if causality,
-a window or the ends of documents hide all its keys.
+Scores are computed for one block of queries and keys at a time. The output of a block
+is merged with the earlier output, weighted by the log-sum-exp of the scores [1]. The
+backward pass computes the scores of a block again, and their softmax from the
+log-sum-exp that the forward pass kept [2]. Masks are computed within a block, from
+positions and segment ids. A block is skipped if causality, a window or the ends of
+documents hide all its keys.
 
-A ring calls `forward_block`, `merge` and `backward_block` for each piece of the keys
-that passes by. The arrays here belong to one device: nothing communicates.
+`context` calls `forward_block`, `merge` and `backward_block` for the keys of each
+device. The functions here work on the arrays of one device and do not communicate.
 
 References:
     [1] Rabe and Staats, "Self-attention Does Not Need O(n^2) Memory", 2021,
@@ -31,13 +32,13 @@ BLOCK = 512
 
 
 class Tokens(NamedTuple):
-    """Positions and documents of one side's tokens; masks are computed from them.
+    """Positions and documents of queries or of keys, from which masks are computed.
 
     Attributes:
-        positions: int ``(batch or 1, seq)``, positions in the row, which causality and
-            windows compare. They may come in any order; blocks can be skipped if
-            neighbours have near positions.
-        segments: int ``(batch or 1, seq)``, the document of each token; 0 is padding,
+        positions: int ``(batch or 1, seq)``, positions in the row, for causality and
+            windows. They may have any order. But blocks can be skipped only if tokens
+            of a block have similar positions.
+        segments: int ``(batch or 1, seq)``, the document of each token. 0 is padding,
             which sees nothing and is seen by nothing. ``None``: one document.
     """
 
@@ -46,19 +47,19 @@ class Tokens(NamedTuple):
 
     @classmethod
     def in_order(cls, length: int, segments: Array | None = None) -> Self:
-        """The tokens of rows, in order from position 0."""
+        """Makes the tokens of complete rows, in order from position 0."""
         return cls(jnp.arange(length)[None], segments)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """The distances at which a query sees keys, and the computation of scores.
+    """The keys that a query sees by their distance, and the settings of scores.
 
     Attributes:
         scale: Factor of the products of queries and keys.
         causal: True if a query sees only keys up to its position.
-        window: Number of keys seen to the left and to the right of a query's position;
-            ``None``: all of them.
+        window: Number of keys that a query sees to the left and to the right of its
+            position. ``None``: all of them.
         softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``.
         block: Most queries and most keys of a block.
     """
@@ -71,14 +72,18 @@ class Pattern:
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """Least and greatest distance from a key to a query that sees it."""
+        """Returns the least and greatest distance from a key to a query that sees it.
+
+        ``None``: no limit.
+        """
         left, right = self.window
         return (0 if self.causal else None if right is None else -right), left
 
     def sees(self, queries: Tokens, keys: Tokens) -> Array | None:
-        """True where a query sees a key: ``(batch or 1, queries, keys)``.
+        """Returns a bool array, True if a query sees a key.
 
-        ``None`` if all queries see all keys.
+        Its shape is ``(batch or 1, queries, keys)``. Returns ``None`` if all queries
+        see all keys.
         """
         distance = queries.positions[:, :, None] - keys.positions[:, None, :]
         least, greatest = self.reach
@@ -94,21 +99,22 @@ class Pattern:
 
 
 class Cut(NamedTuple):
-    """A sequence's cut into ``num`` blocks of ``size``, the last one padded."""
+    """The division of a sequence into ``num`` blocks of ``size``, with padding."""
 
     num: int
     size: int
 
     @classmethod
     def of(cls, length: int, most: int) -> Self:
-        """Cuts a sequence into as few blocks of at most ``most`` tokens as it needs."""
+        """Divides a sequence into the fewest blocks of at most ``most`` tokens."""
         count = -(-length // most)
         size = -(-length // count)
-        # Several blocks have multiples of 8 tokens, to fill whole vector registers.
+        # If there are several blocks, their size is a multiple of 8 tokens, which fills
+        # vector registers.
         return cls(count, size if count == 1 else min(most, -(-size // 8) * 8))
 
     def __call__(self, x: Array, mode: Any = "constant") -> Array:
-        """``(batch, seq, ...)`` to ``(blocks, batch, size, ...)``."""
+        """Cuts ``(batch, seq, ...)`` into ``(blocks, batch, size, ...)``."""
         padding = [(0, 0)] * x.ndim
         padding[1] = (0, self.num * self.size - x.shape[1])
         x = jnp.pad(x, padding, mode) if padding[1][1] else x
@@ -116,7 +122,7 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
-        """The tokens in blocks; if there is padding, segments mark it."""
+        """Cuts tokens into blocks; if there is padding, it gets segment 0."""
         segments = tokens.segments
         if segments is None and is_padded:  # padding will have segment 0
             segments = jnp.ones((1, tokens.positions.shape[1]), jnp.int32)
@@ -125,10 +131,11 @@ class Cut(NamedTuple):
 
 
 class Grid:
-    """Queries and keys, cut into blocks, and the pairs of blocks that meet.
+    """Queries and keys in blocks, and the pairs of blocks to compute.
 
-    The dims of blocks are ``bqngd``, ``bknd`` and ``bngqk``: b is batch, q queries, k
-    keys, n kv_heads, g the query heads of each of them, and d head_dim.
+    The dims of a block are ``bqngd`` for queries, ``bknd`` for keys and ``bngqk`` for
+    scores. The letters mean: b batch, q queries, k keys, n kv_heads, g query heads for
+    each of the kv_heads, and d head_dim.
     """
 
     def __init__(
@@ -141,9 +148,10 @@ class Grid:
         mask: Array | None,
     ) -> None:
         lengths = query.shape[1], key.shape[1]
-        # Masks depend only on the tokens: JAX would compute the masks of all blocks,
-        # queries x keys, before a scan over layers, and hold them. The barrier makes
-        # tokens depend on the queries (docs/library-notes.md, "Attention").
+        # Masks depend only on the tokens. So JAX would compute the masks of all blocks,
+        # an array of queries x keys, before a scan over layers, and hold them. With
+        # this barrier the tokens depend on the queries
+        # (docs/library-notes.md, "Attention").
         _, q_tokens, k_tokens = jax.lax.optimization_barrier(
             (query, q_tokens, k_tokens)
         )
@@ -160,22 +168,25 @@ class Grid:
         self.columns = tuple(None if x is None else x.swapaxes(0, 1) for x in self.rows)
 
     def queries(self, x: Array) -> Array:
-        """``(batch, seq, heads, ...)`` to ``(blocks, b, queries, n, g, ...)``."""
+        """Cuts ``(b, seq, heads, ...)`` into ``(blocks, b, queries, n, g, ...)``."""
         return self.q(x.reshape(*x.shape[:2], *self.group, *x.shape[3:]))
 
     def keys(self, x: Array) -> Array:
-        """``(batch, keys, kv, dim)`` to ``(blocks, batch, keys, kv, dim)``."""
+        """Cuts ``(batch, keys, kv, dim)`` into ``(blocks, batch, keys, kv, dim)``."""
         return self.k(x)
 
     def join(self, x: Array, query: Array) -> Array:
-        """Blocks of queries to ``(batch, seq, heads, ...)``."""
+        """Undoes `queries`: joins blocks to ``(batch, seq, heads, ...)``."""
         x = join_blocks(x, query.shape[1])
         return x.reshape(*query.shape[:3], *x.shape[4:])
 
     def scores(
         self, query: Array, key: Array, q_tokens: Tokens, k_tokens: Tokens, mask: Any
     ) -> tuple[Array, Array | float]:
-        """Scores of a block, -inf where unseen, and their derivative by the product."""
+        """Computes the scores of a block, and their derivative by the product.
+
+        A score is -inf if the query does not see the key.
+        """
         pattern = self.pattern
         scores = product("bqngd,bknd->bngqk", query, key) * pattern.scale
         slope: Array | float = pattern.scale
@@ -188,17 +199,20 @@ class Grid:
         return scores, slope
 
     def unless_empty(self, needed: Array | None, attend: Callable, *state: Any) -> Any:
-        """The state after a block, unchanged if the block is not seen at all."""
+        """Returns ``attend(*state)``, or ``state`` if ``needed`` is False."""
         if needed is None:
             return attend(*state)
         return jax.lax.cond(needed, attend, lambda *state: state, *state)
 
     def _needed(self) -> Array | None:
-        """(q blocks, k blocks): False if no query of a pair sees a key in any row."""
+        """Returns ``(q blocks, k blocks)``, False if no query of a pair sees a key.
+
+        Returns ``None`` if all pairs are needed.
+        """
         if self.q.num * self.k.num == 1:
             return None
         conditions = []
-        # Ranges are (blocks, batch), and pairs of them (q blocks, k blocks, batch).
+        # Ranges are (blocks, batch), and conditions (q blocks, k blocks, batch).
         (low, high), (k_low, k_high) = (
             _ranges(x.positions) for x in (self.q_tokens, self.k_tokens)
         )
@@ -220,7 +234,7 @@ class Grid:
         return jnp.stack(jnp.broadcast_arrays(*conditions)).all(0).any(-1)
 
     def _cut_mask(self, mask: Array | None, lengths: tuple[int, int]) -> Array | None:
-        """(batch, heads, seq, keys) to (q blocks, k blocks, b, n, g, q, k)."""
+        """Cuts (batch, heads, seq, keys) into (q blocks, k blocks, b, n, g, q, k)."""
         if mask is None:
             return None
         batch, heads = mask.shape[:2]
@@ -234,29 +248,33 @@ class Grid:
 
 
 def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
-    """Range of the valid values of each block and row; empty if nothing is valid."""
+    """Returns the least and greatest valid value of each block and row.
+
+    The range is empty if nothing is valid.
+    """
     limits = jnp.iinfo(x.dtype)
     least = jnp.min(x, -1, initial=limits.max, where=valid)
     return least, jnp.max(x, -1, initial=limits.min, where=valid)
 
 
 def join_blocks(x: Array, length: int) -> Array:
-    """``(blocks, batch, size, ...)`` to ``(batch, length, ...)``."""
+    """Joins ``(blocks, batch, size, ...)`` to ``(batch, length, ...)``."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def product(dims: str, x: Array, y: Array) -> Array:
-    """An einsum of two arrays, summed in `sum_dtype`."""
+    """Computes an einsum of two arrays, summed in `sum_dtype`."""
     y = y.astype(jnp.promote_types(x.dtype, y.dtype))
     return jnp.einsum(dims, x.astype(y.dtype), y, preferred_element_type=sum_dtype(y))
 
 
 Partial = tuple[Array, Array]
-"""Attention to some of the keys, and the log-sum-exp of its scores.
+"""Attention to some of the keys, and the log-sum-exp of the scores.
 
-Float32 ``(batch, seq, heads, value_dim)``, normalised, and ``(batch, seq, heads)``:
-0 and -inf for a query that sees none of these keys.
+The first array is the normalised output, float32 ``(batch, seq, heads, value_dim)``,
+and 0 for a query that sees none of these keys. The second array is the log-sum-exp,
+float32 ``(batch, seq, heads)``, and -inf for such a query.
 """
 
 
@@ -269,18 +287,18 @@ def forward_block(
     pattern: Pattern,
     mask: Array | None = None,
 ) -> Partial:
-    """Attention of queries to a piece of the keys, in blocks.
+    """Computes attention to some of the keys, in blocks.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
         q_tokens: Positions and segments of the queries.
-        k_tokens: Positions and segments of the keys; segments are on both sides or on
-            neither.
+        k_tokens: Positions and segments of the keys. Queries and keys must both have
+            segments, or neither.
         pattern: The keys that each query may see.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where a key is seen,
-            unless the pattern hides it.
+        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True if a query sees a key,
+            unless the pattern hides the key.
     """
     grid = Grid(query, key, q_tokens, k_tokens, pattern, mask)
     queries, keys = grid.queries(query), (grid.keys(key), grid.keys(value))
@@ -310,7 +328,8 @@ def forward_block(
         empty = jnp.zeros((*shape, value.shape[-1]), dtype)
         start = (empty, jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
         (out, top, total), _ = _scan(of_keys, start, (keys, grid.k_tokens, row))
-        # A query that sees nothing gets out 0 / 1, and -inf + log(0).
+        # For a query that sees nothing, `out` is 0 / 1, and the log-sum-exp is
+        # -inf + log(0), which is -inf.
         out /= jnp.where(total == 0, 1, total)[..., None]
         return None, (_to_queries(out), _to_queries(top + jnp.log(total)))
 
@@ -330,30 +349,31 @@ def backward_block(
     pattern: Pattern,
     mask: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of queries and of a piece of the keys and values, in blocks [2].
+    """Computes gradients of queries, and of some of the keys and values, in blocks [2].
 
     Args:
-        query: The queries, with the shape that `forward_block` takes.
-        key: The keys of the piece.
-        value: The values of the piece.
-        grad: Gradient of the whole output, ``(batch, seq, heads, value_dim)``.
+        query: The same as in `forward_block`.
+        key: Some of the keys, as in `forward_block`.
+        value: The values of these keys.
+        grad: Gradient of the complete output, ``(batch, seq, heads, value_dim)``.
         lse: Log-sum-exp of a query's scores with all keys and with its sink.
-        delta: `output_delta` of the whole output.
+        delta: `output_delta` of the complete output.
         q_tokens: The same as in `forward_block`.
         k_tokens: The same as in `forward_block`.
         pattern: The same as in `forward_block`.
         mask: The same as in `forward_block`.
 
     Returns:
-        Arrays like query, key and value, in float32: partial sums that a ring adds up.
+        Float32 arrays with the shapes of query, key and value. They are partial sums,
+        which a ring adds up.
     """
     grid = Grid(query, key, q_tokens, k_tokens, pattern, mask)
     queries = tuple(grid.queries(x) for x in (query, grad, lse, delta))
     keys = (grid.keys(key), grid.keys(value))
     dtype = sum_dtype(query)
 
-    # A query's gradient is carried over the blocks of keys and written in place; if
-    # each were emitted, the gradients of all blocks of keys would exist at once.
+    # Gradients of queries are carried over the blocks of keys, and updated in place.
+    # As outputs of the scan, they would exist once for each block of keys.
     def of_keys(dqueries: Array, xs: tuple) -> tuple[Array, tuple]:
         (key, value), k_tokens, column = xs
 
@@ -392,9 +412,9 @@ def backward_block(
 
 
 def merge(first: Partial, second: Partial) -> Partial:
-    """Attention to the keys of two pieces that have no key in common."""
+    """Merges the attention to two sets of keys that have no key in common."""
     lse = jnp.logaddexp(first[1], second[1])
-    # Where both see nothing, the weights are exp(-inf - 0).
+    # If a query sees nothing in either set, the weights are exp(-inf - 0) = 0.
     weights = (
         jnp.exp(part_lse - _finite(lse))[..., None] for _, part_lse in (first, second)
     )
@@ -403,7 +423,7 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def with_sinks(part: Partial, sinks: Array | None) -> Partial:
-    """Attention with one more logit per head ``(heads,)``, whose value is 0."""
+    """Merges attention with a sink for each head: a logit ``(heads,)`` of value 0."""
     if sinks is None:
         return part
     out, lse = part
@@ -412,13 +432,13 @@ def with_sinks(part: Partial, sinks: Array | None) -> Partial:
 
 
 def output_delta(out: Array, grad: Array) -> Array:
-    """Product of a query's output and its gradient ``(batch, seq, heads)``."""
+    """Sums the product of outputs and their gradients: ``(batch, seq, heads)``."""
     dtype = sum_dtype(out)
     return jnp.sum(out.astype(dtype) * grad.astype(dtype), axis=-1)
 
 
 def sinks_gradient(sinks: Array | None, lse: Array, delta: Array) -> Array | None:
-    """Gradient of the sinks, from the log-sum-exp that includes them."""
+    """Computes the gradient of the sinks; ``lse`` must include the sinks."""
     if sinks is None:
         return None
     weights = jnp.exp(sinks.astype(lse.dtype)[None, None] - lse)
@@ -436,10 +456,10 @@ def blockwise_attention(
     sinks: Array | None = None,
     mask: Array | None = None,
 ) -> Array:
-    """Attention to all keys, in the dtype of the query.
+    """Computes attention to all keys, in the dtype of the query.
 
-    It is differentiable once, in reverse mode. The operands, the output and one number
-    per query and head are kept for the backward pass.
+    It can be differentiated once, in reverse mode. The backward pass needs the
+    operands, the output, and one number per query and head.
 
     Example:
         >>> x = jnp.ones((1, 1024, 2, 8))
@@ -473,7 +493,7 @@ blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _scan(function: Callable, start: Any, xs: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan`; for one block, its body without the loop."""
+    """Calls `jax.lax.scan`; for only one block, calls the body without a loop."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(function, start, xs)
     carry, out = function(start, jax.tree.map(lambda x: x[0], xs))
@@ -481,15 +501,15 @@ def _scan(function: Callable, start: Any, xs: Any) -> tuple[Any, Any]:
 
 
 def _to_queries(x: Array) -> Array:
-    """``(b, n, g, queries, ...)`` to ``(b, queries, n, g, ...)``."""
+    """Transposes ``(b, n, g, queries, ...)`` to ``(b, queries, n, g, ...)``."""
     return jnp.moveaxis(x, 3, 1)
 
 
 def _to_scores(x: Array) -> Array:
-    """``(b, queries, n, g)`` to ``(b, n, g, queries, 1)``."""
+    """Transposes ``(b, queries, n, g)`` to ``(b, n, g, queries, 1)``."""
     return jnp.moveaxis(x, 1, 3)[..., None]
 
 
 def _finite(x: Array) -> Array:
-    """0 for -inf, which is the log of nothing."""
+    """Replaces -inf by 0, so that -inf - 0 is not NaN."""
     return jnp.where(x == -jnp.inf, 0, x)

@@ -1,9 +1,9 @@
-"""Attention over a sequence that the mesh splits: ring, heads for sequence, or gather.
+"""Attention over a sequence that the mesh splits, with three kinds of exchange.
 
-Everything runs in one region that is manual over every axis: a device has its rows, its
-heads and its tokens of queries, keys and values, and sends the arrays that the exchange
-needs. Masks are made from positions, which each device knows for all others, and from
-segment ids, which travel with their keys.
+Everything runs in one region that is manual over every axis. In it a device has its
+rows, heads and tokens of queries, keys and values, and sends the arrays that the
+exchange needs. Masks are made from positions and segment ids. Each device can compute
+the positions of all devices; segment ids travel with their keys.
 """
 
 import abc
@@ -52,10 +52,11 @@ Kernel = Callable[[AttentionCall], Array]
 
 
 def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis | None:
-    """The axis of an attention's exchange, if a strategy splits its queries.
+    """Returns the axis and exchange of an attention, or ``None`` without an exchange.
 
-    The single query of a model that generates is not split. With an array as mask,
-    which already is queries x keys, the partitioner gathers.
+    There is an exchange if a strategy splits the queries. The single query of a model
+    that generates is not split. If the mask is an array, which has the size of queries
+    x keys already, XLA's partitioner gathers the keys instead.
 
     Raises:
         IndivisibleDimError: If the axis does not divide the queries.
@@ -68,21 +69,26 @@ def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis |
     size = layout.mesh.shape[found.axis]
     if is_manual or size == 1 or found.axis not in layout.activation_axes("seq"):
         return None
-    # Other activations are left whole where the axis does not divide them. Here each
-    # device would then compute the whole attention.
+    # Other activations are not split if the axis does not divide them. For attention
+    # this is an error, because each device would compute all of it.
     check_divides(found.axis, size, ("the queries of an attention", query, 1))
     return found
 
 
 def context_attention(layout: Layout, call: AttentionCall, kernel: Kernel) -> Array:
-    """Attention whose sequence a mesh axis splits (`split_sequence`).
+    """Computes attention over a sequence that a mesh axis splits (`split_sequence`).
 
-    Keys of another sequence that the axis does not divide are whole on each device and
-    are not exchanged. Under ``all_to_all`` the kernel computes whole sequences.
+    Cross-attention may have a number of keys that the axis does not divide. Then each
+    device has all keys, and nothing is exchanged.
+
+    Args:
+        layout: The active layout, with an axis for sequences.
+        call: The global call.
+        kernel: Computes complete sequences, for the exchange ``all_to_all``.
 
     Raises:
-        IndivisibleDimError: If heads are to be shared and the axis does not divide
-            them.
+        IndivisibleDimError: If the exchange is ``all_to_all`` and the axis does not
+            divide the heads.
     """
     split = layout.claims.sequence
     assert split is not None
@@ -116,7 +122,7 @@ def _check_heads(
 
 
 def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
-    """Exchanges tokens for whole sequences of a share of the heads, and back."""
+    """Exchanges tokens of all heads for all tokens of some heads, and back."""
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     key, value = (repeat_heads(x, size) for x in (call.key, call.value))
     query, key, value = (heads_for_sequence(x, axis) for x in (call.query, key, value))
@@ -132,7 +138,7 @@ def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
 
 
 class _Keys(NamedTuple):
-    """Keys and values of some tokens, which travel together."""
+    """The keys, values and segments of some tokens, which travel together."""
 
     key: Array
     value: Array
@@ -140,7 +146,7 @@ class _Keys(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Queries, and the values that the backward pass knows for each of them."""
+    """Queries, and the values that the backward pass has for each query."""
 
     query: Array
     grad: Array
@@ -150,17 +156,17 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange(abc.ABC):
-    """The way in which a device's queries meet the keys of all others."""
+    """A way for the queries of a device to meet the keys of all devices."""
 
     order: SequenceOrder
     pattern: Pattern
 
-    # True if keys are exchanged for the keys that their device computes with.
+    # True if keys are put into the order of queries (`SequenceOrder.enter`).
     moves_keys: ClassVar[bool] = False
 
     @classmethod
     def of(cls, call: AttentionCall, axis: str, size: int) -> Self:
-        """The exchange for global queries and keys, split over an axis of some size."""
+        """Makes the exchange for a global call over an axis, balanced if possible."""
         queries, keys = call.lengths
         length, is_causal = queries // size, call.causal and queries == keys
         if is_causal and length % 2:
@@ -171,8 +177,8 @@ class _Exchange(abc.ABC):
                 ParallelWarning,
             )
         is_balanced = is_causal and length % 2 == 0
-        # Each block lies in one chunk: a block with the end of one chunk and the start
-        # of another would hardly ever be skipped.
+        # Each block lies in one chunk. A block over the border of two chunks could
+        # hardly ever be skipped.
         chunk = length // 2 if is_balanced else length
         block = -(-chunk // -(-chunk // BLOCK))
         return cls(
@@ -182,14 +188,14 @@ class _Exchange(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
-        """Attention to the keys of all devices."""
+        """Computes attention to the keys of all devices."""
 
     @abc.abstractmethod
     def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
-        """Gradients of this device's queries, keys and values, in float32."""
+        """Computes float32 gradients of this device's queries, keys and values."""
 
     def attend(self, call: AttentionCall) -> Array:
-        """The attention of this device's queries, in a region manual over the axis."""
+        """Computes the attention of this device's queries, inside a manual region."""
         q_segments, k_segments = call.segments or (None, None)
         keys = _Keys(call.key, call.value, k_segments)
         query, q_segments = jax.tree.map(self.order.enter, (call.query, q_segments))
@@ -200,25 +206,25 @@ class _Exchange(abc.ABC):
     def outputs(
         self, query: Array, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
     ) -> Partial:
-        """Attention to some keys."""
+        """Computes attention to some of the keys."""
         operands = query, keys.key, keys.value, q_tokens, k_tokens
         return forward_block(*operands, self.pattern)
 
     def gradients(
         self, sides: _Sides, q_tokens: Tokens, keys: _Keys, k_tokens: Tokens
     ) -> tuple[Array, Array, Array]:
-        """Contribution of some keys to the gradients, in float32."""
+        """Computes the contribution of some keys to the gradients, in float32."""
         operands = sides.query, keys.key, keys.value, sides.grad, sides.lse, sides.delta
         return backward_block(*operands, q_tokens, k_tokens, self.pattern)
 
     def q_tokens(self, query: Array, segments: Array | None) -> Tokens:
-        """Positions and segments of this device's queries."""
+        """Returns positions and segments of this device's queries."""
         index = jax.lax.axis_index(self.order.axis)
         return Tokens(self.order.positions(index, query.shape[1]), segments)
 
 
-# The exchange is written twice, forward and backward: JAX's gradient would keep every
-# piece of the keys that has passed by.
+# The exchange has a custom gradient, because JAX's gradient would keep all keys that
+# have passed by.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     exchange: _Exchange,
@@ -245,8 +251,8 @@ def _attend_forward(
 
 def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
     query, keys, q_segments, sinks, out, lse = saved
-    # Otherwise XLA finds that the forward pass received the same arrays, and keeps
-    # them.
+    # Without this barrier XLA sees that the backward pass receives the same arrays as
+    # the forward pass, and keeps them.
     keys, grad = jax.lax.optimization_barrier((keys, grad))
     delta = output_delta(out, grad)
     sides = _Sides(query, grad, lse, delta)
@@ -260,7 +266,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class _Local(_Exchange):
-    """Keys that every device has: nothing is sent."""
+    """Every device has all keys, and sends nothing."""
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         tokens = Tokens.in_order(keys.key.shape[1], keys.segments)
@@ -295,9 +301,9 @@ class _Gather(_Local):
 class _Ring(_Exchange):
     """Keys travel from device to device; backward, their gradients travel with them.
 
-    Each hop is issued before the product that hides it. Barriers make the products and
-    hops of one turn end together: a device holds two pieces of the keys, and XLA's
-    scheduler for TPUs cannot move a hop behind the last product.
+    Each hop is issued before the product that hides it. Because of barriers, the
+    product and the hop of a turn end together. So a device holds the keys of only two
+    devices, and XLA's scheduler for TPUs cannot move a hop behind the last product.
     """
 
     moves_keys: ClassVar[bool] = True
@@ -323,9 +329,9 @@ class _Ring(_Exchange):
 
     def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         axis, last = self.order.axis, self.order.size - 1
-        # The product with this device's keys, which need no hop, is computed in two
-        # parts: half of the queries hide the first hop of the keys, the other half the
-        # last hop of the gradients.
+        # The keys of this device need no hop. The products with them hide two other
+        # hops: the first half of the queries hides the first hop of keys, the second
+        # half hides the last hop of gradients.
         half = sides[0].shape[1] // 2
         (early, early_tokens), (late, late_tokens) = (
             jax.tree.map(lambda x, at=at: x[:, at], (sides, q_tokens))
@@ -337,12 +343,12 @@ class _Ring(_Exchange):
         local_grads, passing = jax.lax.optimization_barrier((local_grads, passing))
 
         def turn(state: tuple, hop: int | Array, *, ends: bool = False) -> tuple:
-            # `sums`: gradients of the keys that pass by, empty at the first hop.
+            # `sums` has the gradients of the keys that pass by; it starts empty.
             dquery, sums, passing = state
             following = () if ends else send_on(passing, axis)
             arriving = send_on(sums, axis)
             more, *found = self._backward(sides, q_tokens, passing, hop)
-            # They are added after the product, which must not wait for them.
+            # The sums are added after the product, so that it does not wait for them.
             found, arriving = jax.lax.optimization_barrier((found, arriving))
             found = jax.tree.map(jnp.add, found, arriving) if arriving else found
             return jax.lax.optimization_barrier((dquery + more, found, following)), None
@@ -366,7 +372,7 @@ class _Ring(_Exchange):
         return self.gradients(sides, q_tokens, keys, self._tokens(keys, hop))
 
     def _tokens(self, keys: _Keys, hop: int | Array) -> Tokens:
-        """Positions and segments of keys that have travelled ``hop`` hops."""
+        """Returns positions and segments of keys that have travelled ``hop`` hops."""
         owner = (jax.lax.axis_index(self.order.axis) - hop) % self.order.size
         positions = self.order.positions(owner, keys.key.shape[1])
         return Tokens(positions, keys.segments)

@@ -1,7 +1,7 @@
-"""Scaled dot-product attention over named heads, by the platform's kernel.
+"""Scaled dot-product attention over named heads, by the kernel of the platform.
 
-A fused kernel is one opaque operation to the partitioner, which would gather its
-operands whole. Heads and rows of the batch are independent, so each device calls the
+To XLA's partitioner a fused kernel is one opaque operation, for which it would gather
+all operands. But heads and rows of the batch are independent. So each device calls the
 kernel, or attention in blocks, on its shard (`per_shard`).
 """
 
@@ -40,7 +40,7 @@ def choose_kernel(
     wanted: Implementation | None,
     split: SequenceAxis | None = None,
 ) -> FusedKernel | None:
-    """The wanted kernel, by default the platform's; ``None`` for plain operations.
+    """Returns the wanted or default kernel, or ``None`` for plain operations.
 
     It raises the same errors as `attention`.
     """
@@ -55,7 +55,8 @@ def choose_kernel(
     platform = _platform(layout)
     if wanted is None:
         if split is None and layout is not None and splits_queries(layout, call.query):
-            # Queries would be gathered, and every device would compute all of them.
+            # A kernel would gather the queries, and every device would compute all of
+            # them.
             return None
         if split is not None and split.exchange != "all_to_all":
             return None
@@ -89,7 +90,7 @@ def choose_kernel(
 
 
 def _platform(layout: Layout | None) -> str:
-    """The platform of the devices that the code being traced will run on."""
+    """Returns the platform of the devices that will run the code being traced."""
     default = getattr(jax.config, "jax_default_device", None)
     # `jax.devices` comes last, because it starts a backend, and a mesh of described
     # devices must work without one.
@@ -101,7 +102,7 @@ def _platform(layout: Layout | None) -> str:
 
 
 def splits_queries(layout: Layout, query: Array) -> bool:
-    """True if an axis splits the sequence, and not only rows and heads."""
+    """True if an axis splits the queries' sequence."""
     return bool(dim_axes(layout.activation_spec(query.shape, NAMES), query.ndim)[1])
 
 
@@ -113,8 +114,8 @@ def per_shard(
 ) -> Array:
     """Calls a kernel on each device, for its rows and heads of a call of `attention`.
 
-    With ``splits_seq`` queries stay split along the sequence where the layout splits
-    them, and the call gets their positions; keys are whole.
+    With ``splits_seq``, queries that the layout splits along the sequence stay split,
+    and the kernel gets their positions. It always gets the keys of all positions.
     """
     layout = active_layout()
     names = NAMES if splits_seq else HEADS
@@ -145,38 +146,42 @@ def attention(
     mask: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Softmax of scaled scores, times values [1]; heads may be grouped [2].
+    """Multiplies the softmax of scaled scores by values [1]; heads may be grouped [2].
 
-    Heads are independent: split over ``tensor``, they need no communication. A fused
-    kernel runs on each device's rows and heads, under any strategy, and holds no scores
-    [3]. It is computed again for the backward pass, under every remat policy except the
-    one that keeps everything. The same holds for ``xla`` in blocks, which computes
-    packed documents, windows, soft caps, sinks, and more than 2048 x 2048 scores: it
-    makes no array of queries x keys, and blocks that are not seen cost nothing.
+    Heads are independent, so heads that are split over ``tensor`` need no
+    communication. A fused kernel runs on each device's rows and heads, under any
+    strategy, and holds no scores [3]. The backward pass computes the kernel again,
+    under every remat policy except the policy that keeps everything.
+
+    The implementation ``xla`` works in blocks if there are packed documents, windows,
+    soft caps, sinks, or more than 2048 x 2048 scores. Like a kernel, it then makes no
+    array of queries x keys, and is computed again in the backward pass. It skips blocks
+    in which no query sees a key.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
         causal: True if position i sees only positions up to i.
-        segments: int ``(batch, seq)``, the document of each token: it sees no other. 0
-            is padding, which sees nothing and is seen by nothing; its output is 0.
-            Cross-attention takes a pair, ``(batch, seq)`` and ``(batch, keys)``.
-        window: Number of keys that are seen to the left of a query's position, and to
-            the right unless ``causal``. (Mistral's `sliding_window` also counts the
-            query's position: it is one more.)
-        softcap: Bounds the scores, ``softcap * tanh(scores / softcap)`` [4].
-        sinks: ``(heads,)``, one more logit per head that draws weight from all keys
-            and has no value [5].
-        scale: Factor of the scores; ``None``: ``head_dim ** -0.5``.
-        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True where a key is seen,
-            unless another argument hides it. A query that sees nothing has the output 0
-            and no gradient, in every implementation.
+        segments: int ``(batch, seq)``, the document of each token. A token sees only
+            its document. 0 is padding, which sees nothing and is seen by nothing; its
+            output is 0. Cross-attention takes a pair, ``(batch, seq)`` and
+            ``(batch, keys)``.
+        window: Number of keys that a query sees to the left of its position, and also
+            to the right unless ``causal``. (Mistral's `sliding_window` is greater by
+            one, because it also counts the query's position.)
+        softcap: Bound of the scores: ``softcap * tanh(scores / softcap)`` [4].
+        sinks: ``(heads,)``, an additional logit for each head. It takes part in the
+            softmax and has no value, so the weights of the keys become smaller [5].
+        scale: Factor of the scores. ``None``: ``head_dim ** -0.5``.
+        mask: bool ``(batch or 1, heads or 1, seq, keys)``, True if a query sees a key,
+            unless another argument hides the key. In every implementation, a query that
+            sees nothing has the output 0 and no gradient.
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
-            both, or ``xla``: plain operations. ``None``: the platform's kernel where it
-            takes these arguments, otherwise ``xla``. An implementation never lets a
-            query see more than was asked for; a table of the site lists the arguments
-            that each one takes.
+            both, or ``xla`` for plain operations. ``None``: the platform's kernel if it
+            takes these arguments, otherwise ``xla``. No implementation lets a query see
+            more keys than these arguments allow. A table of the site lists the
+            arguments that each implementation takes.
 
     Returns:
         ``(batch, seq, heads, value_dim)``.
@@ -186,7 +191,7 @@ def attention(
             dtype or range.
         AttentionKernelError: If the requested implementation cannot compute this call,
             because of the platform, dtype, ``head_dim``, sequence length or an
-            argument; the message says which.
+            argument. The message gives the reason.
 
     Example:
         >>> x = jnp.ones((1, 6, 2, 8))
@@ -228,7 +233,7 @@ def attention(
         out = context_attention(layout, call, whole)
     elif kernel is not None:
         out = per_shard(kernel.call, call)
-    elif call.is_plain:  # the partitioner splits it by itself
+    elif call.is_plain:  # XLA's partitioner splits plain operations
         out = plain_attention(call)
     else:
         out = per_shard(attention_in_blocks, call, splits_seq=True)
@@ -239,7 +244,7 @@ def check_call(call: AttentionCall) -> None:
     """Checks the arguments of `attention`.
 
     Raises:
-        ValueError: If one has a wrong shape, dtype or range.
+        ValueError: If an argument has a wrong shape, dtype or range.
     """
     query, key, value = (jnp.shape(x) for x in (call.query, call.key, call.value))
     is_met = len(query) == len(key) == len(value) == 4 and key[:3] == value[:3]
@@ -305,7 +310,7 @@ def _check_segments(
 
 
 def segment_positions(segments: Array) -> Array:
-    """Positions that restart in each document of a packed row.
+    """Computes positions that restart in each document of a packed row.
 
     Args:
         segments: int ``(batch, seq)``, the document of each token. The tokens of one

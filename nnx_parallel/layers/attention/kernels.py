@@ -1,6 +1,6 @@
-"""Implementations of attention: each honours an argument or refuses it by name.
+"""Implementations of attention; each obeys an argument or refuses it by name.
 
-An implementation never uses a wider mask than it was asked for.
+No implementation lets a query see more keys than the arguments allow.
 """
 
 import importlib.util
@@ -22,24 +22,25 @@ from nnx_parallel.sharding.specs import to_spec
 AT_ONCE = 2048
 """Most queries, and most keys, for which plain operations hold all scores at once.
 
-With more of them, the scores and their softmax, which are kept for the backward pass,
-are most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, and 29 MiB in blocks.
-On CPU, blocks are also faster from 1024 on. GPUs and TPUs were not timed.
+The scores and their softmax are kept for the backward pass. With more queries or keys
+they would be most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, against
+29 MiB in blocks. On CPU, blocks are also faster from 1024 on. GPUs and TPUs were not
+timed.
 """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of `attention`; in a region of shards, one shard's arguments."""
+    """The arguments of `attention`; in a manual region, those of one device."""
 
     query: Array  # (batch, seq, heads, head_dim)
     key: Array  # (batch, keys, kv_heads, head_dim)
     value: Array  # (batch, keys, kv_heads, value_dim)
     mask: Array | None = None  # bool (batch or 1, heads or 1, seq, keys)
-    # For queries and for keys, int (batch, seq); self-attention has one array twice.
+    # For queries and for keys, int (batch, seq); the same array in self-attention.
     segments: tuple[Array, Array] | None = None
-    # For queries and for keys, int (1, seq); ``None``: both are in order from 0.
+    # For queries and for keys, int (1, seq); None if both are in order from 0.
     positions: tuple[Array, Array] | None = None
     sinks: Array | None = None  # (heads,)
     causal: bool = field(default=False, metadata={"static": True})
@@ -49,17 +50,17 @@ class AttentionCall:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
+        """Returns the number of queries and the number of keys."""
         return self.query.shape[1], self.key.shape[1]
 
     @property
     def factor(self) -> float:
-        """Factor of the scores."""
+        """Returns the factor of the scores."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def pattern(self) -> Pattern:
-        """The static arguments, for `blockwise_attention`."""
+        """Returns the static arguments for `blockwise_attention`."""
         return Pattern(
             scale=self.factor,
             causal=self.causal,
@@ -69,7 +70,7 @@ class AttentionCall:
 
     @property
     def tokens(self) -> tuple[Tokens, Tokens]:
-        """Positions and segments of queries and keys, for `blockwise_attention`."""
+        """Returns positions and segments for `blockwise_attention`."""
         own, other = self.positions or (jnp.arange(n)[None] for n in self.lengths)
         segments = self.segments or (None, None)
         return Tokens(own, segments[0]), Tokens(other, segments[1])
@@ -86,7 +87,7 @@ class AttentionCall:
         )
 
     def with_key_heads_for(self, size: int) -> "AttentionCall":
-        """The call with key heads repeated until a number of devices divides them."""
+        """Repeats key heads until ``size``, a number of devices, divides them."""
         key, value = (repeat_heads(x, size) for x in (self.key, self.value))
         return replace(self, key=key, value=value)
 
@@ -94,8 +95,11 @@ class AttentionCall:
 def specs_of(
     call: AttentionCall, rows: tuple, seq: tuple, heads: tuple, keys: tuple = ()
 ) -> AttentionCall:
-    """The spec of each array of a call: axes of its rows, queries, heads and keys."""
-    # A mask's dims of size 1 are the same on all devices.
+    """Returns the call with a spec in place of each array.
+
+    The other arguments are the mesh axes of rows, queries, heads and keys.
+    """
+    # Dims of size 1 of a mask are not split.
     sizes = (1, 1, 1, 1) if call.mask is None else call.mask.shape
     dims = zip(sizes, (rows, heads, seq, keys), strict=True)
     of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
@@ -119,50 +123,53 @@ def for_each_device(
     axes: Sequence[tuple[str, ...]],
     keys: tuple[str, ...] = (),
 ) -> Array:
-    """Calls a function on each device with its part of a call of attention.
+    """Calls a function on each device with the device's part of a call of attention.
 
-    If the axes of the query's heads do not divide the key heads, these are repeated
-    until they do, so that every device has the key heads that its query heads use.
+    If the axes of the query's heads do not divide the key heads, key heads are repeated
+    until the axes divide them. So every device has the key heads that its query heads
+    use.
 
     Args:
-        run: The function; it returns ``(batch, seq, heads, value_dim)`` for its part.
-        call: The whole call.
-        layout: The active layout; axes that are automatic here become manual.
-        axes: Axes of each dim of the query; axes that are already manual do not count.
-        keys: Axes of the keys' sequence.
+        run: A function of a part of the call. It returns
+            ``(batch, seq, heads, value_dim)``.
+        call: The global call.
+        layout: The active layout. Axes that are automatic become manual for ``run``.
+        axes: Mesh axes of each dim of the query. Axes that are already manual are
+            ignored.
+        keys: Mesh axes of the keys' sequence.
     """
     free = free_axes(layout.mesh)
     rows, seq, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
     call = call.with_key_heads_for(math.prod(layout.mesh.shape[a] for a in heads))
     specs = specs_of(call, rows, seq, heads, keys)
-    # All axes become manual, also the ones that split nothing here: XLA's partitioner
-    # fails on cuDNN's custom call if some are left automatic.
+    # All axes become manual, even if they split nothing here, because XLA's partitioner
+    # fails on cuDNN's custom call if an axis is automatic.
     return manual_region(run, layout.mesh, (specs,), specs.query)(call)
 
 
 def repeat_heads(x: Array, size: int) -> Array:
-    """Repeats heads of ``(batch, keys, kv_heads, dim)`` until a size divides them."""
+    """Repeats heads of ``(batch, keys, kv_heads, dim)`` until ``size`` divides them."""
     return jnp.repeat(x, size // math.gcd(x.shape[2], size), axis=2)
 
 
 Implementation = Literal["xla", "cudnn", "splash", "tokamax"]
 """Implementations of attention.
 
-- ``xla``: plain operations. Short sequences are computed at once, with all scores held;
-  long ones in blocks.
+- ``xla``: plain operations. Short sequences are computed at once, with all scores in
+  memory; long sequences are computed in blocks.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
 - ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
-- ``tokamax``: Tokamax's Pallas kernel for the GPU or TPU that runs it, from the extra
-  ``kernels``. It runs only on request.
+- ``tokamax``: Tokamax's Pallas kernels for GPUs and TPUs, from the extra ``kernels``.
+  They run only on request.
 """
 
 HEADS = ("batch", None, "heads", None)
 SPLASH_BLOCK = 128
-"""The TPU's kernel takes sequences of a multiple of this length."""
+"""The length of a sequence must be a multiple of this for the TPU's kernel."""
 
 
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
-    """JAX's attention; by default in plain operations, with all scores at once."""
+    """Calls JAX's attention; ``xla`` uses plain operations and holds all scores."""
     window = None if call.window is None else (call.window, 0)
     call, sees = _let_all_see(call)
     out = jax.nn.dot_product_attention(
@@ -179,15 +186,15 @@ def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
 
 
 def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
-    """A call whose mask lets each query see a key, for kernels that need one.
+    """Changes a mask so that each query sees a key, for kernels that need this.
 
     For a query that sees nothing, the softmax of these kernels gives the mean of all
-    values, or NaN: the query's output must be set to 0, which also stops its gradients
-    (docs/library-notes.md, "Attention").
+    values, or NaN. So the caller must set the query's output to 0, which also stops its
+    gradients (docs/library-notes.md, "Attention").
 
     Returns:
-        The call, and bool ``(batch or 1, seq or 1, heads or 1, 1)``, False where a
-        query sees nothing. ``None`` without a mask.
+        The call, and a bool array ``(batch or 1, seq or 1, heads or 1, 1)``, which is
+        False for a query that sees nothing. Without a mask, the same call and ``None``.
     """
     if call.mask is None:
         return call, None
@@ -198,7 +205,7 @@ def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
 
 
 def attention_in_blocks(call: AttentionCall) -> Array:
-    """Attention that holds the scores of one block at a time; it takes every call."""
+    """Computes any call of attention with the scores of only one block in memory."""
     return blockwise_attention(
         call.pattern,
         call.query,
@@ -215,20 +222,20 @@ class FusedKernel(NamedTuple):
 
     platforms: tuple[str, ...]
     call: Callable[[AttentionCall], Array]
-    # Reasons why it cannot compute a call; empty if it can.
+    # The reasons why it cannot compute a call; none if it can.
     refusals: Callable[[AttentionCall], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]  # True: taken by default if it fits
+    is_default: Callable[[Layout | None], bool]  # True: the default if it can compute
 
 
 def cudnn_attention(call: AttentionCall) -> Array:
-    """Attention by NVIDIA's kernel."""
+    """Computes attention with NVIDIA's kernel."""
     return plain_attention(call, "cudnn")
 
 
 def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
-    """Reasons why cuDNN's kernel cannot compute a call."""
-    # Without NVIDIA's libraries JAX cannot even trace the kernel, so the arrays are
-    # checked instead of trying it.
+    """Yields the reasons why cuDNN's kernel cannot compute a call."""
+    # The arrays are checked here, because JAX cannot even trace the kernel without
+    # NVIDIA's libraries.
     query, key, value = call.query, call.key, call.value
     head_dim = query.shape[-1]
     if query.dtype not in (jnp.float16, jnp.bfloat16):
@@ -243,8 +250,8 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
         lengths = f"{queries} queries and {keys} keys"
         yield f"a mask over {lengths}; with a mask it takes even numbers"
     if call.segments is not None:
-        # Only JAX's private modules give access to its packed layout: jax.nn has
-        # lengths of rows (docs/library-notes.md, "Attention").
+        # The kernel has a packed layout, but only JAX's private modules can select it;
+        # jax.nn takes lengths of rows (docs/library-notes.md, "Attention").
         yield "segments; it takes rows of one document"
     if call.window is not None and (not call.causal or queries != keys):
         yield f"window={call.window}; it takes one with causal=True, of self-attention"
@@ -254,20 +261,20 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
 
 
 def splash_refusals(call: AttentionCall) -> Iterator[str]:
-    """Reasons why the TPU's kernel cannot compute a call."""
+    """Yields the reasons why the TPU's kernel cannot compute a call."""
     for name, length in zip(("queries", "keys"), call.lengths, strict=True):
         if length % SPLASH_BLOCK:
             yield f"{length} {name}; it takes multiples of {SPLASH_BLOCK}"
     if call.mask is not None:
         yield "an array as mask; it takes causal=True or no mask"
-    # A query that sees no key would get the mean of all values.
+    # With a pair, a query may see no key, and would get the mean of all values.
     if call.segments is not None and call.segments[0] is not call.segments[1]:
         yield "a pair of segments; it takes one array, for self-attention"
     yield from _late_queries(call)
 
 
 def _late_queries(call: AttentionCall) -> Iterator[str]:
-    """The reason to refuse queries that are past the window of every key."""
+    """Yields a reason if there may be queries past the window of every key."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
         lengths = f"{queries} queries and {keys} keys"
@@ -281,12 +288,15 @@ def _unsupported(call: AttentionCall, *names: str) -> Iterator[str]:
 
 
 def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
-    """Attention by the TPU's kernel; ``interpret`` runs it slowly on any platform."""
+    """Computes attention with the TPU's kernel.
+
+    With ``interpret``, JAX interprets the kernel, slowly, on any platform.
+    """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     lengths, query = call.lengths, call.query
-    # Blocks have up to 512 tokens and divide the sequences; the backward kernels need
-    # block sizes too.
+    # Blocks have up to 512 tokens, and their size divides the sequence. The backward
+    # kernels need block sizes too.
     q, kv = (math.gcd(length, 4 * SPLASH_BLOCK) for length in lengths)
     blocks: dict[str, Any] = {f"block_q{of}": q for of in ("", "_dkv", "_dq")}
     blocks |= {f"block_kv{of}": kv for of in ("", "_dkv", "_dq")}
@@ -298,7 +308,7 @@ def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         attn_logits_soft_cap=call.softcap,
         interpret=interpret,
     )
-    # The kernel does not scale, and takes (heads, seq, head_dim) for one row; so
+    # The kernel does not scale scores, and takes (heads, seq, head_dim) for one row. So
     # (batch, seq, heads, head_dim) becomes (batch, heads, seq, head_dim) and back.
     query = query * jnp.asarray(call.factor, query.dtype)
     operands = (x.swapaxes(1, 2) for x in (query, call.key, call.value))
@@ -307,7 +317,8 @@ def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
     out = jax.vmap(kernel, in_axes)(*operands, ids, call.sinks).swapaxes(1, 2)
     if call.segments is None:
         return out
-    # Padding saw padding. It must see nothing, and so have no gradient.
+    # In the kernel, padding sees padding. Its output is set to 0, so that it sees
+    # nothing and has no gradient.
     return jnp.where((call.segments[0] != 0)[:, :, None, None], out, 0)
 
 
@@ -324,12 +335,15 @@ def _splash_mask(call: AttentionCall) -> Any:
 def tokamax_attention(
     call: AttentionCall, implementation: Any = ("mosaic", "triton")
 ) -> Array:
-    """Tokamax's kernels, in the order in which they are tried; it needs Python 3.12.
+    """Computes attention with the first kernel of Tokamax that takes the operands.
+
+    It needs Python 3.12. ``implementation`` lists the kernels in the order in which
+    Tokamax tries them.
 
     Raises:
-        AttentionKernelError: If none of them takes these operands on this device.
+        AttentionKernelError: If no kernel takes these operands on this device.
     """
-    # It is imported by name, so that types can be checked without it.
+    # Tokamax is imported by name, so that types can be checked without the package.
     tokamax = importlib.import_module("tokamax")
 
     right = 0 if call.causal else call.window
@@ -358,21 +372,22 @@ def tokamax_attention(
 
 
 def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
-    """Reasons why Tokamax's kernels cannot compute a call."""
+    """Yields the reasons why Tokamax's kernels cannot compute a call."""
     if importlib.util.find_spec("tokamax") is None:
         yield (
             "it needs Python 3.12 and the package tokamax, which is not installed "
             "(pip install 'nnx-parallel[kernels]')"
         )
     if call.segments is not None:
-        # As a mask they would be queries x keys, an array that packed rows must avoid.
+        # A mask for them would be an array of queries x keys, too large for packed
+        # rows.
         yield "segments; it takes rows of one document"
     yield from _late_queries(call)
     yield from _unsupported(call, "sinks")
 
 
 def _is_never(_: Layout | None) -> bool:
-    """False: measurements do not show that it is faster than the platform's kernel."""
+    """False, since no measurement shows that Tokamax is faster than other kernels."""
     return False
 
 
@@ -383,7 +398,7 @@ def _is_ampere(layout: Layout | None) -> bool:
 
 
 def _is_placed(layout: Layout | None) -> bool:
-    """True if placements are known; a Pallas kernel cannot be partitioned."""
+    """True if placements are known, because XLA cannot partition a Pallas kernel."""
     if layout is None:
         return jax.device_count() == 1
     return layout.mesh.size == 1 or not layout.is_silent(HEADS)

@@ -1,15 +1,15 @@
-"""Tokens sorted by expert, and the products of all experts at once.
+"""Sorts tokens by expert, and computes the products of all experts at once.
 
-On a mesh, tokens meet the experts in one of two ways. The tokens of all devices are
-gathered and the outputs scattered back (`gathered`), or each row goes to the device of
-its expert and comes back (`layers.experts.ragged`). Both run inside a region that is
-manual over all axes.
+On a mesh, tokens reach the experts in one of two ways. Either the tokens of all devices
+are gathered and the outputs are scattered back (`gathered`), or each row goes to the
+device of its expert and comes back (`layers.experts.ragged`). Both ways run inside a
+region that is manual over all axes.
 
 A device's experts may get the tokens of all devices. On N devices, buffers for that
-case would be N times as large as buffers for balanced tokens. So rows are taken in
-rounds: a device has room for its share and some slack; the other rows wait for the next
-round. Balanced tokens fit into the first round, and then the loop over further rounds
-does not run.
+case would be N times as large as buffers for balanced tokens. So rows are computed in
+rounds: a device has room for its share of rows and a few more, and the remaining rows
+wait for the next round. Balanced tokens fit into the first round, and then the loop
+over further rounds does not run.
 """
 
 import math
@@ -27,18 +27,23 @@ from nnx_parallel.layers.experts.routing import is_equal
 from nnx_parallel.precision import sum_dtype
 
 SLACK = 0.25
-"""Extra room for rows, as a share of the rows of perfect balance."""
+"""Extra room for rows, as a share of a device's rows under perfect balance."""
 
 Part = Callable[..., Array]
-"""Computes a part of a sum from integers and operands, and from an index before these
-if it is a further part.
+"""A round: a function ``(given, operands)`` that returns a part of a sum.
+
+A further round is a function ``(index, given, operands)``.
 """
 
 
 def round_rows(expected: float, most: int) -> int:
-    """Rows that one round has room for: for ``expected`` rows, but at most ``most``."""
+    """Returns the rows that a round has room for: a few more than ``expected``.
+
+    It is at most ``most``.
+    """
     rows = math.ceil(expected * (1 + SLACK))
-    # Kernels of grouped products take tiles of 128 rows; few rows need a smaller step.
+    # Kernels of grouped products take tiles of 128 rows. A small number of rows is
+    # rounded up to a smaller step.
     step = 128 if rows >= 1024 else 8
     return min(-(-rows // step) * step, most)
 
@@ -52,18 +57,18 @@ def sum_rounds(
 ) -> Array:
     """Sums ``first(given, operands)`` and all ``further(index, given, operands)``.
 
-    The gradient runs the same rounds: it saves the residuals of the first round and
-    computes the others again, so that it needs the memory of only one round.
+    The gradient runs the same rounds. It uses the saved residuals of the first round
+    and computes further rounds again, so that it needs the memory of only one round.
 
     Args:
-        first: The first round; hashable, and does not close over traced values.
-        further: The rounds that balanced tokens do not need; hashable, and does not
-            close over traced values.
-        num_further: int32 scalar, the number of further rounds; equal on devices that
-            communicate in a round. `None` if further rounds cannot occur: then there is
-            no loop.
+        first: The first round. It must be hashable, and must not close over traced
+            values.
+        further: The rounds that balanced tokens do not need, with the same conditions.
+        num_further: int32 scalar, the number of further rounds. It must be equal on
+            devices that communicate in a round. ``None`` if further rounds cannot
+            occur: then there is no loop.
         given: A pytree of integers.
-        operands: A pytree of arrays that are differentiated.
+        operands: A pytree of arrays to differentiate by.
     """
     if num_further is None:
         return first(given, operands)
@@ -98,13 +103,14 @@ def _backward(
 
 
 def _add_others(function: Callable[[Array], Any], count: Array, first: Any) -> Any:
-    """Adds the results of the rounds after the first."""
+    """Adds the results of further rounds to the result of the first one."""
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         index, total = carry
         return index + 1, jax.tree.map(jnp.add, total, function(index))
 
-    # `audit(trips=...)` names the loop by this scope: its length depends on data.
+    # The length of this loop depends on data. `audit(trips=...)` refers to the loop by
+    # the name of this scope.
     with jax.named_scope("more_rounds"):
         start = (jnp.int32(0), first)
         return jax.lax.while_loop(lambda carry: carry[0] < count, body, start)[1]
@@ -117,15 +123,15 @@ Axes = tuple[str, ...]
 
 
 class Order(NamedTuple):
-    """Tokens sorted by expert: each has `top_k` rows, one for each of its choices.
+    """The order of rows by expert; a token has a row for each of its `top_k` choices.
 
     Attributes:
-        choice: int ``(rows,)``, the choice that a row belongs to, as an index into the
-            choices of all tokens in order.
-        row: int ``(tokens, top_k)``, the row of each choice; outside of these rows if
-            they are only a part of all rows and the choice is in another part.
+        choice: int ``(rows,)``, the choice of each row, as an index into the choices of
+            all tokens.
+        row: int ``(tokens, top_k)``, the row of each choice. After `part`, the numbers
+            of choices in other parts are outside the range of rows.
         sizes: int ``(experts,)``, the number of rows of each expert. Rows after these
-            do not belong to an expert: their choices count as zero.
+            belong to no expert, and their choices count as zero.
     """
 
     choice: Array
@@ -134,11 +140,11 @@ class Order(NamedTuple):
 
     @property
     def token(self) -> Array:
-        """The token of each row."""
+        """Returns the token of each row."""
         return self.choice // self.row.shape[1]
 
     def part(self, start: Array | int, num_rows: int) -> "Order":
-        """The order of ``num_rows`` rows from ``start`` on."""
+        """Returns the order of ``num_rows`` rows from ``start`` on."""
         choice = jnp.pad(self.choice, (0, num_rows))
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)
         return Order(
@@ -152,19 +158,20 @@ def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
     """Sorts choices, int ``(tokens, top_k)``, into rows by expert.
 
     Args:
-        chosen: The choices; ``num_experts`` and above mean a missing expert.
+        chosen: The choices. A number of at least ``num_experts`` means no expert.
         num_experts: Number of experts.
         num_rows: The most rows that can have an expert.
     """
     flat = chosen.reshape(-1)
-    choice = jnp.argsort(flat)  # stable: an expert's tokens stay in order
+    choice = jnp.argsort(flat)  # a stable sort: an expert's tokens stay in order
     sizes = jnp.sum(is_equal(flat, num_experts), axis=0, dtype=jnp.int32)
     row = jnp.argsort(choice).reshape(chosen.shape)
     return Order(choice[:num_rows], row, sizes)
 
 
-# Forward and backward are gathers, because each row knows its token and each choice its
-# row: JAX's gradient of a gather is a scatter-add, which TPUs and GPUs run row by row.
+# These functions have custom gradients, which are gathers too: each row knows its
+# token, and each choice knows its row. JAX's gradient of a gather is a scatter-add,
+# which TPUs and GPUs run row by row.
 @jax.custom_vjp
 def dispatch(tokens: Array, order: Order) -> Array:
     """Copies tokens to their rows: ``(tokens, width)`` to ``(rows, width)``."""
@@ -188,8 +195,8 @@ def combine(rows: Array, weights: Array, order: Order) -> Array:
 def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
     """Yields ``(tokens, width)`` in a wide dtype for each of the `top_k` choices.
 
-    They come one by one: where tokens are gathered, all of them at once would be as
-    many numbers as the rows of all devices.
+    It yields them one by one, because under `gathered` all of them together would be as
+    large as the rows of all devices.
     """
     num_rows = jnp.sum(order.sizes)
     for row in order.row.T:
@@ -221,7 +228,7 @@ combine.defvjp(lambda *saved: (combine(*saved), saved), _combine_backward)
 
 
 class Kernels(NamedTuple):
-    """The kernels of a device's experts, ``(experts, in, out)`` each."""
+    """The kernels of a device's experts; each is ``(experts, in, out)``."""
 
     up: Array
     gate: Array | None
@@ -230,7 +237,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertMLPs:
-    """The MLPs of a device's experts: kernels, and the nonlinearity between them."""
+    """The MLPs of a device's experts: the kernels, and the nonlinearity."""
 
     kernels: Kernels
     activate: Callable[[Array], Array]
@@ -238,7 +245,7 @@ class ExpertMLPs:
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Applies each expert's MLP to its rows ``(rows, embed)``, sorted by expert.
 
-        TPUs multiply each row once; on CPUs every expert multiplies all rows.
+        TPUs multiply each row once. On CPUs every expert multiplies all rows.
         """
         up, gate, down = self.kernels
         hidden = jax.lax.ragged_dot(rows, up, sizes)
@@ -250,7 +257,7 @@ class ExpertMLPs:
 
     @property
     def count(self) -> int:
-        """Number of experts on this device."""
+        """Returns the number of experts on this device."""
         return self.kernels.up.shape[0]
 
 
@@ -259,8 +266,8 @@ class Routed(NamedTuple):
 
     Attributes:
         x: The tokens, ``(batch, seq, embed)``.
-        chosen: int ``(batch, seq, top_k)``, the experts. A choice that was dropped has
-            the number of experts instead.
+        chosen: int ``(batch, seq, top_k)``, the experts. For a choice that was dropped
+            it is the number of experts.
         weights: Weights of the choices, ``(batch, seq, top_k)``.
     """
 
@@ -269,7 +276,7 @@ class Routed(NamedTuple):
     weights: Array
 
     def flat(self) -> tuple[Array, Array, Array]:
-        """The three arrays, with one dim of tokens for batch and seq."""
+        """Returns the three arrays with one dim of tokens in place of batch and seq."""
         x, chosen, weights = (a.reshape(-1, a.shape[-1]) for a in self)
         return x, chosen, weights
 
@@ -292,16 +299,19 @@ class TokenAxes:
 
     @property
     def can_send(self) -> bool:
-        """True if rows can be sent: devices with other experts have other tokens."""
+        """True if devices with different experts also have different tokens.
+
+        Only then can rows be sent to the devices of their experts.
+        """
         return len(self.expert) == 1 and self.expert[0] in self.batch
 
 
 def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
-    """Outputs of tokens that an all-gather brings to the experts.
+    """Computes outputs of tokens, with an all-gather that brings them to the experts.
 
-    A device computes the rows of its experts, for the tokens of all devices that have
-    other experts. One round has room for a few more rows than the device's share. The
-    outputs are summed and scattered back.
+    A device gathers the tokens of the devices that have other experts, and computes the
+    rows of its experts. One round has room for a few more rows than the device's share.
+    The outputs are summed and scattered back.
     """
     run = partial(_local, experts, axes.expert)
     return around(run, axes, (*axes.expert, *axes.mlp), routed)
@@ -310,7 +320,14 @@ def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
 def around(
     run: Callable[[Routed], Array], axes: TokenAxes, over: Axes, routed: Routed
 ) -> Array:
-    """Gathers tokens over the axes that split experts, and sums their outputs."""
+    """Gathers tokens over some axes, calls a function, and sums the outputs.
+
+    Args:
+        run: Computes a device's part of the outputs of the gathered tokens.
+        axes: The manual axes.
+        over: The axes along which devices have other experts or parts of experts.
+        routed: The device's tokens.
+    """
     moves = [
         (dim, names)
         for dim, of_dim in enumerate((axes.batch, axes.seq))
@@ -322,13 +339,13 @@ def around(
     y = run(routed)
     for dim, names in reversed(moves):
         y = jax.lax.psum_scatter(y, names, scatter_dimension=dim, tiled=True)
-    # Over axes with the same tokens on each device, the parts of the sum are added.
+    # Along the remaining axes each device has the same tokens, and parts are added.
     kept = tuple(axis for axis in over if axis not in (*axes.batch, *axes.seq))
     return jax.lax.psum(y, kept) if kept else y
 
 
 def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
-    """The part of the outputs that comes from this device's experts."""
+    """Computes the part of the outputs that comes from this device's experts."""
     tokens, chosen, weights = routed.flat()
     size = jax.lax.axis_size(axes) if axes else 1
     first = jax.lax.axis_index(axes) * experts.count if axes else 0
@@ -368,7 +385,8 @@ def _local_round(
 
 
 def products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
-    """The experts' outputs for rows that are sorted by expert."""
-    # An audit knows them by this name, because on CPUs they are plain products.
+    """Computes the experts' outputs for rows that are sorted by expert."""
+    # An audit finds these products by the name of the scope, because on CPUs they are
+    # plain products.
     with jax.named_scope("grouped_products"):
         return experts(rows, order.sizes)

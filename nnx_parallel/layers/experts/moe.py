@@ -1,9 +1,9 @@
 """Mixture of experts: a router sends each token to a few of many MLPs [1].
 
 The code is written for one device and drops no token: each expert has one row for each
-token that chose it, and all products run at once (`layers.experts.dispatch`). A
-strategy that splits the experts decides how tokens reach them; the results are the same
-as on one device.
+token that chose it, and all products run at once (`layers.experts.dispatch`). If a
+strategy splits the experts, it also decides how tokens reach them. The results are the
+same as on one device.
 
 References:
     [1] Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2,
@@ -53,11 +53,11 @@ INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
 class RouterState(nnx.Variable):
-    """A router's statistics of the tokens it has seen; not trained by gradients."""
+    """Statistics of a router, which gradients do not train."""
 
 
 class Load(NamedTuple):
-    """Numbers of tokens that chose each expert; padding does not choose.
+    """The number of tokens that chose each expert; padding chooses none.
 
     Attributes:
         counts: int ``(batch, experts)``, counted in each row.
@@ -84,9 +84,9 @@ class MoE(nnx.Module):
         experts: The mixture.
         rngs: Keys of the parameters.
         activation: SwiGLU, GEGLU, or GELU without a gate.
-        kernel_init: Initializer of kernels into the experts, and of the router; by
-            default normal with variance 1 / fan-in.
-        out_init: Initializer of kernels out of the experts, with the same default.
+        kernel_init: Initializer of the first kernels of experts, and of the router. The
+            default is normal with variance 1 / fan-in.
+        out_init: Initializer of the last kernels of experts, with the same default.
 
     Raises:
         ExpertsError: If an argument has a wrong type, or the width or the activation is
@@ -117,7 +117,7 @@ class MoE(nnx.Module):
         normal = nnx.initializers.normal
         into = kernel_init or normal(embed_dim**-0.5)
         out = out_init or normal(width**-0.5)
-        # The router is replicated: its dim of experts has no name.
+        # The dim of experts has no name, so that the router is replicated.
         make = named(into, "embed", None)
         self.router = nnx.Param(make(rngs.params(), (embed_dim, num), jnp.float32))
 
@@ -155,18 +155,18 @@ class MoE(nnx.Module):
         counts_tokens: bool = True,
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Outputs, and each token's part of the losses that balance experts.
+        """Computes outputs, and each token's part of the losses that balance experts.
 
         Args:
             x: ``(batch, seq, embed)``.
             counts_tokens: True if these tokens count for the bias and the metrics.
             segments: int ``(batch, seq)``, the document of each token. A document is
-                balanced, and has a capacity, as if it were a sequence. 0 is padding: it
-                does not go to an expert and is not counted.
+                balanced, and has a capacity, as if it were a sequence. 0 is padding,
+                which goes to no expert and is not counted.
 
         Returns:
-            Outputs with the shape of x, and losses, float32 ``(batch, seq)``, 0 at
-            padding: add their mean over the tokens that are not padding to the loss.
+            Outputs with the shape of x; and losses, float32 ``(batch, seq)``, which are
+            0 for padding. Add their mean, over all tokens except padding, to the loss.
 
         Raises:
             ExpertsError: If x or segments have a wrong shape.
@@ -181,8 +181,9 @@ class MoE(nnx.Module):
             )
         if segments is not None:
             _check_segments(segments, shape[:2])
-        # The product is in float32, because otherwise rounding would decide near ties.
-        # The kernel has the dtype that the precision gives it.
+        # The product is in float32. Otherwise rounding would decide between experts
+        # with almost equal scores. The precision may have given the kernel another
+        # dtype.
         dtype = sum_dtype(x)
         logits = x.astype(dtype) @ self.router[...].astype(dtype)
         logits = constrain(logits, "batch", "seq", None)
@@ -200,22 +201,23 @@ class MoE(nnx.Module):
         return constrain(y, "batch", "seq", "embed"), losses
 
     def finish_step(self) -> dict[str, Array | Mean]:
-        """Moves the bias by the tokens of a step, and resets the counts.
+        """Updates the bias from the tokens of a step, and resets the counts.
 
-        It also works for several layers at once, whose arrays have a leading dim.
+        It also works for several layers at once, if their arrays have a leading dim.
 
         Returns:
-            A scalar ``expert_load``: tokens of the busiest expert over the mean, in the
-            layer with the largest ratio. A `Mean` ``router_entropy``, in nats, over
-            layers. With a capacity, a ``dropped_share`` of all choices. The same per
-            layer, ``(layers,)``: ``expert_loads``, ``router_entropies``,
-            ``dropped_shares``.
+            A dict. ``expert_load`` is a scalar: the tokens of the busiest expert,
+            divided by the mean, in the layer with the largest ratio.
+            ``router_entropy`` is a `Mean` over layers, in nats. ``dropped_share``, only
+            with a capacity, is the share of choices that were dropped.
+            ``expert_loads``, ``router_entropies`` and ``dropped_shares`` are the same
+            for each layer, ``(layers,)``.
         """
         counts = self.counts[...]  # (..., experts)
         num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)
         if self.bias is not None:
-            # These are integers: count * num may exceed 32 bits, and a float would
-            # round.
+            # Integers are compared, because floats would round. They are divided by
+            # num, because count * num may exceed 32 bits.
             mean, rest = total // num, total % num
             below = (counts < mean) | ((counts == mean) & (rest > 0))
             sign = (counts > mean).astype(jnp.float32) - below
@@ -239,7 +241,7 @@ class MoE(nnx.Module):
         return found
 
     def describe_exchange(self, layout: Layout) -> str:
-        """Says how tokens reach the experts, if a strategy splits them; or empty."""
+        """Says how tokens reach the experts; empty if no strategy splits them."""
         if (claim := layout.claims.experts) is None:
             return ""
         how, why = claim.choose(layout.mesh, self.experts.top_k)
@@ -271,8 +273,8 @@ class MoE(nnx.Module):
             total = jnp.sum(counts, axis=-1, keepdims=True)
             if load.of_documents is not None:  # padding has no tokens
                 total = jnp.maximum(total, 1)
-            # Equal shares of experts are 1 each. They are floats, because
-            # count * num_experts may exceed 32 bits.
+            # A share is 1 if all experts have the same share. Shares are floats,
+            # because count * num_experts may exceed 32 bits.
             share = counts.astype(jnp.float32) * mixture.num_experts / total
             share = share[:, None] if share.ndim == 2 else share
             found = jnp.sum(share * normalised(scores), axis=-1)
@@ -288,9 +290,10 @@ class MoE(nnx.Module):
         alongside: Array | None,
         segments: Array | None,
     ) -> tuple[Array, Load]:
-        """Outputs of the routed experts, and the tokens of each expert.
+        """Computes outputs of the routed experts, and the load of each expert.
 
-        The computation ``alongside``, ``(batch, seq, mlp)``, can hide an exchange.
+        ``alongside``, ``(batch, seq, mlp)``, is the result of a computation that can
+        hide an exchange.
         """
         bias = None if self.bias is None else self.bias[...]
         gate = None if self.gate is None else self.gate[...]
@@ -329,7 +332,7 @@ def _check_arguments(
     kernel_init: object,
     out_init: object,
 ) -> None:
-    """Refuses common mistakes in the arguments of a mixture, by name."""
+    """Refuses common mistakes in the arguments of `MoE`, with their names."""
     is_width = is_int(embed_dim) and embed_dim >= 1
     require("MoE.embed_dim", embed_dim, is_width, "an int of at least 1")
     mixture = "an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)"
@@ -356,7 +359,7 @@ def _check_segments(segments: object, shape: tuple[int, ...]) -> None:
 
 
 def warn_of_lost_losses(moe: MoE) -> None:
-    """Warns, in a Trainer's step, of a loss without the part that balances experts."""
+    """Warns in a step if the loss lacks the part that balances experts."""
     # Outside of a step, the caller may want only the logits.
     if active_layout() is not None and not moe.deterministic:
         warn_user(
@@ -370,9 +373,9 @@ def warn_of_lost_losses(moe: MoE) -> None:
 def _specs_of(
     layout: Layout, x: Array, kernels: Kernels, free: set[str]
 ) -> tuple[P, Any, TokenAxes]:
-    """Specs of tokens and kernels over the free axes, and these axes by dim."""
+    """Returns specs of tokens and kernels over the free axes, and these axes by dim."""
     axes_of = partial(_free_axes, free)
-    # Tokens and kernels are whole along `embed`.
+    # Neither tokens nor kernels are split along `embed`.
     batch, seq, _ = axes_of(activation_spec(layout, x.shape, ("batch", "seq", "embed")))
     expert, _, mlp = axes_of(layout.used_spec(kernels.up.shape, INTO))
     into, out_of = to_spec((expert, (), mlp)), to_spec((expert, mlp, ()))
@@ -383,7 +386,7 @@ def _specs_of(
 
 
 def _spec_of(layout: Layout, hidden: Array | None, free: set[str]) -> P:
-    """Spec of an MLP's hidden values, between its products, over the free axes."""
+    """Returns the spec of an MLP's hidden values over the free axes."""
     if hidden is None:
         return P()
     spec = activation_spec(layout, hidden.shape, ("batch", "seq", "mlp"))
@@ -407,7 +410,7 @@ def _run_shard(
     alongside: Array | None,
     segments: Array | None,
 ) -> tuple[Array, Load]:
-    """Outputs of a device's tokens, and the number for each expert in its rows."""
+    """Computes the outputs of a device's tokens, and the load of each expert."""
     chosen, weights = mixture.choose(scores, bias)
     if segments is not None:
         is_real = (segments != 0)[..., None]
@@ -441,13 +444,13 @@ def _run_shard(
 
 
 class _Documents(NamedTuple):
-    """The choices in each token's document.
+    """For each token, the number of choices in its document and before it.
 
     Attributes:
-        counts: int ``(batch, seq, experts)``, choices of the document's tokens.
-        before: Choices of the tokens before the document in its row, with the same
-            shape.
-        lengths: int ``(batch, seq)``, the number of tokens of the document.
+        counts: int ``(batch, seq, experts)``, choices of the tokens in the document.
+        before: int ``(batch, seq, experts)``, choices of the tokens before the document
+            in the row.
+        lengths: int ``(batch, seq)``, the number of tokens in the document.
     """
 
     counts: Array
@@ -486,7 +489,7 @@ def _is_in_capacity(
     chosen: Array,
     documents: _Documents | None,
 ) -> Array:
-    """True for choices ``(batch, seq, top_k)`` made before their expert is full."""
+    """Returns bool ``(batch, seq, top_k)``, False for choices of a full expert."""
     if documents is None:
         return ranks < (mixture.capacity(seq_len) or 0)
     ranks -= jnp.take_along_axis(documents.before, chosen, -1, mode="clip")
@@ -495,10 +498,10 @@ def _is_in_capacity(
 
 
 def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
-    """The number of earlier choices of the same expert in a choice's sequence.
+    """Counts, for each choice, the earlier choices of the same expert in the sequence.
 
-    Tokens on other devices, which come before, made ``earlier`` choices
-    ``(batch, experts)``.
+    ``earlier``, ``(batch, experts)``, has the number of choices that earlier tokens on
+    other devices made.
     """
 
     def of_row(chosen: Array, earlier: Array) -> Array:
@@ -512,7 +515,7 @@ def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
 def _exchange_of(
     layout: Layout, axes: TokenAxes, mixture: Experts
 ) -> TokenExchange | None:
-    """The exchange of tokens with experts, if devices have different tokens."""
+    """Returns the exchange of tokens, or ``None`` if tokens need no exchange."""
     claim = layout.claims.experts
     if claim is None or not axes.can_send:
         return None
@@ -541,11 +544,11 @@ class SharedExpert(nnx.Module):
         self.activate = activate
 
     def __call__(self, x: Array) -> Array:
-        """``(batch, seq, embed)`` to ``(batch, seq, embed)``."""
+        """Maps ``(batch, seq, embed)`` to ``(batch, seq, embed)``."""
         return self.down(self.hidden(x))
 
     def hidden(self, x: Array) -> Array:
-        """``(batch, seq, embed)`` to ``(batch, seq, mlp)``, which goes to `down`."""
+        """Maps ``(batch, seq, embed)`` to the hidden values ``(batch, seq, mlp)``."""
         if self.gate is None:
             return self.activate(constrain(self.up(x), "batch", "seq", "mlp"))
         hidden, gate = project(x, self.up, self.gate)

@@ -1,8 +1,9 @@
-"""Rows that go to the devices of their experts, and come back.
+"""Sends rows to the devices of their experts, and back.
 
-One table, the rows of each device for each expert, decides which rows every device
-sends and receives. A device's tokens go in chunks: while the rows of one chunk travel,
-the experts multiply the rows of another.
+All devices know the number of rows that each device has for each expert. From this
+table each device computes which rows it sends and receives. A device's tokens are sent
+in chunks: while the rows of one chunk travel, the experts multiply the rows of another
+chunk.
 """
 
 import math
@@ -33,21 +34,24 @@ from nnx_parallel.layers.experts.dispatch import (
 from nnx_parallel.precision import sum_dtype
 
 NUM_CHUNKS = 2
-"""Number of parts of a device's tokens that travel separately.
+"""Number of chunks of a device's tokens, which travel separately.
 
-Each further part hides more of the exchanges. But it also adds partly filled tiles of
-128 rows to the grouped products: one for each expert of a device after the first.
+With more chunks, products hide more of the exchanges. But each chunk also adds partly
+filled tiles of 128 rows to the grouped products: one for each expert of a device after
+the first.
 """
 
 
 class Moves(NamedTuple):
-    """Rows from here to each device, as arguments of `jax.lax.ragged_all_to_all`.
+    """Rows from this device to others, as arguments of `jax.lax.ragged_all_to_all`.
+
+    All attributes are int ``(devices,)``.
 
     Attributes:
-        starts: int ``(devices,)``, the index at which the rows for each device begin.
-        sizes: Number of rows for each device.
-        places: The index at which they begin at the receiver.
-        received: Number of rows that come from each device.
+        starts: The index on this device at which the rows for each device begin.
+        sizes: The number of rows for each device.
+        places: The index on each receiver at which these rows begin.
+        received: The number of rows that come from each device.
     """
 
     starts: Array
@@ -62,8 +66,8 @@ class RowExchange(NamedTuple):
     Attributes:
         there: The moves to the devices of the experts.
         back: The moves back.
-        expert: int ``(rows,)``, the expert of each row that comes, as an index into
-            this device's experts; the number of its experts where no row comes.
+        expert: int ``(rows,)``, the expert of each received row, as an index into this
+            device's experts. For places that get no row it is the number of experts.
     """
 
     there: Moves
@@ -79,12 +83,19 @@ class RowExchange(NamedTuple):
         first: Array | int,
         num_rows: int,
     ) -> "RowExchange":
-        """Plans the moves, given the number of each device's rows for each expert.
+        """Plans the moves of one round.
 
-        ``counts`` is int ``(devices, experts)``. A sender has its rows in the order of
-        their experts, and so of their receivers; a receiver has them in the order of
-        their senders. At most ``num_rows`` rows are sent to a receiver, from index
-        ``first`` on.
+        A sender has its rows in the order of their experts, and so of their receivers.
+        A receiver has rows in the order of their senders.
+
+        Args:
+            counts: int ``(devices, experts)``, the number of rows that each device has
+                for each expert.
+            index: The index of this device.
+            num_local: The number of experts of a device.
+            first: The index of the first row of this round, among the rows of a
+                receiver.
+            num_rows: The most rows that a receiver gets in a round.
         """
         num_devices = counts.shape[0]
         # (from, to, expert of the receiver)
@@ -97,8 +108,8 @@ class RowExchange(NamedTuple):
         starts = at_sender + begin
         places = jnp.clip(at_receiver, 0, num_rows)
         ends = jnp.cumsum(counts[:, index].reshape(-1)) - first  # of (from, expert)
-        # Each row is compared with all ends and reduced at once: a search would be a
-        # loop of gathers.
+        # Each row is compared with all ends, because a search would be a loop of
+        # gathers.
         is_after = jnp.arange(num_rows)[:, None] >= ends[None]
         segment = jnp.sum(is_after, axis=1, dtype=jnp.int32)
         local_expert = jnp.where(segment < len(ends), segment % num_local, num_local)
@@ -111,27 +122,27 @@ class RowExchange(NamedTuple):
         )
 
     def send(self, rows: Array, axis: str) -> Array:
-        """Sends rows to their experts' devices; gives ``(received rows, width)``."""
+        """Sends rows to their experts' devices; returns ``(received rows, width)``."""
         sizes = (len(rows), len(self.expert))
         return _move(axis, sizes, rows, self.there, self.back)
 
     def send_back(self, rows: Array, num_rows: int, axis: str) -> Array:
-        """The inverse of `send`; rows that it did not send are zero."""
+        """Undoes `send`; rows that `send` left out are zero."""
         return _move(axis, (len(rows), num_rows), rows, self.back, self.there)
 
     def numbers(self, of_rows: Array, axis: str) -> Array:
-        """Like `send`, for one number per row: ``(received rows,)``."""
+        """Sends one number per row, like `send`; returns ``(received rows,)``."""
         return _pick(of_rows, self.back, len(self.expert), axis)
 
     def numbers_back(self, of_rows: Array, num_rows: int, axis: str) -> Array:
-        """The inverse of `numbers`."""
+        """Undoes `numbers`."""
         return _pick(of_rows, self.there, num_rows, axis)
 
 
 def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
-    """Picks, from one number per row of all devices, the numbers of the rows here.
+    """Moves one number per row, by an all-gather and a selection.
 
-    In an exchange, TPUs would pad each row of one number to 128 numbers.
+    With `jax.lax.ragged_all_to_all`, TPUs would pad each number to a row of 128.
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
     first = jnp.arange(len(table)) * len(numbers) + moves.places
@@ -141,12 +152,13 @@ def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
     return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
 
 
-# JAX's gradient exchanges the offsets once more; here both sides know them.
+# A custom gradient, because JAX's gradient exchanges the offsets once more. Here both
+# sides know the offsets.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _move(
     axis: str, sizes: tuple[int, int], rows: Array, there: Moves, back: Moves
 ) -> Array:
-    """Moves rows to other devices; ``sizes`` are the numbers here and there."""
+    """Moves rows to other devices; ``sizes`` are the numbers before and after."""
     out = jnp.zeros((sizes[1], rows.shape[1]), rows.dtype)
     return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axis)
 
@@ -169,12 +181,14 @@ def ragged(
     routed: Routed,
     alongside: Array | None = None,
 ) -> Array:
-    """Outputs of tokens, whose rows go to the devices of their experts and come back.
+    """Computes outputs of tokens by sending rows to the devices of their experts.
 
     It does not run on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A
-    device has room for a few more rows than it sends; further rows come in further
-    rounds, and a row is never dropped. The computation ``alongside`` ends before the
-    first products: it can hide the exchange for which these wait.
+    device has room for a few more rows than it sends. The remaining rows come in
+    further rounds, so that no row is dropped.
+
+    ``alongside`` is the result of another computation. It is computed before the first
+    products, to hide the exchange that these products wait for.
     """
     run = partial(_in_chunks, experts, axes.expert[0], alongside)
     return around(run, axes, axes.mlp, routed)
@@ -188,8 +202,8 @@ class _Routes(NamedTuple):
         counts: int ``(chunks, devices, experts)``, the rows of each device for each
             expert.
         further: int ``(chunks,)``, the number of rounds after the first.
-        alongside: An array that is computed before the first products; it has no
-            gradient.
+        alongside: An array that is computed before the first products. No gradient
+            flows to it from here.
     """
 
     order: Order
@@ -199,7 +213,7 @@ class _Routes(NamedTuple):
 
 
 _Operands = tuple[Array, Array, Kernels]
-"""Tokens ``(chunks, tokens, embed)``, weights ``(chunks, tokens, top_k)``, kernels."""
+"""Tokens ``(chunks, tokens, embed)``; weights ``(chunks, tokens, top_k)``; kernels."""
 
 
 def _in_chunks(
@@ -217,7 +231,8 @@ def _in_chunks(
     most = size * tokens.shape[1] * min(chosen.shape[2], experts.count)
     num_rows = round_rows(num_choices, most)
     received = jnp.sum(counts.reshape(num_chunks, size, size, -1), axis=(1, 3))
-    # It is equal on all devices of the axis, which take part in each exchange.
+    # `further` is equal on all devices of the axis, because all of them take part in
+    # each exchange.
     further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
     exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
     y = sum_rounds(
@@ -232,29 +247,30 @@ def _in_chunks(
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange:
-    """Rounds in which rows meet their experts."""
+    """Runs rounds of sending rows to experts, multiplying, and sending back."""
 
     activate: Callable[[Array], Array]
     num_rows: int
     axis: str
 
     def chunks(self, routes: _Routes, operands: _Operands) -> Array:
-        """Outputs of all chunks in their first rounds."""
+        """Computes the outputs of all chunks in their first rounds."""
         rounds = [self._round(i, 0, routes, operands) for i in range(len(operands[0]))]
         came, outs = rounds[0].send(), []
         if routes.alongside is not None:
             came, _ = jax.lax.optimization_barrier((came, routes.alongside))
         for this, following in zip(rounds, [*rounds[1:], None], strict=True):
             coming = [] if following is None else following.send()
-            # XLA's scheduler for TPUs runs one exchange at a time. Here each exchange
-            # has the products of one chunk to hide it: the next chunk comes during
-            # these products, and their results go back during the next ones. When the
-            # scheduler could choose between two, some ran without a product.
+            # XLA's scheduler for TPUs runs one exchange at a time. These barriers give
+            # each exchange the products of one chunk to hide it: the next chunk comes
+            # during these products, and their results go back during the next products.
+            # Without barriers the scheduler put two exchanges beside the same products,
+            # and others beside none.
             rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
             outs.append(rows)
-        # The same holds backward, where the last chunk comes first: its gradients can
-        # come while its products are computed again, and the gradients of the other
-        # chunks after that.
+        # The same holds in the backward pass, which begins with the last chunk. Its
+        # gradients can come while its products are computed again, and the gradients of
+        # the other chunks after that.
         after = [*outs[1:], outs[-2]] if len(outs) > 1 else [None]
         parts = zip(rounds, outs, after, strict=True)
         return jnp.stack([this.send_back(rows, known) for this, rows, known in parts])
@@ -262,7 +278,7 @@ class _Exchange:
     def further_round(
         self, index: Array, routes: _Routes, operands: _Operands
     ) -> Array:
-        """Outputs of one chunk, for rows that the earlier rounds had no room for."""
+        """Computes outputs for rows of a chunk that did not fit into earlier rounds."""
         ends = jnp.cumsum(routes.further)
         chunk = jnp.sum(index >= ends)
         number = index - (ends - routes.further)[chunk] + 1
@@ -278,7 +294,7 @@ class _Exchange:
         routes: _Routes,
         operands: _Operands,
     ) -> "_Round":
-        """The round of a chunk's rows that each receiver has from ``first`` on."""
+        """Makes the round for the rows that receivers have from index ``first`` on."""
         tokens, weights, kernels = operands
         experts = ExpertMLPs(kernels=kernels, activate=self.activate)
         order, counts, chunk_tokens, weight = jax.tree.map(
@@ -290,7 +306,7 @@ class _Exchange:
 
 
 class _Round(NamedTuple):
-    """As many rows of one chunk of tokens as one round has room for."""
+    """One round: as many rows of a chunk of tokens as there is room for."""
 
     experts: ExpertMLPs
     axis: str
@@ -303,7 +319,7 @@ class _Round(NamedTuple):
         return self.plan.send(dispatch(self.tokens, self.order), self.axis)
 
     def multiply(self, rows: Array) -> Array:
-        # Rows go from the order of senders to the order of experts, and back.
+        # Rows are put from the order of senders into the order of experts, and back.
         expert = self.plan.expert
         inner = sort_by_expert(expert[:, None], self.experts.count, len(expert))
         return collect(products(self.experts, dispatch(rows, inner), inner), inner)
@@ -321,17 +337,17 @@ def _bring_home(
     order: Order,
     after: Array | None,
 ) -> Array:
-    """Sends rows back to the device of their tokens, and adds them by weight there.
+    """Sends rows back to the devices of their tokens, which add them with weights.
 
-    The gradient is sent once ``after`` is known.
+    The gradient is sent only when ``after`` has been computed.
     """
     del after
     return combine(plan.send_back(rows, weights.size, axis), weights, order)
 
 
-# JAX's gradient of the weights needs the rows that came back. If kept, they are as many
-# numbers as all of a layer's rows, and with remat they are sent once more. Here the
-# weights go to the rows instead, one number for each row.
+# JAX's gradient of the weights needs the rows that came back. To keep them would take
+# as much memory as all rows of a layer, and with remat they would be sent once more.
+# Instead, this gradient sends the weights to the rows: one number for each row.
 def _bring_home_backward(
     axis: str, saved: tuple, grad: Array
 ) -> tuple[Array, Array, None, None, None]:

@@ -1,4 +1,4 @@
-"""The numbers that define a mixture of experts, and a token's choice among them.
+"""The settings of a mixture of experts, and the choice of experts for a token.
 
 References:
     [1] Jiang et al., "Mixtral of Experts", 2024, section 2.1,
@@ -30,42 +30,42 @@ _NUMBERS = ("scale", "bias_rate", "balance_loss", "z_loss")
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: their number, the choice by tokens, and the balance.
+    """The settings of a mixture of experts: size, choice and balance.
 
     Attributes:
         num_experts: Number of experts.
         top_k: Number of experts that a token goes to.
         mlp_dim: Width of an expert.
-        shared_dim: Width of a shared MLP that every token also goes through [2]; 0: no
+        shared_dim: Width of a shared MLP that every token also goes through [2]. 0: no
             shared MLP.
-        scores: Function of the router's logits: a ``softmax`` over all experts [1], or
-            the ``sigmoid`` of each [2].
-        normalise: True if the weights of a token's experts add up to 1. It is not
-            allowed with ``top_k=1``, where the one weight would be constant.
-        scale: Factor of these weights.
-        num_groups: Groups of neighbouring experts.
-        top_groups: Number of groups that a token's experts are in: the groups with the
-            largest sums of their two best scores [2].
-        bias_rate: The step by which a bias of the choice moves in each training step:
-            up for experts with fewer tokens than the mean, down for experts with more
-            [2]. Tokens are counted over the whole batch, in integers: the bias is the
-            same bit for bit on any mesh and with any number of microbatches. 0: no
-            bias.
+        scores: Function of the router's logits: the ``softmax`` over all experts [1],
+            or the ``sigmoid`` of each logit [2].
+        normalise: True to scale the weights of a token's experts so that they add up to
+            1. It is not allowed with ``top_k=1``, because the weight would be constant.
+        scale: Factor of the weights.
+        num_groups: Number of groups of neighbouring experts.
+        top_groups: Number of groups from which a token's experts are chosen: the groups
+            with the largest sums of their two best scores [2].
+        bias_rate: Change of a bias in each training step. The bias is added to scores
+            in the choice of experts. It goes up for experts with fewer tokens than the
+            mean, and down for experts with more [2]. Tokens are counted over the global
+            batch, in integers, so that the bias is bit for bit the same on any mesh and
+            with any number of microbatches. 0: no bias.
         balance_loss: Weight of a loss that is smallest if all experts have equal
             shares. 0: no such loss.
-        balance_over: The tokens in which shares are counted: each ``sequence`` [2], or
-            each document of a packed one, so that the loss of a batch is the mean over
-            its tokens, however it is split; or the ``batch`` [3], counted over all
-            devices: with microbatches each microbatch is balanced, which is another
-            loss.
+        balance_over: The tokens among which shares are counted. ``sequence``: each
+            sequence [2], or each document of a packed sequence. The loss of a batch is
+            then the mean over its tokens, whatever the split into microbatches.
+            ``batch``: all tokens of a microbatch, on all devices [3]. The loss then
+            depends on the number of microbatches.
         z_loss: Weight of the squared log-normaliser of the router's logits [4].
-        capacity_factor: Limit above which tokens are dropped: an expert takes only the
+        capacity_factor: Limit above which tokens are dropped. An expert takes only the
             first ``capacity_factor * seq * top_k / num_experts`` tokens, rounded up, of
-            each sequence, or of each document of a packed one. ``None``: no token is
-            dropped.
+            each sequence, or of each document of a packed sequence. ``None``: no token
+            is dropped.
 
     Raises:
-        ExpertsError: If a value has the wrong type or is out of range, or the groups
+        ExpertsError: If a value has the wrong type or is out of range, or if the groups
             leave too few experts.
 
     Example:
@@ -89,7 +89,7 @@ class Experts:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
-        # Types come before ranges, because a value of a wrong type cannot be compared.
+        # Types are checked first, because a value of a wrong type cannot be compared.
         for name in _COUNTS:
             self._require(name, is_int(getattr(self, name)), "an int")
         for name in _NUMBERS:
@@ -153,17 +153,23 @@ class Experts:
         return self.balance_loss > 0 or self.z_loss > 0
 
     def capacity(self, seq_len: int) -> int | None:
-        """The most tokens of a sequence that an expert takes."""
+        """Returns the most tokens of a sequence that an expert takes."""
         if self.capacity_factor is None:
             return None
         share = seq_len * self.top_k / self.num_experts
-        # It is rounded first, because 1.1 * 50 is a little above 55.
+        # The product is rounded first, because 1.1 * 50 is a little above 55.
         return math.ceil(round(self.capacity_factor * share, 6))
 
     def choose(self, scores: Array, bias: Array | None) -> tuple[Array, Array]:
-        """A token's experts and their weights: ``(..., experts)`` to ``(..., top_k)``.
+        """Chooses the experts of each token, and their weights.
 
-        The bias counts for the choice, and not for the weights.
+        Args:
+            scores: ``(..., experts)``.
+            bias: ``(experts,)`` or ``None``. It counts for the choice, but not for the
+                weights.
+
+        Returns:
+            The experts, int ``(..., top_k)``, and their weights, ``(..., top_k)``.
         """
         preferred = jax.lax.stop_gradient(scores)
         if bias is not None:
@@ -177,7 +183,7 @@ class Experts:
         return chosen, weights * self.scale
 
     def _in_best_groups(self, preferred: Array) -> Array:
-        """Scores, with minus infinity outside a token's groups."""
+        """Replaces scores outside of a token's best groups by minus infinity."""
         # (..., experts) -> (..., groups, experts of a group)
         grouped = preferred.reshape(*preferred.shape[:-1], self.num_groups, -1)
         best, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
@@ -191,7 +197,7 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
     """Refuses a value that a rule does not allow.
 
     Raises:
-        ExpertsError: With the value that was found and the valid values.
+        ExpertsError: If ``is_met`` is False. The message has the value and the rule.
     """
     if not is_met:
         shown = "None" if found is None else kind_of(found)
@@ -199,12 +205,12 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """True for whole numbers, including NumPy's, and not for bools."""
+    """True for whole numbers, including NumPy's; False for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_one_of(value: object, valid: tuple[str, ...]) -> bool:
-    # An array has no truth value.
+    # The type is checked first, because the comparison of an array has no truth value.
     return isinstance(value, str) and value in valid
 
 
@@ -215,14 +221,14 @@ def _is_number(value: object) -> bool:
 
 
 def normalised(scores: Array) -> Array:
-    """Scores ``(..., experts)`` as shares; a softmax already gives shares."""
+    """Divides scores ``(..., experts)`` by their sum; a softmax does not change."""
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
 def is_equal(chosen: Array, count: int) -> Array:
-    """Choices ``(..., top_k)`` as bool ``(..., top_k, count)``.
+    """Compares choices ``(..., top_k)`` with a range: bool ``(..., top_k, count)``.
 
-    The comparison with a range is reduced at once, so it is never an array in memory.
+    Callers reduce the result at once, so that XLA does not make the array in memory.
     """
     shape = (*chosen.shape, count)
     return chosen[..., None] == jax.lax.broadcasted_iota(jnp.int32, shape, chosen.ndim)
