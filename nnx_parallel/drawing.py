@@ -38,7 +38,7 @@ monospace">
 </svg>
 """
 _COLUMN, _LINE, _MARGINS = 12.2, 24.4, 28
-_SHOWN = 0.65  # of rich's pixels: text of 13 px
+_SHOWN = 0.65  # scale of rich's pixels, for text of 13 px
 
 
 class Drawn:

@@ -23,9 +23,9 @@ class Precision:
     """The three dtypes of mixed-precision training [1].
 
     A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
-    step sends half the bytes. Where the gradient of a product needs a sum over devices,
-    the compiler places it, in the dtype of the product. A dtype may be given by its
-    name, or as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    step sends half the bytes. The gradient of a product may need a sum over devices;
+    the compiler places that sum, in the dtype of the product. A dtype may be given by
+    its name, or as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
 
     Attributes:
         params: Dtype of stored parameters, and so of the optimizer state; ``None``: the
@@ -122,7 +122,7 @@ def sum_dtype(*values: Any) -> np.dtype:
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
     """Casts a pytree's floating-point arrays; other leaves are the same objects.
 
-    With ``dtype=None``, which fields of `Precision` may be, nothing is cast.
+    Nothing is cast with ``dtype=None``, which is a valid value of `Precision`'s fields.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)

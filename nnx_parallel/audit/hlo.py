@@ -181,7 +181,7 @@ class WhileLoop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """A compiled program: computations by name, the first one, the device count."""
+    """A compiled program: its computations, the entry, and the number of devices."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -260,7 +260,7 @@ class Module:
 def _progression(
     first: KnownValue, second: KnownValue, third: KnownValue
 ) -> tuple[int, int] | None:
-    """Returns start and step of a value, if the step is constant at first."""
+    """Returns start and step of a value, if its first two steps are equal."""
     if type(first) is int and type(second) is int and type(third) is int:
         step = second - first
         return (first, step) if third - second == step else None

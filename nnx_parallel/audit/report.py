@@ -35,9 +35,9 @@ class Report:
         collectives: Every collective instruction among more than one device, including
             collectives that a TPU's SparseCores run.
         unread: Instructions that send in an unknown way, such as a kernel that writes
-            into another device's memory. ``source`` has the kernel's name. Its bytes
-            are its operands or its results, whichever are larger; they count as sent
-            and not hidden.
+            into another device's memory. ``source`` has the kernel's name. An
+            instruction's bytes are its operands or its results, whichever are larger.
+            They count as sent and not hidden.
         conditionals: Every conditional. The other attributes count only its most
             expensive branch, by FLOPs and then by bytes in collectives.
         unknown_loops: Loops whose trip count depends on data. Their bodies count once.

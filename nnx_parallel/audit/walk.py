@@ -180,7 +180,7 @@ class CostWalk(Walk[Cost]):
         return cost + Cost(unread=tuple(self._never_reached()))
 
     def _never_reached(self) -> Iterator[Collective]:
-        """Yields collectives that no known instruction calls, each counted once."""
+        """Yields collectives in computations that no known instruction calls."""
         for name in self.module.computations.keys() - self._walked:
             computation = self.module.computations[name]
             for each in computation.instructions.values():

@@ -1,4 +1,4 @@
-"""Command line of ``python -m nnx_parallel``, with one file for each command."""
+"""The command line ``python -m nnx_parallel``, with one file for each command."""
 
 import argparse
 import sys
@@ -16,7 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``launch``, ``plan``, ``inspect`` or ``doctor``.
 
     Args:
-        arguments: The command line after the program; by default the process's.
+        arguments: The arguments after the program's name; by default those of this
+            process.
 
     Returns:
         The exit code; 2 if the run cannot be started.
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return launch(job)
     except ParallelError as error:
-        # A mistake in the command, which its message explains: no traceback.
+        # The message explains the mistake in the command, so no traceback is printed.
         sys.stderr.write(f"{error}\n")
         return 2
 
@@ -132,5 +133,6 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     manifest = "write a script or manifest for a cluster's scheduler instead"
     add("--print", choices=MANIFESTS, help=manifest)
     add("script", help="the Python script that each process runs")
-    # Options behind the script belong to the script, even if they are named like ours.
+    # Options after the script belong to the script, even if `launch` has options with
+    # the same names.
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")

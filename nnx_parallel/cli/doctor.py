@@ -1,4 +1,4 @@
-"""Lists installed versions and JAX's devices, and finds mistakes in either."""
+"""Lists installed versions and JAX's devices, and finds mistakes in both."""
 
 import contextlib
 import glob
@@ -22,7 +22,8 @@ from nnx_parallel.errors import ParallelError
 from nnx_parallel.mesh import check_versions
 from nnx_parallel.precision import format_bytes
 
-# In a separate process: a backend may abort, or wait for a device that another holds.
+# It runs in a separate process, because a backend may abort, or wait for a device that
+# another process holds.
 _PROBE = """
 import json, jax
 devices = jax.local_devices()
@@ -37,12 +38,12 @@ _PROBE_SECONDS = 120
 
 
 class _Accelerator(NamedTuple):
-    """An accelerator: patterns of its driver's files, and JAX's requirements."""
+    """An accelerator: patterns of its driver's files, and what JAX needs to use it."""
 
     name: str
     files: tuple[str, ...]
     platforms: tuple[str, ...]
-    packages: str  # a pattern of their names
+    packages: str  # pattern of the names of packages
     install: str
 
 
@@ -66,10 +67,10 @@ _SHOWN = "JAX_|XLA_|LIBTPU_|TPU_|CUDA_VISIBLE|NCCL_|NNX_PARALLEL_"
 
 
 def doctor(directory: str) -> int:
-    """Prints versions, devices and variables, and a line for each thing that is wrong.
+    """Prints versions, devices and variables, and a line for each problem.
 
     Returns:
-        0 if nothing is wrong, otherwise 1.
+        0 if there is no problem, otherwise 1.
     """
     probe, packages = _probe(), _installed()
     backends = [*_has(packages, _GPU), *_has(packages, _TPU)]
@@ -94,7 +95,7 @@ def doctor(directory: str) -> int:
 
 
 def _installed() -> dict[str, str]:
-    """The version of every package of this Python, by its name in lower case."""
+    """Returns the version of every installed package, by its name in lower case."""
     found = importlib.metadata.distributions()
     return {d.name.lower().replace("_", "-"): d.version for d in found if d.name}
 
@@ -104,8 +105,8 @@ def _has(packages: Mapping[str, str], kind: _Accelerator) -> list[str]:
 
 
 def _probe() -> dict[str, Any]:
-    """The devices that JAX finds; or the end of its error output, as ``"error"``."""
-    # The probe takes no memory of devices, which another run may need.
+    """Returns the devices that JAX finds, or the end of its error output."""
+    # The probe takes no device memory, which another run may need.
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, "-c", _PROBE]
     options: dict[str, Any] = {"capture_output": True, "text": True, "check": False}
@@ -116,14 +117,14 @@ def _probe() -> dict[str, Any]:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     if done.returncode == 0:
         return {**json.loads(done.stdout.splitlines()[-1]), "log": lines}
-    # XLA names unknown flags in a separate line, and then prints a stack.
+    # XLA names unknown flags in a separate line before it prints a stack.
     named = [line for line in lines if "nknown flag" in line]
     text = (named or lines or [f"it ended with code {done.returncode}"])[-1]
     return {"error": f"JAX does not start: {text}"}
 
 
 def version_problems() -> Iterator[str]:
-    """Versions of jax and flax that are too old, or newer than all that were tested."""
+    """Yields versions of jax and flax that are too old, or newer than tested ones."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -134,7 +135,7 @@ def version_problems() -> Iterator[str]:
 
 
 def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
-    """Plugins whose version is not jaxlib's, and packages that exclude each other."""
+    """Yields plugins whose version is not jaxlib's, and packages in conflict."""
     jaxlib = packages.get("jaxlib", "")
     for name in _has(packages, _GPU):
         if packages[name] != jaxlib:
@@ -150,7 +151,7 @@ def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
 def device_problems(
     probe: Mapping[str, Any], packages: Mapping[str, str], env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Devices that JAX cannot start, or does not use although their driver is here."""
+    """Yields devices that JAX cannot start, or does not use despite their driver."""
     platforms = env.get("JAX_PLATFORMS", "")
     if "error" in probe:
         yield probe["error"] + f" JAX_PLATFORMS is {platforms!r}." * bool(platforms)
@@ -169,7 +170,7 @@ def device_problems(
 
 
 def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
-    """Compiler flags that contradict each other, or contradict other settings."""
+    """Yields compiler flags that contradict each other or other settings."""
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         values: dict[str, str] = {}
         for word in shlex.split(env.get(variable, "")):
@@ -190,11 +191,11 @@ def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def tpu_problems() -> Iterator[str]:
-    """Other processes that have loaded libtpu: only one process can use a TPU."""
+    """Yields other processes that have loaded libtpu: only one can use a TPU."""
     users = []
     is_here = any(map(glob.glob, _TPU.files))
     for path in _PROCESSES.glob("[0-9]*/maps") if is_here else ():
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or an ended one
             if "libtpu.so" in path.read_text() and int(path.parent.name) != os.getpid():
                 users.append(path.parent.name)
     if users:
@@ -205,14 +206,15 @@ def tpu_problems() -> Iterator[str]:
 
 
 def disk_problems(directory: str, env: Mapping[str, str]) -> Iterator[str]:
-    """Directories that cannot be written, or are nearly full."""
+    """Yields directories that cannot be written, or are nearly full."""
     cache = env.get("JAX_COMPILATION_CACHE_DIR")
     for where in dict.fromkeys(filter(None, (directory, tempfile.gettempdir(), cache))):
         path = Path(where).absolute()
         while not path.exists():  # a missing directory is made when it is needed
             path = path.parent
         try:
-            # A file is written, since the mode does not tell: root may always write.
+            # The check writes a file, because the mode is not enough: root may always
+            # write.
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             yield f"Cannot write to '{where}': {error.strerror}."

@@ -1,4 +1,4 @@
-"""Lists the contents of a run's directory; writes nothing."""
+"""Lists the contents of a run's directory, and writes nothing to it."""
 
 import contextlib
 import os
@@ -36,13 +36,13 @@ def inspect(directory: str, *, verify: bool, arrays: bool) -> int:
     ``arrays``, it prints a line for each array of the newest step.
 
     Returns:
-        0 if all is well, 1 if a step is damaged or cannot be read, 2 if the directory
-        has no checkpoint.
+        0 if there is no problem, 1 if a step is damaged or cannot be read, 2 if the
+        directory has no checkpoint.
     """
     # The accelerator may be busy with the run that is inspected.
     jax.config.update("jax_platforms", "cpu")
     try:
-        # The run may be alive: none of its files is deleted, written or cleaned up.
+        # The run may be alive, so none of its files is deleted, written or cleaned up.
         saved = CheckpointReader(directory)
         where = LiteralPath(saved.directory)
         return _show(saved, where, verify=verify, arrays=arrays)
@@ -85,8 +85,8 @@ def _show(
     return 1 if num_damaged else 0
 
 
-# The width is fixed, since a line is written as soon as its step is read, which may
-# take long.
+# The width is fixed, because a line is written as soon as its step has been read, and
+# reading may take long.
 _ROW = "{:>11}  {:16}  {:>9}  {:>9}  {}"
 
 
@@ -99,7 +99,7 @@ def _size(path: LiteralPath) -> int:
 
 
 def _date(path: LiteralPath) -> str:
-    """The local time when the step was complete; its metadata may be corrupt."""
+    """Returns the local time of a step's end, or "-" if its metadata is corrupt."""
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError):
         seconds = read_step_metadata(path)["commit_timestamp_nsecs"] / 1e9
         return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
@@ -109,8 +109,8 @@ def _date(path: LiteralPath) -> str:
 def _judge(
     saved: CheckpointReader, step: int, *, verify: bool
 ) -> tuple[StoredCheckpoint | None, str]:
-    """The contents of a step, and a verdict on whether it is intact."""
-    # The listing may have met a step that the run was deleting, file by file.
+    """Returns the contents of a step, and a verdict on whether it is intact."""
+    # The run may have been deleting this step, file by file, during the listing.
     if step in saved.corrupt_steps and _is_gone(saved, step):
         return None, _GONE
     if step in saved.corrupt_steps:
@@ -121,7 +121,8 @@ def _judge(
         if not verify:
             return stored, "not verified"
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        # One group at a time: the host need not hold optimizer and parameters together.
+        # One group is read at a time, so that the host does not hold parameters and
+        # optimizer state at once.
         for name, group in stored.groups.items():
             placed = {
                 path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cpu)
@@ -129,10 +130,11 @@ def _judge(
             }
             saved.restore({name: placed}, step)
     except (CheckpointUnavailableError, CheckpointFormatError) as error:
-        # Not damaged: these files may be read later, or by another program.
+        # The step is not damaged, because its files may be readable later, or by
+        # another program.
         return stored, f"NOT READ: {error}"
     except ParallelError as error:
-        # A run that trains on deletes old steps while they are read.
+        # A run that goes on training deletes old steps while they are read.
         if _is_gone(saved, step):
             return None, _GONE
         return stored, f"DAMAGED: {error}"
@@ -165,6 +167,6 @@ def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
 
 
 def _write(text: str) -> None:
-    # Names and values come from the checkpoint, which may be a stranger's.
+    # Names and values come from the checkpoint, which may be untrusted.
     for line in text.split("\n"):
         sys.stdout.write(f"{printable(line)}\n")

@@ -2,7 +2,7 @@
 
 It can also write a script or manifest with which a cluster's scheduler starts the
 processes and, after a failure, all of them again. In the training script,
-``initialize()`` reads the environment that they set.
+``initialize()`` reads the environment that the launcher, script or manifest sets.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ from nnx_parallel.errors import MeshShapeError
 RESTART = "NNX_PARALLEL_RESTART"
 """Environment variable with the number of restarts so far."""
 
-# GPUs are shared out between processes: each sees only its GPUs.
+# GPUs are distributed among processes, and each process sees only its GPUs.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-# The others notice a lost process within 0.5 s and end by themselves
+# The other processes notice a lost process within 0.5 s, and end by themselves
 # (docs/library-notes.md, "Lost processes").
 _GRACE_SECONDS = 5.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +52,7 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Command of a run, and the number of processes that run it.
+    """The command of a run, and the number of processes that run it.
 
     Attributes:
         command: The script and its arguments.
@@ -85,12 +85,12 @@ class Job:
 
 
 def launch(job: Job) -> int:
-    """Runs the processes to their end, restarted after failures as the job allows.
+    """Runs the processes to their end, and restarts them after failures.
 
-    Lines of their output appear as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are
-    forwarded to every process, and then nothing is restarted. Child processes that
-    outlive their parent, such as a data loader's, are killed once all processes have
-    ended.
+    They are restarted at most ``job.max_restarts`` times. Lines of their output appear
+    as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are forwarded to every process; after
+    such a signal nothing is restarted. Child processes that outlive their parent, such
+    as a data loader's, are killed once all processes have ended.
 
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n).
@@ -140,13 +140,14 @@ def _wait(processes: list[Process]) -> int:
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
     if not failures:
         return 0
-    # A process that ends because another is lost may be reaped before the lost one.
+    # A process that ends because another process is lost may be reaped before the lost
+    # process.
     own = [failure for failure in failures if failure[1] != PEER_LOST]
     index, code = (own or failures)[0]
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     text = f"Process {index} failed first, {how}. All processes have ended."
     _write(sys.stderr, "launch", text)
-    # `Popen` has -n for signal n, a shell 128 + n.
+    # For signal n the code of `Popen` is -n, and the code of a shell is 128 + n.
     return 128 - code if code < 0 else code
 
 
@@ -185,8 +186,8 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
         PROCESS_ID: str(index),
         RESTART: str(restart),
         TAGGED: str(os.getpid()),
-        # A pipe is not a terminal: Python would hold lines back, and lose them in a
-        # kill.
+        # The output is a pipe and not a terminal. Python would hold lines back, and
+        # lose them if it is killed.
         "PYTHONUNBUFFERED": "1",
         **job.cpu_variables,
     }
@@ -215,8 +216,9 @@ def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
 def _watch(
     index: int, process: Process, ended: queue.SimpleQueue[tuple[int, int]]
 ) -> None:
-    """Copies a process's output, line by line, and reports its end."""
-    # The readers start before the wait: without them a full pipe blocks the process.
+    """Copies a process's output line by line, and reports its end."""
+    # The readers start before the wait, because a full pipe without readers would block
+    # the process.
     pairs = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
     readers = [_thread(_copy, index, *pair) for pair in pairs]
     code = process.wait()
@@ -264,13 +266,13 @@ def _forwarded_signals() -> Iterator[tuple[list[int], list[Process]]]:
 
 
 def _kill_group(process: Process) -> None:
-    """Kills a process and its children, also those that have outlived it."""
+    """Kills a process and its children, including children that have outlived it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def slurm(job: Job) -> str:
-    """A batch script for ``sbatch``: one task for each process."""
+    """Returns a batch script for ``sbatch``, with one task for each process."""
     count = job.devices_per_process or 1
     gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
     # By default JAX gives task i of a node only device i of that node:
@@ -300,12 +302,13 @@ done
 
 
 def jobset(job: Job) -> str:
-    """A Kubernetes JobSet: one pod for each process, restarted together."""
-    # Strings are quoted: some parsers take a bare 3e-4 for a number, and y for true.
+    """Returns a Kubernetes JobSet, with one pod per process, restarted together."""
+    # Strings are quoted, because some parsers read an unquoted 3e-4 as a number, and y
+    # as true.
     name, indent = _name(job), "\n" + 14 * " "
     words = "".join(f"{indent}- {_quoted(w)}" for w in ("python", *job.command))
     variables = {
-        # The first pod: <JobSet>-<job>-<replica>-<index>.<subdomain>.
+        # The name of the first pod: <JobSet>-<job>-<replica>-<index>.<subdomain>.
         COORDINATOR: f"{name}-workers-0-0.{name}:{_PORT}",
         NUM_PROCESSES: str(job.num_processes),
     }
@@ -358,7 +361,7 @@ spec:
 
 
 def tpu(job: Job) -> str:
-    """A shell script that starts one process on each host of a TPU slice."""
+    """Returns a shell script that starts one process on each host of a TPU slice."""
     # No variable of a TPU VM says that it is part of a slice, so the script sets one.
     command = f"{CLUSTER}=tpu {shlex.join(('python', *job.command))}"
     return f"""#!/bin/bash
@@ -381,14 +384,14 @@ MANIFESTS = {"slurm": slurm, "jobset": jobset, "tpu": tpu}
 
 
 def _name(job: Job) -> str:
-    """A name for Slurm and Kubernetes, from the script's name; a letter comes first."""
+    """Makes a name for Slurm and Kubernetes from the script's; a letter comes first."""
     stem = re.sub("[^a-z0-9]", "-", Path(job.command[0]).stem.lower())
     name = stem.strip("-")[:40].rstrip("-") or "train"
     return name if name[0].isalpha() else f"run-{name}"
 
 
 def _quoted(text: str) -> str:
-    """A text as a string of JSON, which is also a string of YAML."""
+    """Writes a text as a string of JSON, which is also a string of YAML."""
     # YAML does not join the two escapes by which JSON writes a character beyond U+FFFF.
     # So printable text is not escaped; other text must be.
     return json.dumps(text, ensure_ascii=not text.isprintable())

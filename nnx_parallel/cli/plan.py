@@ -1,7 +1,7 @@
-"""Plans the training of a script: it runs up to `Trainer.fit`, in a separate process.
+"""Plans a script's training: runs the script up to `Trainer.fit`, in a new process.
 
-Nothing is allocated on the way: the Trainer gets the devices of the topology, which are
-not there, and builds its state only in `fit`.
+Nothing is allocated. The Trainer gets stand-ins for the devices of the topology, and it
+would build its state only in `fit`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BATCH = re.compile(r"(\w+)=(\w+)\[(\d+(?:,\d+)*)\]")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of ``plan``."""
+    """Adds the options of ``plan``."""
     add = parser.add_argument
     where = "devices to plan for, such as v5p:4x4x4, 2*v5e:16x16, h100:64, cpu:8"
     add("--topology", required=True, metavar="NAME", help=where)
@@ -74,20 +74,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the plan as JSON too")
     add("--html", metavar="FILE", help="write the plan as a page too")
     add("script", help="the Python script that calls Trainer.fit")
-    # `main` puts the arguments behind `--` here: options may follow the script.
+    # `main` stores the arguments after `--` here, so that options may follow the
+    # script.
     parser.set_defaults(arguments=[])
     parser.epilog = "Arguments of the script follow behind --."
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    """Plans in a child process, whose output is this one's.
+    """Plans in a child process, which writes to the output of this process.
 
     Returns:
-        0 if something fits, 1 if nothing does, 2 if planning failed.
+        0 if a candidate fits, 1 if none fits, 2 if planning failed.
     """
     settings = {k: v for k, v in vars(options).items() if k != "command"}
     environment = {
-        # The plan is for other devices than this machine's, whose memory stays free.
+        # The plan is for other devices, so the memory of this machine's devices stays
+        # free.
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
@@ -96,10 +98,10 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def parse_fix(words: Sequence[str]) -> dict[str, Any]:
-    """``["tensor=8", "remat=full"]`` as a dict.
+    """Parses values such as ``["tensor=8", "remat=full"]`` to a dict.
 
     Raises:
-        PlanError: If a word is not such a pair.
+        PlanError: If a word is not ``NAME=VALUE``.
     """
     fix: dict[str, Any] = {}
     for word in words:
@@ -112,10 +114,10 @@ def parse_fix(words: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
-    """``["tokens=int32[512,8193]"]`` as shapes by name.
+    """Parses arrays such as ``["tokens=int32[512,8193]"]`` to shapes by name.
 
     Raises:
-        PlanError: If a word is not such an array.
+        PlanError: If a word is not ``NAME=DTYPE[SHAPE]``.
     """
     batch = {}
     for word in words:
@@ -134,7 +136,7 @@ def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Reached(BaseException):
-    """The script has come to `fit`; not an `Exception`, which a script might catch."""
+    """Says that the script called `fit`; a script might catch an `Exception`."""
 
     def __init__(self, trainer: Trainer, data: Any) -> None:
         super().__init__()
@@ -148,18 +150,18 @@ class Refused(BaseException):
 def parts_of_script(
     script: str, arguments: Sequence[str], topology: Topology, batch: Any = None
 ) -> Parts:
-    """Runs a script up to `Trainer.fit`, for the parts of its Trainer.
+    """Runs a script up to `Trainer.fit`; returns the parts of its Trainer.
 
     Args:
         script: Path of the script.
         arguments: Arguments of the script.
         topology: The Trainer's devices.
-        batch: Shapes of a global batch; ``None``: the shapes of the first batch of the
-            script's data.
+        batch: Shapes of a global batch; ``None`` takes the shapes of the first batch of
+            the script's data.
 
     Raises:
-        PlanError: If the script has no Trainer, trains without its `fit`, opens a
-            connection, or fails.
+        PlanError: If the script has no Trainer, trains without calling `Trainer.fit`,
+            opens a connection, or fails.
     """
     path = Path(script)
     if not path.is_file():
@@ -167,8 +169,8 @@ def parts_of_script(
     code = compile(path.read_bytes(), str(path), "exec")
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
-    # Objects that a model or loss refers to stay alive, and can be sent to other
-    # processes.
+    # This keeps objects alive that a model or loss refers to, and lets them be sent to
+    # other processes.
     sys.modules["__main__"] = module
     sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     built: list[Trainer] = []
@@ -228,10 +230,10 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 @contextlib.contextmanager
 def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
-    """Keeps a script from computing, and lets `fit` end it.
+    """Keeps a script from computing, and makes `fit` end it.
 
-    It is not a sandbox. It does not see child processes, nor libraries that call the
-    system directly; files may be written.
+    It is not a sandbox. It does not see child processes or libraries that call the
+    system directly, and it lets the script write files.
     """
     is_active = True
 
@@ -240,14 +242,15 @@ def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
             return
         if event in _NETWORK:
             address = arguments[:2] if event == "socket.getaddrinfo" else arguments[1]
-            # The address of a socket within this machine is not a pair of host and
-            # port.
+            # Only an address that is a pair of host and port is on a network; a socket
+            # within this machine has another kind of address.
             if isinstance(address, tuple):
                 host, port = address[:2]
                 raise Refused(f"{_NETWORK[event]} {host}:{port}")
         elif event in _DELETIONS and arguments[-1] in (None, -1):
-            # With another `dir_fd` the path would be relative to its directory.
-            # The link itself is deleted, not the file that it leads to.
+            # With a `dir_fd` the path would be relative to that directory, so such
+            # calls are not checked. If the path is a link, the link is deleted and not
+            # its target, so the last part is not resolved.
             path = Path(os.path.abspath(os.fsdecode(arguments[0])))
             path = path.parent.resolve() / path.name
             # Libraries keep locks and caches in hidden directories.
@@ -263,22 +266,22 @@ def _watching(topology: Topology, built: list[Trainer]) -> Iterator[None]:
         try:
             yield
         finally:
-            is_active = False  # a hook cannot be taken away
+            is_active = False  # a hook cannot be removed
 
 
 def _replacements(
     topology: Topology, built: list[Trainer]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and new value of each attribute to replace."""
+    """Yields owner, name and new value of each attribute to replace."""
     construct = Trainer.__init__
 
     @functools.wraps(construct)
     def init(self: Trainer, *args: Any, **kwargs: Any) -> None:
-        # Writing files and counting real devices have no part in a plan.
+        # These arguments write files or count real devices, which a plan does not need.
         for name in ("checkpoint", "callbacks", "debugging"):
             kwargs.pop(name, None)
         given = kwargs.pop("backend", None) or Backend()
-        # Described devices cannot tell which memory they reach.
+        # Stand-ins for devices cannot say which memory they reach.
         vars(self)[PLANNED_OFFLOAD] = given.offload
         backend = replace(given, mesh=None, offload=None)
         kwargs |= {"loggers": (), "backend": backend, "devices": topology.devices}
@@ -287,7 +290,8 @@ def _replacements(
                 warnings.simplefilter("ignore")
                 construct(self, *args, **kwargs)
         except ParallelError:
-            # A strategy for another number of devices: the plan finds one for these.
+            # The strategy is for a different number of devices. The plan finds a
+            # strategy for the topology's devices.
             one = {"strategy": DataParallel(1), "devices": topology.devices[:1]}
             construct(self, *args, **kwargs | one)
         built.append(self)
@@ -296,7 +300,7 @@ def _replacements(
         raise Reached(self, data)
 
     def skip(*args: Any, **kwargs: Any) -> None:
-        """Does nothing: a checkpoint's values do not matter, and would take memory."""
+        """Does nothing, because a checkpoint's values do not matter and take memory."""
 
     yield Trainer, "__init__", init
     yield Trainer, "fit", fit
@@ -319,7 +323,7 @@ def _refusing(what: str) -> Callable[..., Any]:
 
 
 def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
-    """The number of candidates to compile; refuses settings that argparse accepts."""
+    """Returns the number of candidates to compile; refuses invalid settings."""
     for name in ("json", "html"):
         path = settings[name]
         if path and Path(path).suffix != f".{name}":
@@ -333,9 +337,10 @@ def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
 
 
 def plan_script(settings: dict[str, Any]) -> int:
-    """Plans in this process; see `run_plan`, which starts it."""
+    """Plans in this process, which `run_plan` has started."""
     try:
-        # Checked before minutes are spent on a result that cannot be written.
+        # Settings are checked before minutes are spent on a result that cannot be
+        # written.
         count = _check_settings(settings)
         topology = Topology.parse(settings["topology"])
         batch = parse_batch(settings["batch"]) or None

@@ -128,7 +128,7 @@ class _Pipe(io.FileIO):
 
 
 def _outlive_launcher() -> None:
-    """Arranges a SIGTERM when the launcher dies, after which a fit saves and ends."""
+    """Arranges for a SIGTERM when the launcher dies; a fit then saves and ends."""
     # A killed launcher cannot forward a signal.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -342,7 +342,7 @@ class Client:
         _start("nnx_parallel.client", self._listen)
 
     def reserve(self, name: str) -> str:
-        """Returns the key of a name's next exchange; the order must be equal on all."""
+        """Returns the key of a name's next exchange; all processes use one order."""
         self._counts[name] += 1
         return f"{name} {self._counts[name]}"
 

@@ -26,7 +26,7 @@ STATE = distributed.global_state
 """State of JAX's coordination service: its address and, once started, its client."""
 
 TAGGED = "NNX_PARALLEL_TAGGED"
-"""Variable with the process id of a launcher, if that tags its processes' lines."""
+"""Variable with the process id of a launcher that tags its processes' lines."""
 
 PEER_LOST = 75
 """Exit code of a process that ends because another process is lost: try again."""
@@ -197,7 +197,7 @@ def _is_of_collective(error: BaseException | None) -> bool:
 
 
 def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:
-    """Ends this process because another process, with this exit ``reason``, is lost.
+    """Ends this process because another is lost; ``reason`` is its exit message.
 
     First calls ``drain``, which waits until the others have received the reason.
     """

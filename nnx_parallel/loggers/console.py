@@ -155,7 +155,7 @@ class _StatusLine:
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
     def fields(self, width: int | None = None) -> list[str]:
-        """All fields, from loss to clock, or the most important ones that fit."""
+        """Returns all fields, from loss to clock, or the most important that fit."""
         found = list(self._ranked_fields())
         # The first field is never dropped. Among fields of equal rank the last one is
         # dropped first.

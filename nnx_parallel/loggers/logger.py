@@ -37,7 +37,7 @@ class Logger(Protocol):
         """Begins a run of ``num_steps`` steps, of which ``first_step`` are done."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step; a step may get a second call with other metrics."""
+        """Records metrics of a step; a second call may add metrics to the same step."""
 
     def message(self, text: str) -> None:
         """Records a line for people to read."""
@@ -230,12 +230,12 @@ def _cut_lines(path: Path, last_step: int) -> None:
         except OSError:
             os.unlink(temporary)  # it takes space on a disk that may be full
             raise
-        os.chmod(temporary, path.stat().st_mode)  # `mkstemp` permits only the owner
+        os.chmod(temporary, path.stat().st_mode)  # `mkstemp` lets only the owner read
         os.replace(temporary, path)
 
 
 def _steps_and_lines(path: Path) -> Iterator[tuple[float, bytes]]:
-    """Each line and its step; a line that a crash has torn has step infinity."""
+    """Yields each line and its step, which is infinity for a line torn by a crash."""
     with open(path, "rb", opener=open_regular) as file:
         lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):

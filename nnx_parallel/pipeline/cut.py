@@ -2,9 +2,9 @@
 
 The loss is traced once, as a jaxpr in which the stack's call is a single equation. An
 equation belongs to the prologue if the stack's inputs depend on it, and to the epilogue
-if the outputs do. A value that both need is computed in both if it depends only on the
-parameters (a cast, a gathered table) or on no parameter (masks, labels). Otherwise the
-prologue keeps it for the epilogue (a skip connection).
+if the loss's outputs depend on it. A value that both need is computed in both if it
+depends only on the parameters (a cast, a gathered table) or on no parameter (masks,
+labels). Otherwise the prologue keeps it for the epilogue (a skip connection).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +49,7 @@ _ON_A_MESH = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 
 def record(call: StackCall) -> tuple[Any, dict, None]:
-    """Replaces the layers that run in stages by one equation; a runner of stacks."""
+    """Runs a stack: leaves one equation in place of layers that run in stages."""
     if not any(place.is_staged for place in call.placements.values()):
         return run_layers(call)
     places = {path: place.in_stage() for path, place in call.placements.items()}

@@ -162,7 +162,10 @@ class Executor:
         return self.manual(write)(None, (slots, *each), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
-        """Sends a tree to the neighbour; around the ends only if stages hold chunks."""
+        """Sends a tree to the neighbour in a direction; returns the received tree.
+
+        The last and the first stage are neighbours if stages hold several chunks.
+        """
         size = self.table.num_stages
         pairs = [(i, (i + direction) % size) for i in range(size)]
         if self.table.num_chunks == 1:

@@ -354,7 +354,7 @@ class PipelinedFunction:
         return jax.tree.map(lambda x: x[: self.table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
-        """Moves the layers to their stages, gathered if that happens once a step."""
+        """Moves layers to their stages; gathers them if ``gather`` is ``step``."""
         plan, arrays = self.plan, dict(self._stage.arrays)
         gathers = self.pipeline.gather == "step"
         is_even, params = self._division.is_even, sorted(self._ends.cut.call.params)

@@ -309,7 +309,11 @@ class Stage:
         return activations[: self.num_x], activations[self.num_x :]
 
     def _partition(self, layer: Layers, activations: list) -> tuple[list, Any]:
-        """Separates activations with cotangents, marking the others ``None``."""
+        """Separates the activations that have cotangents from all other inputs.
+
+        Returns the activations, with ``None`` in place of those without a cotangent,
+        and all other inputs of the layer.
+        """
         marked = list(zip(activations, self.cut.differentiated, strict=True))
         active = [x if is_active else None for x, is_active in marked]
         others = [None if is_active else x for x, is_active in marked]

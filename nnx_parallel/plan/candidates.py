@@ -90,7 +90,7 @@ class Candidate:
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:
-    """Refuses names that cannot be fixed, and invalid values of the others.
+    """Refuses names that cannot be fixed, and invalid values.
 
     Raises:
         PlanError: If a name or a value is invalid. The message lists the valid ones.

@@ -161,7 +161,7 @@ class Estimate:
 
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[int, set[int]]]:
-        """For each name of dims: devices that split them, and the dims' sizes."""
+        """Number of devices that split each name's dims, and these dims' sizes."""
         claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim as wide as the residual stream cannot be recognised by its size.
@@ -434,7 +434,7 @@ def _of_tensor(local: Estimate) -> Iterator[Traffic]:
 
 
 def _of_sequence(local: Estimate) -> Iterator[Traffic]:
-    """Yields keys and values around the ring, and their gradients on the way back."""
+    """Yields transfers of keys and values in the ring, and of their gradients."""
     claims = local.layout.claims
     axis = claims.sequence.axis if claims.sequence else ""
     if (count := local.size((axis,))) < 2:

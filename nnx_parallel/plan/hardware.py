@@ -50,7 +50,7 @@ class Hardware:
             The other figures are for one device.
         kinds: Beginnings of ``device_kind`` of JAX's devices of this hardware.
         array: Width of a systolic array; 0 if the device has no such array.
-        clock: Number per second of the cycles that the compiler counts; 0 if unknown.
+        clock: Cycles per second, in the cycles that the compiler counts; 0 if unknown.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -336,8 +336,8 @@ class Topology:
         """Stand-ins for the devices, in order."""
         inside = self.num_devices // self.num_slices
         kind = self.hardware.name
-        # JAX does not know this platform. It would ask a TPU device for its place in a
-        # torus.
+        # The platform is a name that JAX does not know. For TPUs JAX would ask each
+        # device for its place in a torus.
         return [
             StandIn(i, "described", kind, i // inside) for i in range(self.num_devices)
         ]
@@ -363,8 +363,8 @@ class Topology:
     def described(self) -> Sequence[Any]:
         """Returns devices as the TPU compiler describes them; they may be absent.
 
-        Programs can be compiled for these devices, but not run. It needs `libtpu`. The
-        description includes the links that wrap around. By default JAX leaves these
+        Programs can be compiled for these devices, but not run. This needs `libtpu`.
+        The description includes the links that wrap around. By default JAX leaves these
         links out, and a gather over several dims of a torus then sends twice the bytes.
 
         Raises:

@@ -64,7 +64,7 @@ class Shortage:
         return cls(limit=float(limit), used=None) if limit else None
 
     def scaled(self, failed: Mapping[str, float], other: Mapping[str, float]) -> float:
-        """Returns bytes of a different step, corrected by the formulas' error here.
+        """Estimates bytes of a different step, corrected by the error for this step.
 
         Args:
             failed: Bytes of the failed step by the formulas, by owner.

@@ -37,7 +37,7 @@ class Traffic:
         axes: The axes, outermost first.
         sent_bytes: Bytes that a device sends, with the ring algorithm that sends the
             least.
-        hidden: Least and largest share of the bytes that is sent while products run.
+        hidden: Smallest and largest share of the bytes that is sent while products run.
         source: The kind of the data.
     """
 

@@ -1,4 +1,4 @@
-"""`plan`: enumerates candidates, drops those that cannot fit, and ranks the rest."""
+"""`plan`: enumerates candidates, drops any that cannot fit, and ranks the rest."""
 
 from __future__ import annotations
 
@@ -273,7 +273,10 @@ def _with_room(topology: Topology) -> Topology:
 
 
 def to_compile(entries: Sequence[Entry], topology: Topology, count: int) -> list[Entry]:
-    """Selects candidates: the best that fit by formulas, and the best that may."""
+    """Selects candidates: the best that fit by formulas, and the best that may fit.
+
+    The two kinds alternate, because formulas err a little.
+    """
     roomy = _with_room(topology)
     turns = zip(order(entries, topology), order(entries, roomy), strict=True)
     by_candidate = {e.candidate: e for pair in turns for e in pair}

@@ -50,8 +50,8 @@ class GPipe(Schedule):
     """Runs all microbatches forward, then all microbatches backward [1].
 
     Efficiency is ``M / (M + S - 1)`` and a stage keeps the inputs of all ``M``
-    microbatches. ``OneFOneB`` is as fast and keeps fewer. Choose ``GPipe`` if all
-    backward passes must come after all forward passes.
+    microbatches. ``OneFOneB`` is as fast and keeps fewer inputs. Choose ``GPipe`` if
+    all backward passes must come after all forward passes.
 
     References:
         [1] Huang et al., "GPipe: Efficient Training of Giant Neural Networks using
@@ -73,7 +73,7 @@ class GPipe(Schedule):
 
 @dataclass(frozen=True)
 class OneFOneB(Schedule):
-    """One forward, one backward: a microbatch's backward pass starts at once [1].
+    """One forward, one backward: a backward pass starts as soon as it can [1].
 
     The efficiency equals ``GPipe``'s, ``M / (M + S - 1)``, and a stage keeps the inputs
     of at most ``2 * S - 1`` microbatches however many there are. The number is ``2 * S

@@ -102,7 +102,7 @@ class Simulation:
         peak_residual_bytes: Bytes of all buffers on one device.
         costs: Seconds of one microbatch on one stage, by kind of slot.
         timeline: When every slot runs. A slot ends before its tick does if its chunk
-            has a layer less than others.
+            has a layer less than other chunks.
     """
 
     total_time: float

@@ -16,7 +16,7 @@ class DataParallel(Strategy):
     In each microbatch every gradient is all-reduced: a device sends about twice the
     gradient's bytes. The gradient of a tied table is all-reduced twice, once for each
     use. Parameters, gradients and optimizer state take the same memory on any number of
-    devices; only activations shrink. Use `FSDP` if that does not fit.
+    devices; only activations shrink. Use `FSDP` if they do not fit.
 
     Attributes:
         size: Number of replicas; ``None`` takes the devices that remain.

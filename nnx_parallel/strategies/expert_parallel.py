@@ -100,7 +100,7 @@ class ExpertParallel(Strategy):
                     f"`{path}` has {count} experts, which expert={size} devices cannot "
                     f"share evenly. The size of ExpertParallel can be one of {valid}."
                 )
-        is_real = isinstance(mesh, Mesh)  # not of devices that are not at hand
+        is_real = isinstance(mesh, Mesh)  # an abstract mesh has no devices
         is_cpu = is_real and mesh.devices.flat[0].platform == "cpu"
         if self.exchange == "ragged" and is_cpu:
             raise ExpertsError(

@@ -90,7 +90,7 @@ class FSDP(Strategy):
         prefetches = self.prefetch is not None
         return Claims(
             axis_sizes={"fsdp": self.size},
-            batch=("fsdp",),  # each shard of the state sees its own rows
+            batch=("fsdp",),  # devices that share the state have different rows
             zero=(ZeroAxis(rules=choice, shard=self.shard, prefetches=prefetches),),
             rules=self.rules,
         )

@@ -18,11 +18,11 @@ class Pipeline(Strategy):
     """Pipeline parallelism: stages of consecutive layers, run on many microbatches.
 
     The layers of one `Stack` of the model are spread over the mesh axis ``pipe``. All
-    devices together compute the parts of the loss before and after this stack, which
-    may call other stacks (DeepSeek-V3's first layers, an encoder). The part before the
-    stack runs twice, the second time for the backward pass. Loss and gradients equal a
-    single device's. Set the Trainer's ``num_microbatches`` to several times ``size``:
-    more microbatches make the schedule more efficient.
+    devices together compute the parts of the loss before and after this stack. These
+    parts may call other stacks (DeepSeek-V3's first layers, an encoder). The part
+    before the stack runs twice, the second time for the backward pass. Loss and
+    gradients equal a single device's. Set the Trainer's ``num_microbatches`` to several
+    times ``size``: more microbatches make the schedule more efficient.
 
     Attributes:
         size: Number of stages. If it does not divide the number of layers, some stages

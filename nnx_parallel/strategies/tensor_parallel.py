@@ -28,17 +28,17 @@ class TensorParallel(Strategy):
 
     Everything between the matmuls (norms, residuals, dropout) is replicated, unless
     ``sequence`` splits it along ``seq`` [2]. Each all-reduce then becomes an all-gather
-    before the matmuls and a reduce-scatter after them. They send the same bytes, and a
-    device keeps ``1 / size`` of those activations. ``overlap`` runs these transfers
-    during matmuls. ``"ring"`` runs a transfer during the matmuls that need it, with
-    `all_gather_matmul` and `matmul_reduce_scatter`: matmuls of one input (query, key
-    and value; up and gate) share a ring, and the gradient of that input has one ring
-    too (`nnx_parallel.layers.project`, which our models call). ``"halves"`` splits the
-    rows in two halves, and runs the transfers of one half during the matmuls of the
-    other half [3]. For Llama-2 7B on 64 TPU v5p with ``FSDP(16)``, halves hide 73 % of
-    the bytes in 2.00 billion of the compiler's estimated cycles, rings hide 98 % in
-    2.54 billion, and ``sequence`` without overlap hides 32 % in 2.05 billion (``python
-    -m benchmarks maxtext --full``).
+    before the matmuls and a reduce-scatter after them. Both forms send the same bytes,
+    and with ``sequence`` a device keeps ``1 / size`` of these activations. ``overlap``
+    runs these transfers during matmuls. ``"ring"`` runs a transfer during the matmuls
+    that need it, with `all_gather_matmul` and `matmul_reduce_scatter`: matmuls of one
+    input (query, key and value; up and gate) share a ring, and the gradient of that
+    input has one ring too (`nnx_parallel.layers.project`, which our models call).
+    ``"halves"`` splits the rows in two halves, and runs the transfers of one half
+    during the matmuls of the other half [3]. For Llama-2 7B on 64 TPU v5p with
+    ``FSDP(16)``, halves hide 73 % of the bytes in 2.00 billion of the compiler's
+    estimated cycles, rings hide 98 % in 2.54 billion, and ``sequence`` without overlap
+    hides 32 % in 2.05 billion (``python -m benchmarks maxtext --full``).
 
     The names of a model's dims determine which dims are split. A model without names is
     replicated, with a warning: name its dims by path (`PathNames`). ``sequence`` and

@@ -317,8 +317,8 @@ def idle_parts(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
     """Yields strategies that split no array of a model, with the remedy for each."""
-    # The spec of an array's optimizer state has every axis that splits the array
-    # anywhere.
+    # The spec of an array's optimizer state has every axis that any of the array's four
+    # specs has.
     used = {axis for _, p in arrays for axis in axes_of(p.optimizer)}
     for part in layout.claims.parts or (layout.claims,):
         sizes = {a: layout.mesh.shape[a] for a in part.axis_sizes if a not in used}
@@ -362,7 +362,7 @@ _NAME_THEM = (
 def _mostly_whole(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[str]:
-    """Tensor parallelism by names that most matrices of a model do not have."""
+    """Yields a note if most matrices lack the names that tensor parallelism splits."""
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
     # Adapters and lookup tables are left out, because replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]

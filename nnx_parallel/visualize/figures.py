@@ -85,7 +85,7 @@ def line(
     colour: str = "",
     dash: str = "",
 ) -> str:
-    """Straight lines from point to point, with a head at the last."""
+    """Draws straight lines from point to point, and a head at the last for an arrow."""
     look = f'stroke="{colour}" fill="none"' if colour else 'class="line"'
     look += f' stroke-width="{width:g}"' + (f' stroke-dasharray="{dash}"' * bool(dash))
     path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
