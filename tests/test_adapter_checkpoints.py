@@ -112,7 +112,7 @@ def test_another_base_raises_and_changes_nothing(tmp_path: Path) -> None:
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.model)))
     text = "Checkpoint 1 in '" + str(tmp_path / "run") + "' was trained on another "
     text += "base: 1 of 12 arrays that it names by checksum differ from this "
-    text += "model. The first, `blocks.layer.mlp.up.kernel`, has checksum "
+    text += "model's arrays. The first, `blocks.layer.mlp.up.kernel`, has checksum "
     for weights_only in (False, True):
         with pytest.raises(CheckpointMismatchError, match=re.escape(text)):
             trainer.restore(directory=tmp_path / "run", weights_only=weights_only)
