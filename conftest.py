@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--own-cores", action="store_true", help="a core of its own for each worker"
     )
     parser.addoption(
-        "--half", type=int, choices=(0, 1), help="one half of the tests, by their names"
+        "--part", metavar="I/N", help="part I of N parts of the tests, by their names"
     )
 
 
@@ -79,13 +79,14 @@ def pytest_collection_modifyitems(
 
     They share compiled programs, which each worker would else compile for itself.
     """
-    half = config.getoption("half")
-    if half is not None:
-        halves: tuple[list[pytest.Item], ...] = ([], [])
+    if config.getoption("part"):
+        part, num_parts = map(int, config.getoption("part").split("/"))
+        chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
-            halves[zlib.crc32(item.nodeid.encode()) % 2].append(item)
-        items[:] = halves[half]
-        config.hook.pytest_deselected(items=halves[1 - half])
+            index = zlib.crc32(item.nodeid.encode()) % num_parts
+            chosen[index == part - 1].append(item)
+        items[:] = chosen[True]
+        config.hook.pytest_deselected(items=chosen[False])
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
