@@ -476,7 +476,7 @@ def summed_losses(model: Any, batch: Any) -> jax.Array:
 def test_pipeline_refuses_blocks_with_extra_outputs() -> None:
     batch = TOKENS[:, 0]
     expected, _, _ = one_step(make_trainer(Mixture, stacked_losses), batch)
-    with pytest.raises(PipelineError, match=r"return more.*stack\(\(x, total\)\)"):
+    with pytest.raises(PipelineError, match=r"return a value.*stack\(\(x, total\)\)"):
         one_step(make_trainer(Mixture, stacked_losses, Pipeline(2)), batch)
     trainer = make_trainer(Mixture, summed_losses, Pipeline(2))
     found, _, _ = one_step(trainer, batch)
