@@ -1,7 +1,8 @@
-"""Files that survive a power cut: written, synced and renamed in the safe order.
+"""Files that survive a power cut: they are written, synced and renamed in safe order.
 
-A write is in the computer's memory until it is synced, and so is the entry of a new or
-renamed file in its directory. Whatever is reported as saved goes through this module.
+A write is in the computer's memory until it is synced. The same holds for the entry of
+a new or renamed file in its directory. Everything that is reported as saved goes
+through this module.
 """
 
 import errno
@@ -10,18 +11,18 @@ import os
 from itertools import takewhile
 from pathlib import Path
 
-# Apple's `fsync` leaves the data in the disk's cache.
+# Apple's `fsync` leaves the data in the disk's cache; this command empties the cache.
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 
-# Some network file systems cannot sync a directory, and need not; a directory may also
-# permit new entries and no listing.
+# Some network file systems cannot sync a directory and need no sync. Also, a directory
+# may permit new entries but no listing.
 _UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Waits until the disk has the content of a file, or the entries of a directory.
+    """Waits until a file's content, or a directory's entries, are on the disk.
 
-    Raises ``OSError`` if the disk cannot take it.
+    Raises ``OSError`` if the disk cannot store them.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -38,7 +39,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def sync_tree(directory: str | os.PathLike[str]) -> None:
-    """Waits until the disk has a directory with all files and directories below it."""
+    """Waits until a directory and everything below it are on the disk."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -50,7 +51,7 @@ def sync_tree(directory: str | os.PathLike[str]) -> None:
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Makes a directory and its missing parents, and syncs them to the disk."""
+    """Creates a directory and its missing parents, and syncs them to the disk."""
     path = Path(path)
     missing = [*takewhile(lambda each: not each.exists(), (path, *path.parents))]
     path.mkdir(parents=True, exist_ok=True)
@@ -61,8 +62,9 @@ def make_directory(path: str | os.PathLike[str]) -> None:
 def publish(temporary: Path, target: Path) -> None:
     """Renames a directory to the name under which it counts as saved.
 
-    When this returns, a power cut leaves the whole directory under its new name. Before
-    the rename the disk has all files: a cut leaves no target with a part of them.
+    All files are on the disk before the rename, so a power cut never leaves a part of
+    them under the new name. When this returns, the entire directory survives a power
+    cut under its new name.
     """
     sync_tree(temporary)
     move(temporary, target)

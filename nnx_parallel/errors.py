@@ -1,8 +1,8 @@
-"""Named errors, which say the value found, the rule that it breaks, and valid values.
+"""Named errors, which give the found value, the rule that it breaks, and valid values.
 
-Each class refines a built-in, so that ``except ValueError`` keeps working, and holds
-only a docstring that teaches the rule. The message is written at the check; for
-arguments that do not exist, `suggests_names` writes it.
+Each class refines a built-in error, so that ``except ValueError`` keeps working. It
+has only a docstring, which explains the rule. The message is written where the rule is
+checked. For unknown arguments, `suggests_names` writes the message.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ _OTHER_NAMES = {
     "balance_loss": "aux_loss aux_loss_coef router_aux_loss_coef load_balance_loss",
     "z_loss": "router_z_loss router_z_loss_coef",
 }
-"""Names of our arguments in other libraries."""
+"""Names that our arguments have in other libraries."""
 
 _HINTS = {
     "shard": " ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'.",
@@ -69,25 +69,27 @@ _HINTS = {
 }
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
-"""Arguments of the Trainer that group others, by class: a prefix of their old names."""
+"""Classes that group arguments of the Trainer, with a prefix of their former names."""
 
 _KNOWN: dict[str, list[str]] = {}
-"""Arguments by the name of the class or method, once `suggests_names` has seen it."""
+"""Names of arguments, by class or method, once `suggests_names` has seen it."""
 
 
 def suggests_names(taker: T) -> T:
-    """Decorates a method or class: errors for unknown arguments name the valid ones.
+    """Decorates a method or class, whose errors for unknown arguments then name others.
 
-    For an unknown keyword, the error names our argument for the same thing if it is a
-    name from another library, the class that has the keyword, or the nearest name.
+    For an unknown keyword, the error names an argument that the user may mean. If the
+    keyword comes from another library, it is our argument for the same purpose. If
+    another class has the keyword, it is that class. Otherwise it is the nearest name.
     """
-    if inspect.isclass(taker):  # such as a dataclass of options
+    if inspect.isclass(taker):  # a dataclass of options, for example
         taker.__init__ = suggests_names(taker.__init__)
         return taker  # pyright: ignore[reportReturnType]
     parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # A taker of any number by position, such as a Composite, never gets too many.
+    # If a taker accepts any number of arguments by position, such as a Composite, it
+    # never gets too many.
     is_limited = len(known) == len(parameters)
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
@@ -134,7 +136,7 @@ def _remedy(title: str, name: str) -> str:
 
 
 def grouped(name: str) -> tuple[str, str] | None:
-    """Where a former argument of the Trainer is: ``"faults", "Faults(...=...)"``."""
+    """Returns the class that groups an argument: ``"faults", "Faults(...=...)"``."""
     for group, prefix in _GROUPS.items():
         option = name.removeprefix(prefix)
         if name == prefix + option and option in _KNOWN.get(group, ()):
@@ -143,13 +145,13 @@ def grouped(name: str) -> tuple[str, str] | None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known name, or an empty text."""
+    """Returns `` Did you mean 'x'?`` for the nearest known name, or an empty text."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def kind_of(value: object) -> str:
-    """A description of a value of the wrong kind, for an error."""
+    """Returns a description, for an error, of a value of the wrong kind."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     if isinstance(value, str | int | float):
@@ -159,17 +161,17 @@ def kind_of(value: object) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line that led here: the innermost line that calls this package.
+    """Warns at the user's line: the innermost line outside the package that calls it.
 
-    On a thread of the package, such as the data's thread, the line is the one at which
-    the main thread waits for it.
+    If this runs on a thread of the package, such as the thread that reads data, the
+    line is the line at which the main thread waits.
     """
     here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     frame = next(_callers(here), here)
     if frame.f_code.co_filename == threading.__file__:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         main = frames.get(threading.main_thread().ident or 0)
-        # The outermost line: JAX, which traces for the package, calls it too.
+        # The outermost frame is taken, because JAX calls the package while it traces.
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
@@ -177,14 +179,14 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames outside of this package that call it, from the innermost."""
+    """Yields the frames outside this package that call it, from the innermost."""
     is_inside = False
     while frame is not None:
         code, was_inside = frame.f_code, is_inside
         is_inside = code.co_filename.startswith(_PACKAGE)
-        # A context manager of the package passes `contextlib` on the way to its block.
+        # A context manager of the package passes through `contextlib` to its block.
         is_inside |= was_inside and code.co_filename == contextlib.__file__
-        # The `__init__` that a dataclass generates is in no file.
+        # The `__init__` that a dataclass generates has no file.
         is_inside |= (code.co_filename, code.co_name) == ("<string>", "__init__")
         if was_inside and not is_inside:
             yield frame
@@ -194,24 +196,24 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 class ParallelError(Exception):
     """Base of every error that this library raises on purpose.
 
-    Its traceback ends with a link to the site's text about the class, if the installed
-    package names its site.
+    If the metadata of the installed package has the address of its site, the traceback
+    ends with a link to the site's text about the class.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if address := _site():
-            # A note, not the message, since programs may compare or log the message.
+            # This is a note, because programs may compare or log the message.
             name = f"{__name__}.{type(self).__name__}"
             self.add_note(f"More: {address.rstrip('/')}/errors.html#{name}")
 
 
 @functools.cache
 def _site() -> str | None:
-    """The address under ``Documentation`` in the metadata of the package."""
+    """Returns the address under ``Documentation`` in the package's metadata."""
     try:
         urls = metadata("nnx-parallel").get_all("Project-URL") or []
-    except PackageNotFoundError:  # a checkout that is not installed
+    except PackageNotFoundError:  # the checkout is not installed
         return None
     # Core metadata has "Documentation, https://..."; the label may be in any case.
     pairs = (url.partition(", ")[::2] for url in urls)
@@ -219,7 +221,7 @@ def _site() -> str | None:
 
 
 class ParallelWarning(UserWarning):
-    """Something has no effect, or has another effect than it seems to have."""
+    """An argument has no effect, or has another effect than it seems to have."""
 
 
 class VersionError(ParallelError, ImportError):
@@ -231,11 +233,11 @@ class DeviceMemoryError(ParallelError, MemoryError):
 
 
 class DeviceCountError(ParallelError, RuntimeError):
-    """The number of simulated devices is set before JAX first counts its devices."""
+    """The number of simulated devices must be set before JAX counts its devices."""
 
 
 class MeshShapeError(ParallelError, ValueError):
-    """Axis sizes multiply to the number of devices; at most one may be left out."""
+    """Axis sizes must multiply to the number of devices; one may be left out."""
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
@@ -247,9 +249,10 @@ class UnknownAxisError(ParallelError, ValueError):
 
 
 class ProgramTextError(ParallelError, RuntimeError):
-    """The audit reads a program's text, which a jaxlib older than its compiler lacks.
+    """The audit reads the text of a program, so jaxlib must be able to print it.
 
-    The compiler itself can write it to a file.
+    A jaxlib that is older than its compiler cannot. The compiler itself can write the
+    text to a file.
     """
 
 
@@ -262,7 +265,7 @@ class SpecRankError(ParallelError, ValueError):
 
 
 class CollectiveProductError(ParallelError, ValueError):
-    """A collective matmul contracts dims of equal size and shards a dim it keeps."""
+    """A collective matmul contracts equal dims, and shards a dim that it keeps."""
 
 
 class AttentionKernelError(ParallelError, ValueError):
@@ -274,35 +277,35 @@ class AttentionKernelError(ParallelError, ValueError):
 
 
 class PlacementConflictError(ParallelError, ValueError):
-    """A dim has at most one claim, and a mesh axis shards at most one of its dims."""
+    """A dim has at most one claim; a mesh axis shards at most one dim of an array."""
 
 
 class PlacementTreeError(ParallelError, ValueError):
-    """A tree of rules, specs and shardings must be a prefix of the tree it places.
+    """A tree of rules, specs and shardings must be a prefix of the tree that it places.
 
-    The value at a node holds for everything below it; ``None`` leaves it unchanged.
+    The value at a node applies to everything below the node. ``None`` changes nothing.
     """
 
 
 class RuleError(ParallelError, TypeError):
-    """A rule is an object whose method ``match`` answers with a spec, or passes."""
+    """A rule has a method ``match`` that returns a spec and a reason, or ``None``."""
 
 
 class DonatedArrayError(ParallelError, RuntimeError):
-    """A donated array is gone after the call, so each is passed once and used once.
+    """A donated array cannot be used after the call that donated it.
 
-    Keep the call's result in its place; copy an array that you need later.
+    Use the call's result in place of the array. Copy an array that you need later.
     """
 
 
 class UnmatchedRuleError(ParallelError, ValueError):
-    """A strict set of rules must match every array, and every rule some array."""
+    """With strict rules, each array must match a rule, and each rule an array."""
 
 
 class ModelError(ParallelError, ValueError):
     """The arrays of a model must be in NNX Variables, so that all of them are saved.
 
-    A parameter is an ``nnx.Param``; a table or another constant an ``nnx.Variable``.
+    A parameter is an ``nnx.Param``. A table or another constant is an ``nnx.Variable``.
     """
 
 
@@ -311,7 +314,7 @@ class StackError(ParallelError, ValueError):
 
 
 class ExpertsError(ParallelError, ValueError):
-    """Tokens need experts to go to, and experts need a mesh axis that divides them."""
+    """A token needs enough experts, and a mesh axis must divide the experts."""
 
 
 class WeightsError(ParallelError, ValueError):
@@ -329,39 +332,40 @@ class LossError(ParallelError, ValueError):
 class OptimizerError(ParallelError, ValueError):
     """An optimizer gets gradients, parameters and the loss, but cannot recompute them.
 
-    It gets ``value=`` and ``grad=`` if it takes these; a line search, which needs
-    ``value_fn=``, does not work. An optimizer of matrices gets only arrays that its
-    dimension numbers turn into matrices.
+    It gets ``value=`` and ``grad=`` if it accepts them. A line search needs
+    ``value_fn=``, and so does not work. An optimizer of matrices gets only arrays that
+    its dimension numbers turn into matrices.
     """
 
 
 class OffloadError(ParallelError, ValueError):
-    """Arrays wait on the host if devices can reach it and a step can bring them in.
+    """Arrays can be kept in host memory if the devices can access it during a step.
 
-    Block inputs can wait there if the remat of a ``Stack`` keeps them, and not with
-    FSDP's prefetch.
+    Inputs of blocks can be kept there if the ``remat`` of a ``Stack`` says so, but not
+    together with FSDP's prefetch.
     """
 
 
 class NonFiniteLossError(ParallelError, ArithmeticError):
     """Loss, gradients and updates of every step must be finite.
 
-    ``Faults(on_non_finite="skip")`` leaves out steps that are not, and float16's
-    scaling does so too; a state that is not finite is never saved.
+    ``Faults(on_non_finite="skip")`` skips steps that are not finite, and so does the
+    scaling of float16. A state that is not finite is never saved.
     """
 
 
 class DataError(ParallelError, ValueError):
     """Training data is an iterable of pytrees of numeric arrays that JAX can hold.
 
-    Integers must fit 32 bits, and JSON must hold the state of a resumable iterator.
+    Integers must fit in 32 bits. JSON must be able to hold the state of an iterator.
     """
 
 
 class BatchShapeError(DataError):
-    """Dim 0 of every array in a batch holds the rows; shapes stay the same in a run.
+    """Dim 0 of every array in a batch is the rows; shapes stay the same in a run.
 
-    ``num_microbatches`` times the sizes of the batch's mesh axes must divide the rows.
+    The number of rows must be a multiple of ``num_microbatches`` times the sizes of the
+    batch's mesh axes.
     """
 
 
@@ -370,27 +374,28 @@ class DataExhaustedError(DataError):
 
 
 class LogFileError(ParallelError, ValueError):
-    """A JSON lines logger appends only to files whose every line it could have written.
+    """A JSON lines logger appends only to a file that it could have written itself.
 
-    It removes the lines of a run that died, and must not touch another program's file.
+    It removes lines of a run that died, and must not change another program's file.
     """
 
 
 class CheckpointError(ParallelError, ValueError):
-    """Checkpoints hold groups of ``jax.Array`` by path and metadata that JSON can hold.
+    """Checkpoints hold groups of ``jax.Array`` by path, and metadata in JSON values.
 
-    Steps ascend: each step is saved once, and never after a later step.
+    Steps ascend: each step is saved only once, and never after a later step.
     """
 
 
 class CheckpointDirectoryError(ParallelError, OSError):
-    """Checkpoints need a directory that only this run can make and write."""
+    """Checkpoints need a directory that only this run creates and writes to."""
 
 
 class CheckpointSaveError(ParallelError, RuntimeError):
-    """A save failed after it had started; the checkpoints before it are intact.
+    """A save failed after it had begun; earlier checkpoints are intact.
 
-    A failure in the background is raised by the next call, and names the failed step.
+    If it failed in the background, the next call raises this error, which names the
+    step.
     """
 
 
@@ -401,28 +406,28 @@ class CheckpointReadError(ParallelError, RuntimeError):
 class CheckpointFormatError(ParallelError, RuntimeError):
     """A checkpoint must come from this library, in a version that this one can read.
 
-    A checkpoint of another program or a later version is not damaged: it is not
-    touched.
+    A checkpoint of another program or a later version is not damaged, so it is left as
+    it is.
     """
 
 
 class CheckpointUnavailableError(ParallelError, OSError):
     """Reading a checkpoint needs memory, file handles and a disk that responds.
 
-    If one of these fails, nothing is known about the checkpoint, and it is not called
-    corrupt.
+    If one of these is missing, the checkpoint may still be intact, so it is not treated
+    as corrupt.
     """
 
 
 class CheckpointDamagedError(CheckpointReadError):
     """The arrays of a checkpoint must have the checksums that were saved with them.
 
-    A file with flipped bits may read without an error and hold other values.
+    A file with flipped bits may be read without an error and give other values.
     """
 
 
 class CheckpointNotFoundError(ParallelError, FileNotFoundError):
-    """A step can be read only if it was saved and not deleted since."""
+    """A step can be read only if it was saved and not deleted afterwards."""
 
 
 class CheckpointMismatchError(ParallelError, ValueError):
@@ -436,33 +441,33 @@ class ProcessError(ParallelError, RuntimeError):
 class DisagreementError(ParallelError, ValueError):
     """All processes of a run must run the same program on shares of the same shapes.
 
-    Programs that differ deadlock, or silently continue with different numbers.
+    Different programs deadlock, or silently continue with different numbers.
     """
 
 
 class ReplicaError(ParallelError, RuntimeError):
-    """Copies of one array on several devices must hold the same bits."""
+    """Copies of an array on several devices must have the same bits."""
 
 
 class ScheduleError(ParallelError, ValueError):
     """A pipeline schedule is a table that neighbouring stages can follow tick by tick.
 
-    Every stage takes every microbatch once, in order, and no slot comes before its
-    inputs: an activation sent in one tick arrives in the next.
+    Every stage takes every microbatch once, in order. The inputs of a slot must exist
+    before its tick: an activation that is sent in one tick arrives in the next tick.
     """
 
 
 class PipelineError(ParallelError, ValueError):
     """A pipeline spreads the layers of one ``Stack``, called once, over its stages.
 
-    Each chunk of each stage has a layer or more. The loss calls the stack directly, not
-    inside a transform, and only the blocks use the layers' parameters and variables.
+    Each chunk of each stage has at least one layer. The loss calls the stack directly,
+    not inside a transform. Only the blocks use the layers' parameters and variables.
     """
 
 
 class PlanError(ParallelError, ValueError):
-    """A plan needs a Trainer, a batch's shapes, and devices that it knows.
+    """A plan needs a Trainer, the shapes of a batch, and devices that it knows.
 
-    The Trainer's arrays need not exist, nor the devices: a script is run up to
-    ``Trainer.fit``, and whatever it does before that stays on this machine.
+    Neither the Trainer's arrays nor the devices need to exist. A script is run up to
+    ``Trainer.fit``, and everything that it does before that stays on this machine.
     """

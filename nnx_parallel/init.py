@@ -1,9 +1,9 @@
 """The first arrays of a run, each computed in its shards.
 
-As one program, a model's initializers take minutes to compile if it has many layers. So
-they are traced together and cut into parts that share nothing but random keys. Parts
-that differ only in their keys are one program: the time to compile depends on how many
-kinds of arrays a model has, not on its depth.
+If all initializers of a deep model are one program, it takes minutes to compile. So
+they are traced together and cut into parts that share only random keys. Parts that
+differ only in their keys use the same program. The time to compile then depends on the
+number of kinds of arrays in a model, not on the model's depth.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from nnx_parallel.sharding.model import (
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FEW = 64
-"""Elements of an array that is cheaper to compute again than to share."""
+"""Size of an array that is cheaper to compute again than to share, in elements."""
 
 _CACHED_BYTES = 2**20
-"""Constants of a program that is kept for the next model."""
+"""Largest size of a program's constants if the program is kept for the next model."""
 
 Values = Mapping[jex.Var, Any]
 
@@ -57,20 +57,21 @@ Values = Mapping[jex.Var, Any]
 def compute_in_shards(
     function: Callable, args: tuple, shardings: Any, *, owns_args: bool = False
 ) -> Any:
-    """The outputs of a function, computed in shards: no device ever holds a whole one.
+    """Computes a function's outputs in shards, so that no device holds an entire one.
 
     Args:
         function: A function of pytrees of arrays; it is traced.
-        args: Its arguments.
-        shardings: The sharding of each output, a tree like the outputs.
-        owns_args: True if an argument that is also an output, in its place, may be
-            returned unchanged. Otherwise each output gets new memory.
+        args: The arguments of the function.
+        shardings: The sharding of each output, as a tree like the outputs.
+        owns_args: True if an argument may be returned without a copy. This is done if
+            the argument is also an output and is already in its place. Otherwise each
+            output gets new memory.
     """
-    # Calls with several results, such as a user's jitted function that builds a block,
-    # are cut too.
+    # Calls with several results are cut too, such as a call of a user's jitted function
+    # that builds a block.
     traced = trace(function, *args, inlined=lambda eqn: len(eqn.outvars) > 1)
     if traced.effects:
-        # It prints, and no output depends on that: one program, as it is written.
+        # The function prints, and no output depends on that, so it stays one program.
         return jax.jit(function, out_shardings=shardings)(*args)
     outputs, structure = jax.tree.flatten(traced.outputs)
     places, of_args = jax.tree.leaves(shardings), bind(traced.inputs, args)
@@ -80,7 +81,7 @@ def compute_in_shards(
     alike: dict[_Part, list[_Part]] = defaultdict(list)
     for part in _cut(eqns, outputs, places, known, consts, found):
         alike[part].append(part)
-    # Kinds of parts that occur equally often, as in a block, are one program.
+    # If kinds of parts occur equally often, as in a block, they share a program.
     programs: dict[int, list[list[_Part]]] = defaultdict(list)
     for parts in alike.values():
         programs[len(parts)].append(parts)
@@ -88,7 +89,7 @@ def compute_in_shards(
         program = _program(tuple(parts[0] for parts in kinds))
         for parts in zip(*kinds, strict=True):
             values = program([[known[v] for v in part.inputs] for part in parts])
-            # One at a time: the temporaries of programs must not add up.
+            # Programs run one at a time, so that their temporaries do not add up.
             jax.block_until_ready(values)
             for part, results in zip(parts, values, strict=True):
                 found.update(zip(part.indices, results, strict=True))
@@ -100,9 +101,9 @@ def first_arrays(
     rngs: nnx.Rngs,
     shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """The arrays of a model, each in its place, in nested dicts.
+    """Returns the arrays of a model in nested dicts, each array in its place.
 
-    The arrays of a built model are copied. ``rngs`` are not advanced.
+    The arrays of a built model are copied. ``rngs`` do not advance.
     """
     if isinstance(source, nnx.Module):
         return nest(placed_copies(arrays_of(source), shardings))
@@ -120,7 +121,7 @@ def _with_read(
     streams: dict,
     shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """The arrays that a source reads from files, and the others computed."""
+    """Returns arrays that a source reads from files, and computes the others."""
     shapes = flatten(jax.eval_shape(build, streams))
     read = source.read_arrays(
         {
@@ -139,16 +140,17 @@ def _with_read(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some outputs with the equations that only they need.
+    """Some outputs, with the equations that only these outputs need.
 
-    Parts are equal if they compute the same from their inputs, to the same shardings.
+    Two parts are equal if they compute the same function of their inputs, with the same
+    shardings.
     """
 
     signature: Hashable
     shardings: tuple[NamedSharding, ...]
-    indices: tuple[int, ...] = field(compare=False)  # of the outputs
+    indices: tuple[int, ...] = field(compare=False)  # indices of the outputs
     eqns: Eqns = field(compare=False)
-    consts: Values = field(compare=False)  # in the signature by their bits
+    consts: Values = field(compare=False)  # the signature has their bits
     inputs: Sequence[jex.Var] = field(compare=False)
     outputs: Sequence[Any] = field(compare=False)
 
@@ -159,7 +161,7 @@ def _program(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
     return (_compiled if num_bytes <= _CACHED_BYTES else _compiled.__wrapped__)(kinds)
 
 
-# Also for the next Trainer of the same model.
+# The cache also serves the next Trainer of the same model.
 @lru_cache(maxsize=128)
 def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
     def compute(inputs: list[list]) -> list[list]:
@@ -176,7 +178,7 @@ def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
 
 
 def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Array]:
-    """Outputs, by index, that are values already in their places; each value once."""
+    """Returns outputs, by index, that are values already in place; each value once."""
     indices: dict[jex.Var, int] = {}
     for index, atom in enumerate(outputs):
         if not isinstance(atom, jex.Literal) and atom in values:
@@ -191,10 +193,10 @@ def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Arra
 
 
 def _from_device(x: Any) -> Any:
-    """A constant as an argument for programs on the mesh, wherever it is."""
+    """Returns a constant, wherever it is, as an argument for programs on the mesh."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        # A user has put it onto one device, and such a program would refuse it.
+        # The user has put it onto one device, which programs on the mesh would refuse.
         if x.committed and len(x.sharding.device_set) == 1 and not is_key:
             return np.asarray(x)
     return x
@@ -203,18 +205,19 @@ def _from_device(x: Any) -> Any:
 def _derive_keys(
     eqns: Eqns, known: Values, consts: Values
 ) -> tuple[Eqns, dict[jex.Var, Any]]:
-    """Computes keys and single integers now; the equations that are left, all values.
+    """Computes keys and single integers; returns the other equations, and all values.
 
-    Each layer has its keys, by their numbers: in the programs, these would make
-    all layers different. They are exact, whichever program computes them.
+    Each layer has its keys, derived from the layer's number. If the programs computed
+    them, the programs of all layers would differ. Keys and integers are exact,
+    whichever program computes them.
     """
     exact = {v for v in known if _is_key(v) or (_is_exact(v) and v not in consts)}
     now, later = [], []
     for eqn in eqns:
         inputs = variables_in(eqn.invars)
-        # Values that come only from constants stay among them: the compiler computes
-        # them, and the logarithm of an integer may differ from a program's in its last
-        # bit.
+        # Values that come only from constants are left to the programs. There the
+        # compiler computes them, and even the logarithm of an integer may differ from
+        # a separate program's result in the last bit.
         moves = bool(inputs) or any(map(_is_key, eqn.outvars))
         if moves and exact.issuperset(inputs) and all(map(_is_exact, eqn.outvars)):
             now.append(eqn)
@@ -234,18 +237,18 @@ def _is_small(var: jex.Var) -> bool:
 
 
 def _aval(var: jex.Var) -> Any:
-    return var.aval  # of an array: tokens and references come with effects
+    return var.aval  # an array, since tokens and references occur only with effects
 
 
 def _is_exact(var: jex.Var) -> bool:
-    """True for keys, and for a few integers."""
+    """Returns True for keys, and for arrays of a few integers."""
     return _is_key(var) or (_is_small(var) and not is_inexact(var.aval))
 
 
 def _is_constant(var: jex.Var, consts: Values) -> bool:
-    """True if a program may have a value among its constants."""
+    """Returns True if a program may have a value among its constants."""
     x = consts.get(var)
-    is_here = getattr(x, "is_fully_addressable", True)  # on this process
+    is_here = getattr(x, "is_fully_addressable", True)  # in this process
     return var in consts and is_here and not (_is_key(var) or isinstance(x, Tracer))
 
 
@@ -257,7 +260,7 @@ def _cut(
     consts: Values,
     found: Collection[int],
 ) -> list[_Part]:
-    """The outputs that are not found yet, in parts that share no large value."""
+    """Cuts the outputs that are not found yet into parts that share no large value."""
     groups: dict[Hashable, list[int]] = defaultdict(list)
     root = _components(eqns, known)
     for index, atom in enumerate(outputs):
@@ -278,7 +281,7 @@ def _cut(
                 left += variables_in(eqns[i].invars)
         part_eqns = [eqns[i] for i in sorted(chosen)]
         used = inputs_of(part_eqns, wanted)
-        # A constant that is an output is not part of the program.
+        # If a constant is itself an output, it is an input of the program.
         fixed = {v: consts[v] for v in used if part_eqns and _is_constant(v, consts)}
         inputs = [v for v in used if v not in fixed]
         parts.append(
@@ -296,10 +299,11 @@ def _cut(
 
 
 def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None]:
-    """Maps a variable to one representative of all that share values with it.
+    """Returns a function that maps a variable to a representative of its component.
 
-    It is ``None`` for a variable that every part may compute for itself: a key, or a
-    few numbers that are not random.
+    Variables are in one component if they share values. The result is ``None`` for a
+    variable that every part may compute for itself: a key, or a few numbers that are
+    not random.
     """
     free = {v for v in known if _is_key(v) or _is_small(v)}
     parents: dict[jex.Var, jex.Var] = {}
@@ -324,10 +328,10 @@ def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None
 
 
 class _Signatures:
-    """Signatures of equations, equal if the equations compute the same."""
+    """Signatures of equations, which are equal if the equations compute the same."""
 
     def __init__(self) -> None:
-        self._of_jaxprs: dict[int, Hashable] = {}  # by id, in one trace
+        self._of_jaxprs: dict[int, Hashable] = {}  # by id, within one trace
 
     def __call__(
         self,
@@ -336,12 +340,12 @@ class _Signatures:
         outputs: Iterable[Any],
         consts: Values = MappingProxyType({}),
     ) -> Hashable:
-        """The equations with variables by number, in the order in which they occur."""
+        """Returns the equations with variables numbered in the order of occurrence."""
         numbers = {var: number for number, var in enumerate(inputs)}
 
         def name(atom: Any) -> Hashable:
             if isinstance(atom, jex.Literal):
-                # In bits: 0.0 and -0.0 are equal.
+                # Bits are compared, because 0.0 and -0.0 are equal as numbers.
                 return atom.aval, np.asarray(atom.val).tobytes()
             if atom in consts:
                 return atom.aval, np.asarray(consts[atom]).tobytes()
@@ -359,7 +363,8 @@ class _Signatures:
     def _of_params(self, eqn: jex.JaxprEqn) -> Hashable:
         params = eqn.params
         if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-            # Nothing is differentiated, and the rules are new objects in each trace.
+            # Functions are left out: they are rules for derivatives, which are not
+            # needed, and they are new objects in each trace.
             params = {k: v for k, v in params.items() if not callable(v)}
         return tuple((k, self._of_static(v)) for k, v in params.items())
 
@@ -377,7 +382,7 @@ class _Signatures:
         try:
             hash(value)
         except TypeError:
-            # An array, or a dict. Its id is not given again as long as it is kept,
-            # as it is by the equations of a part.
+            # It is an array or a dict. No other object gets its id while it exists, and
+            # the equations of a part keep it.
             return id(value)
-        return type(value), value  # 1, 1.0 and True are equal
+        return type(value), value  # the type is needed, as 1, 1.0 and True are equal

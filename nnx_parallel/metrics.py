@@ -1,4 +1,4 @@
-"""Weighted means and sums that add up exactly over microbatches and devices."""
+"""Weighted means and sums, which add up exactly over microbatches and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 from nnx_parallel.errors import LossError
 from nnx_parallel.precision import sum_dtype
 
-# A step's record is one flat dict, which holds these next to the metrics of a loss.
+# The record of a step is one flat dict, with these names and the loss's metrics.
 RESERVED_METRICS = (
     *("step", "time", "loss", "grad_norm", "learning_rate"),
     *("loss_scale", "lost_updates", "skipped"),
@@ -25,7 +25,7 @@ RESERVED_METRICS = (
     *("examples_per_second", "tokens_per_second", "tflops_per_device", "mfu"),
     "device_memory_bytes",
 )
-"""Names that a run reports itself: a loss cannot give them another meaning."""
+"""Names of the values that a run itself reports; the loss's metrics cannot use them."""
 
 _EVAL_PREFIX = "eval_"  # prefix of an evaluation's metrics
 
@@ -35,20 +35,21 @@ Scalar = jax.Array | float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean kept as total and weight, so that partial means add up exactly.
+    """A mean that is kept as total and weight, so that partial means add up exactly.
 
-    A loss that averages over tokens must divide by the tokens of the whole batch: the
-    mean of the microbatches' means is a different number when their counts differ. A
-    `Mean` can be scaled by a number and added to another one: ``token_loss +
-    1e-4 * z_loss``. Terms with the same weight merge; terms with different weights stay
-    separate, each divided by its weight.
+    A loss that averages over tokens must divide by the number of tokens in the entire
+    batch. If microbatches have different numbers of tokens, the mean of their means is
+    another number. A `Mean` can be multiplied by a number and added to another `Mean`:
+    ``token_loss + 1e-4 * z_loss``. Terms with the same weight are merged. Terms with
+    different weights stay separate, and each is divided by its weight.
 
     Attributes:
         total: The weighted sum.
-        weight: The sum of weights (tokens, examples). It has no gradient: a training
-            loss whose weight depends on the parameters is a `LossError`. A count that
-            a `jax.custom_vjp` returns seems to depend on them: pass
-            ``jax.lax.stop_gradient(count)``.
+        weight: The sum of weights (tokens, examples). It has no gradient. If the weight
+            of a training loss depends on the parameters, a `LossError` is raised. A
+            count that a `jax.custom_vjp` returns seems to depend on the parameters:
+            pass ``jax.lax.stop_gradient(count)`` instead.
+        more: More terms, with other weights; ``+`` makes them.
         more: Further terms of other weights, made by ``+``.
 
     Example:
@@ -65,14 +66,15 @@ class Mean:
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """The means, of one weight each, that add up to this one."""
+        """Means with a single weight each, whose values add up to this mean."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
     def value(self) -> jax.Array:
-        """The mean: the sum over terms of total / weight; 0 where a weight is 0.
+        """The mean: the sum of total / weight over all terms.
 
-        A run reports NaN where every weight is 0: nothing was counted.
+        A term is 0 where its weight is 0. A run reports NaN where every weight is 0,
+        because nothing was counted there.
         """
         return sum((_divide(t.total, t.weight) for t in self.terms), jnp.float32(0))
 
@@ -82,9 +84,12 @@ class Mean:
         return functools.reduce(operator.or_, (t.weight != 0 for t in self.terms))
 
     def over(self, weights: Sequence[jax.Array]) -> jax.Array:
-        """This mean's part of a mean over more data, given its weight for each term."""
-        # A microbatch's total over the weight of the whole batch: such values add up
-        # to the mean, and their gradients to its gradient.
+        """Returns this mean's part of a mean over more data, given that data's weights.
+
+        ``weights`` has the weight of each term.
+        """
+        # A microbatch's total is divided by the weight of the entire batch. These
+        # values add up to the mean, and their gradients add up to its gradient.
         terms = zip(self.terms, weights, strict=True)
         parts = (
             _divide(_with_constant_weight(t.total, t.weight), weight)
@@ -93,8 +98,8 @@ class Mean:
         return sum(parts, jnp.float32(0))
 
     def merge(self, other: Mean) -> Mean:
-        """The mean over both batches: totals and weights add, term by term."""
-        # Both come from one loss, so that their terms have the same order.
+        """Returns the mean over both batches; adds totals and weights of each term."""
+        # Both come from the same loss, so their terms have the same order.
         pairs = zip(self.terms, other.terms, strict=True)
         sums = (
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs
@@ -107,7 +112,7 @@ class Mean:
                 f"Cannot add a {type(other).__name__} to a Mean: the weight of the sum "
                 "would be unknown. Give it a weight: Mean(value * weight, weight)."
             )
-        # The key is the identity: weights are traced, so that they cannot be compared.
+        # The key is the weight's identity, because traced weights cannot be compared.
         terms: dict[int, Mean] = {}
         for term in (*self.terms, *other.terms):
             if same := terms.get(id(term.weight)):
@@ -116,7 +121,7 @@ class Mean:
         return _from_terms(*terms.values())
 
     def __radd__(self, other: Mean | int) -> Mean:
-        # `sum` starts from 0.
+        # `sum` begins with 0.
         return self if isinstance(other, int) and other == 0 else self + other  # pyright: ignore[reportOperatorIssue]
 
     def __neg__(self) -> Mean:
@@ -126,7 +131,7 @@ class Mean:
         return self + -other
 
     def __mul__(self, factor: Scalar) -> Mean:
-        # A weight counts data, and a factor does not change it.
+        # A weight counts data, so a factor does not change it.
         return _from_terms(*(Mean(t.total * factor, t.weight) for t in self.terms))
 
     __rmul__ = __mul__
@@ -138,16 +143,17 @@ class Mean:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum:
-    """A metric that is not a mean: an array that adds up, and a function of the sum.
+    """A metric that is a function of a sum over the data, and not a mean.
 
-    Examples are a confusion matrix, and the counts from which an F1 score follows. They
-    add up over microbatches, devices and the batches of an evaluation. A metric that is
-    not a single number is a result of ``Trainer.evaluate`` and reaches ``on_eval_end``,
-    but it is not logged, and a training loss cannot have it.
+    Examples are a confusion matrix, and the counts from which an F1 score follows.
+    These add up over microbatches, devices and the batches of an evaluation. If the
+    metric is not a single number, ``Trainer.evaluate`` returns it and ``on_eval_end``
+    gets it, but it is not logged. A training loss cannot return such a metric.
 
     Attributes:
         total: An array of any shape, or a pytree of arrays.
-        then: Function from the total sum to the metric; by default the sum itself.
+        then: Function from the sum over all data to the metric; by default the metric
+            is the sum.
 
     Example:
         >>> def f1(counts):  # of true positives, of errors
@@ -163,12 +169,12 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The metric of only this data."""
+        """The metric of this data only."""
         return self.total if self.then is None else self.then(self.total)
 
 
 def result_of(metric: Mean | Sum) -> Any:
-    """The value to report: NaN for a mean without data, which must not read as 0."""
+    """Returns the value to report; NaN for a mean without data, rather than 0."""
     if isinstance(metric, Sum) or metric.counts is True:  # known when it is traced
         return metric.value
     return jnp.where(metric.counts, metric.value, jnp.nan)
@@ -179,7 +185,7 @@ def _from_terms(first: Mean, *more: Mean) -> Mean:
 
 
 def _add(a: Scalar, b: Scalar) -> jax.Array:
-    # bfloat16 counts to 256.
+    # In bfloat16, counts would be exact only up to 256.
     dtype = sum_dtype(a, b)
     return jnp.asarray(a, dtype) + jnp.asarray(b, dtype)
 
@@ -188,12 +194,13 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
     dtype = sum_dtype(total, weight)
     weight = jnp.asarray(weight, dtype)
     total = _with_constant_weight(jnp.asarray(total, dtype), weight)
-    # The divisor is replaced too: a NaN in the branch not taken has a NaN gradient.
+    # The divisor is replaced too, because a NaN in the other branch would make the
+    # gradient NaN.
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))
 
 
 def _with_constant_weight(total: Scalar, weight: Scalar) -> jax.Array:
-    """The total; its derivative raises if the weight has one too."""
+    """Returns the total; its derivative raises an error if the weight has one too."""
     # The weight becomes a float, because integers have tangents of a special dtype.
     return _total_of(jnp.asarray(total), jnp.asarray(weight, sum_dtype(weight)))
 
@@ -204,8 +211,8 @@ def _total_of(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total
 
 
-# JAX knows which tangents are zero for any values: tangents of data, of counts and
-# other comparisons, and of `stop_gradient`.
+# JAX knows which tangents are zero for any values. Examples are the tangents of data,
+# of counts and other comparisons, and of `stop_gradient`.
 @partial(_total_of.defjvp, symbolic_zeros=True)
 def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
     if not isinstance(tangents[1], SymbolicZero):
@@ -221,7 +228,7 @@ def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
 
 
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
-    """A metric as a `Mean`, checked; a plain scalar counts with ``weight``."""
+    """Returns a metric as a `Mean`, checked; a plain scalar gets ``weight``."""
     if isinstance(value, Mean):
         for term in value.terms:
             check_scalar(term.total, f"{name}'s total")
@@ -233,7 +240,7 @@ def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
 
 
 def check_scalar(value: Any, name: str) -> None:
-    """Raises a `LossError` unless a value is one real number."""
+    """Raises a `LossError` unless a value is a single real number."""
     if not isinstance(value, get_args(ArrayLike)):
         raise LossError(
             f"{name} is a {type(value).__name__}. It must be a real scalar or a "
@@ -251,7 +258,7 @@ def check_scalar(value: Any, name: str) -> None:
 
 
 def _by_name(aux: Any) -> dict[str, Any]:
-    """Metrics of any pytree by their paths: ``accuracy.top_1``; ``aux`` for one."""
+    """Returns metrics by path, such as ``accuracy.top_1``; a single one is ``aux``."""
     named = {}
     for name, part in aux.items() if isinstance(aux, Mapping) else [("aux", aux)]:
         leaves = jax.tree.leaves_with_path(
@@ -266,7 +273,10 @@ def _by_name(aux: Any) -> dict[str, Any]:
 def split_loss_output(
     output: Any, weight: float = 1.0
 ) -> tuple[Mean, dict[str, Mean | Sum]]:
-    """A loss function's ``loss`` or ``(loss, metrics)``, checked, as means and sums."""
+    """Checks a loss function's output and returns its loss and metrics.
+
+    The output is ``loss`` or ``(loss, metrics)``; the results are means and sums.
+    """
     loss, metrics = output, {}
     if isinstance(output, tuple):
         if len(output) != 2:
@@ -283,7 +293,7 @@ def split_loss_output(
             )
         loss, metrics = output[0], _by_name(output[1])
     mean = as_mean(loss, "The loss", weight)
-    # The dtype of the returned loss counts: `as_mean` makes float32 of an integer.
+    # The dtype of the returned loss is checked, because `as_mean` casts integers.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise LossError(

@@ -1,6 +1,6 @@
-"""Training state: parameters, other variables, optimizer state, step.
+"""Training state: parameters, other variables, optimizer state and step.
 
-A `StatePlan` is made once, from shapes; the state is plain nested dicts of global
+A `StatePlan` is made once, from shapes. The state is plain nested dicts of global
 arrays, which ``jax.jit`` flattens without walking the model.
 """
 
@@ -51,17 +51,17 @@ from nnx_parallel.sharding.placement import Placement
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything that a step changes, as global arrays.
+    """All arrays that a step changes; they are global.
 
     Attributes:
-        step: int32 scalar, optimizer updates done.
-        params: Trained parameters, nested dicts by attribute.
+        step: int32 scalar, the number of optimizer updates done.
+        params: Trained parameters, in nested dicts by attribute.
         variables: All other arrays of the model: frozen parameters, batch statistics,
             random streams.
         opt_state: Optax state.
-        key: Random key from which a loss that takes ``rngs`` gets a key per step.
+        key: Random key. A loss that takes ``rngs`` gets a key for each step from it.
         ema: Exponential moving average of ``params``, or ``None``.
-        loss_scale: For float16, or ``None``.
+        loss_scale: The loss scale for float16, or ``None``.
     """
 
     step: jax.Array
@@ -73,14 +73,14 @@ class TrainState:
     loss_scale: LossScale | None = None
 
     def scaled(self, loss: jax.Array) -> jax.Array:
-        """A loss times the loss scale, if there is one."""
+        """Returns a loss times the loss scale, if there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def with_new_average(self) -> TrainState:
-        """The state whose moving average, if it has one, starts from its parameters."""
+        """Returns the state, its moving average restarted from the parameters."""
         if self.ema is None:
             return self
-        # Copies: a step donates the parameters and the average.
+        # These are copies, because a step donates both parameters and average.
         ema = jax.tree.map(
             lambda x, old: x.astype(old.dtype, copy=True), self.params, self.ema
         )
@@ -89,19 +89,19 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """A model's structure and the place of every array, known before any exists.
+    """A model's structure and the place of every array, known before the arrays exist.
 
     Attributes:
         model_name: Class of the model.
         layout: The strategy's claims over the mesh.
-        model: The model's structure in the modes that it came in.
-        eval_model: The same in evaluation mode.
+        model: The model's structure, with the modes in which it was given.
+        eval_model: The model's structure in evaluation mode.
         placements: Placement of each array of the model, by path.
         param_placements: Placements of all parameters, trained or frozen.
-        trained_paths: Paths of the trained ones.
-        abstract: The state with shapes for arrays, each with its sharding.
+        trained_paths: Paths of the trained parameters.
+        abstract: The state with shapes instead of arrays, each with its sharding.
         ema_decay: Decay of the moving average, or ``None``.
-        offload: The arrays that wait in the host's memory, or ``None``.
+        offload: The arrays that are kept in host memory, or ``None``.
     """
 
     model_name: str
@@ -119,7 +119,7 @@ class StatePlan:
 
     @property
     def offloads_optimizer(self) -> bool:
-        """True if optimizer state waits in the host's memory."""
+        """True if optimizer state is kept in host memory."""
         return self.offload is not None and self.offload.optimizer
 
     @property
@@ -129,42 +129,42 @@ class StatePlan:
 
     @property
     def modules(self) -> list[nnx.Module]:
-        """Every module of the model, with shapes for arrays."""
+        """Every module of the model, with shapes instead of arrays."""
         arrays = flatten(self.abstract.params) | flatten(self.abstract.variables)
         return [module for _, module in nnx.iter_modules(self.model.merge(arrays))]
 
     @property
     def is_evaluating(self) -> bool:
-        """True if every module that has a mode came in evaluation mode."""
+        """True if every module that has a mode was given in evaluation mode."""
         modes = [getattr(m, name, None) for m in self.modules for name in MODES]
         flags = [mode for mode in modes if isinstance(mode, bool)]
         return bool(flags) and all(flags)
 
     def build(self, arrays: dict, seed: jax.Array | int) -> TrainState:
-        """The first state, from all arrays of the model."""
+        """Returns the first state, made from all arrays of the model."""
         params, others, ema = {}, {}, None
         for path, x in flatten(arrays).items():
             group = params if path in self.trained_paths else others
             is_param = path in self.param_placements
             x = cast_floating(x, self.precision.params) if is_param else x
-            # A weak type, as jnp.full makes it, would be gone after the first step, and
-            # the second one compiled again.
+            # `jnp.full` makes a weak type, which would be gone after the first step.
+            # Then the second step would be compiled again.
             if jax.typeof(x).weak_type:
                 x = jax.lax.convert_element_type(x, jnp.result_type(x))
             group[path] = x
         params = nest(params)
         if self.ema_decay is not None:
-            # float32, for bfloat16 has no room to move by a thousandth; and a copy,
-            # since the average and the parameters are donated separately.
+            # The average is float32, because a change of a thousandth is lost in
+            # bfloat16. It is a copy, because average and parameters are both donated.
             ema = jax.tree.map(lambda x: jnp.array(x, sum_dtype(x)), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
             variables=nest(others),
-            # Only under jit: outside, counters would be on device 0, and the step,
-            # whose shardings are all on the mesh, would refuse them.
+            # This works only under jit. Outside, the optimizer's counters would be on
+            # device 0. The step would refuse them, as its shardings are on the mesh.
             opt_state=self.tx.init(params),
-            # A stream apart from the model's, which has the same seed.
+            # This stream differs from the model's stream, which has the same seed.
             key=jax.random.fold_in(jax.random.key(seed), 0x1055),
             ema=ema,
             loss_scale=LossScale.create() if self.precision.needs_loss_scale else None,
@@ -178,30 +178,30 @@ class StatePlan:
         training: bool,
         cast_stacked: bool = True,
     ) -> nnx.Module:
-        """The model as the loss sees it: cast to the compute dtype.
+        """Returns the model as the loss sees it, cast to the compute dtype.
 
-        Without ``cast_stacked`` the layers of a pipeline are cast where they run.
+        Without ``cast_stacked``, the layers of a pipeline are cast where they run.
         """
         flat, places = flatten(params) | flatten(variables), self.param_placements
-        # In the model's order: a set's would give each process another program.
+        # The order is the model's: with a set's order, programs of processes differ.
         for path, place in places.items():
             if cast_stacked or not place.is_staged:
-                # Before the gather, which then sends half the bytes in bfloat16.
+                # The cast comes before the gather, which then sends bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
         model = self.model if training else self.eval_model
-        # New Variables with the graphdef's metadata, in which placements reach the
-        # layers.
+        # The result has new Variables with the graphdef's metadata. Through this
+        # metadata, placements reach the layers.
         return model.merge(flat)
 
     def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of ``(params, variables, *rest)`` that gathers them at use."""
+        """Wraps a function of ``(params, variables, *rest)`` to gather them at use."""
         places = self.param_placements.items()
         return gather_late(function, {p: x for p, x in places if x.is_gathered})
 
     def evaluate(
         self, function: Callable[..., Any], params: dict, variables: dict, *args: Any
     ) -> Any:
-        """A function of the model in evaluation mode, on the whole mesh."""
+        """Runs a function of the model in evaluation mode, on the entire mesh."""
 
         def run(params: dict, variables: dict, *args: Any) -> Any:
             return function(self.merge(params, variables, training=False), *args)
@@ -212,16 +212,17 @@ class StatePlan:
     def variables_after(
         self, variables: dict, given: dict[Path, Any], after: dict[Path, Any]
     ) -> dict[str, Any]:
-        """The other variables after a forward pass, and the parameters it assigned.
+        """Returns variables after a forward pass, and parameters that it assigned.
 
-        As they are stored. ``given`` and ``after`` are `arrays_of` the model before and
-        after that pass.
+        Both are returned as they are stored. ``given`` and ``after`` are `arrays_of`
+        the model before and after that pass.
 
         Raises:
-            StateStructureError: If one has vanished, appeared, or changed its shape.
+            StateStructureError: If an array was removed or added, or if its shape
+                changed.
         """
         others, trained = flatten(variables), flatten(self.abstract.params)
-        # In the model's order: a set's would give each process another program.
+        # The order is the model's: with a set's order, programs of processes differ.
         changed = (p for p in self.placements if after.get(p) is not given.get(p))
         before = others | {p: trained[p] for p in changed if p in trained}
         problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
@@ -231,7 +232,7 @@ class StatePlan:
             for p, x in before.items()
             if p in after and x.shape != after[p].shape
         ]
-        # The next step could not take such a state: it is compiled for one structure.
+        # The next step is compiled for one structure and could not take another.
         if problems:
             raise StateStructureError(
                 f"The loss changed the model's structure: {'; '.join(problems)}. A "
@@ -239,18 +240,18 @@ class StatePlan:
                 "create them all in __init__, and return the values that a step "
                 "produces as metrics."
             )
-        # An array that the loss has not assigned is the stored array itself: the model
-        # was given it cast, and a frozen parameter must not lose bits by that.
+        # If the loss has not assigned an array, the stored array is kept. The model was
+        # given a cast copy, and a frozen parameter must not lose bits by the cast.
         kept = {
             path: x if after[path] is given[path] else after[path].astype(x.dtype)
             for path, x in before.items()
         }
         assigned = nest({path: kept.pop(path) for path in before if path in trained})
-        # From where the forward pass used them, to where they are kept.
+        # Assigned parameters move from where they were used to where they are stored.
         return nest(kept | flatten(self.constrain(assigned, "stored")))
 
     def take_assigned(self, params: dict, after: dict) -> tuple[dict, dict]:
-        """Parameters and other variables after a pass that left `variables_after`."""
+        """Splits a result of `variables_after` into parameters and other variables."""
         flat, others = flatten(params), flatten(after)
         assigned = {path: others.pop(path) for path in flat if path in others}
         return nest(flat | assigned), nest(others)
@@ -258,15 +259,15 @@ class StatePlan:
     def assign(
         self, state: TrainState, arrays: dict[Path, Any], *, ema: bool
     ) -> tuple[TrainState, dict[Path, jax.Array]]:
-        """A state with other values of some arrays, and these in their places.
+        """Returns a state with new values of some arrays, and these arrays, placed.
 
         Args:
-            state: The state, which stays as it is.
+            state: The state, which does not change.
             arrays: Arrays of the model by path, on the host or on any devices.
-            ema: True if arrays of parameters are for their moving average.
+            ema: True if arrays of parameters are values of their moving average.
 
         Raises:
-            StateStructureError: If one has another shape than in the state.
+            StateStructureError: If an array has another shape than in the state.
         """
         groups = ("ema" if ema else "params", "variables")
         wanted: dict[Path, Any] = {}
@@ -307,20 +308,21 @@ def plan_state(
     ema_decay: float | None = None,
     offload: Offload | None = None,
 ) -> StatePlan:
-    """Decides the place of every array of a training state, only from shapes.
+    """Decides the place of every array of a training state, from shapes only.
 
     Args:
-        model: The abstract model; placements are written into its metadata.
+        model: The abstract model; the placements are written into its metadata.
         layout: The strategy's claims over the mesh.
         optimizer: An Optax transformation or a function of the abstract model.
         wrt: Filter of the Variables to train.
-        precision: The dtypes; float16 computation adds a loss scale.
+        precision: The dtypes; computation in float16 adds a loss scale.
         ema_decay: Decay of a moving average of the parameters, or ``None``.
-        offload: The arrays that wait in the host's memory, or ``None``.
+        offload: The arrays that are kept in host memory, or ``None``.
 
     Raises:
-        ValueError: If ``wrt`` selects nothing, or ``ema_decay`` averages nothing.
-        OffloadError: If the devices cannot reach that memory.
+        ValueError: If ``wrt`` selects nothing, or if there is no parameter that
+            ``ema_decay`` could average.
+        OffloadError: If the devices cannot access host memory.
     """
     if offload is not None:
         check_host_memory(layout.mesh)
@@ -336,9 +338,9 @@ def plan_state(
     for _, module in nnx.iter_modules(model):
         for name in MODES:
             if getattr(module, name, True) is None:
-                setattr(module, name, False)  # without a mode it trains
+                setattr(module, name, False)  # a module without a mode is in training
     training = ModelDef.of(model)
-    # After that: modes are part of the structure, arrays are the same in both.
+    # This follows, because modes are part of the structure; the arrays do not change.
     model.eval()
     trained_paths = frozenset(path for path, _ in variables_of(model, wrt))
     if not trained_paths:
@@ -357,7 +359,7 @@ def plan_state(
         placements=placements,
         param_placements={p: x for p, x in placements.items() if p in are_params},
         trained_paths=trained_paths,
-        # Shapes of the state need a plan to build it: filled in below.
+        # The state's shapes are computed with the plan, so they are filled in below.
         abstract=None,  # pyright: ignore[reportArgumentType]
         tx=tx,
         precision=precision,
@@ -369,7 +371,7 @@ def plan_state(
 
 
 def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
-    """The state as shapes with shardings, from the shapes of the model's arrays."""
+    """Returns the state as shapes with shardings, from shapes of the model's arrays."""
     state = jax.eval_shape(plan.build, arrays, 0)
     layout, stored = plan.layout, stored_shardings(plan.placements, plan.layout)
     shapes = {path: tuple(x.shape) for path, x in flatten(state.params).items()}
@@ -378,7 +380,7 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
         return nest({path: stored[path] for path in flatten(tree)})
 
     shardings = dataclasses.replace(
-        # Step, key and loss scale are whole on every device.
+        # Step, key and loss scale are replicated.
         jax.tree.map(lambda _: layout.sharding(P()), state),
         params=like_model(state.params),
         variables=like_model(state.variables),
@@ -401,10 +403,10 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
 def init_state(
     plan: StatePlan, source: nnx.Module | ModelFn, rngs: nnx.Rngs, seed: int
 ) -> TrainState:
-    """Builds the state, every array in its place from the start.
+    """Builds the state, with every array in its place from the start.
 
     Args:
-        plan: Where it all goes.
+        plan: The place of every array.
         source: The model, whose arrays are copied, or the function that builds it.
         rngs: Random streams for the function.
         seed: Seed of the state's key.
@@ -412,7 +414,7 @@ def init_state(
     if isinstance(source, nnx.Module | ReadsArrays):
         shardings = stored_shardings(plan.placements, plan.layout)
         args = first_arrays(source, rngs, shardings), jnp.asarray(seed)
-        # The arrays become the state.
+        # The arrays may be used without a copy, because nothing else has them.
         return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
     make_arrays, streams = arrays_from(source, rngs)
 
