@@ -240,7 +240,7 @@ def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
 def complete_axis_sizes(
     axis_sizes: Mapping[str, int | None], num_devices: int
 ) -> dict[str, int]:
-    """Fills in the one size that was left out and checks the product.
+    """Fills in a size that was left out, and checks the product of the sizes.
 
     Raises:
         MeshShapeError: If the sizes cannot multiply to ``num_devices``.

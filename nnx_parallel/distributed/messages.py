@@ -269,9 +269,9 @@ class Server:
             self._waits = {p: x for p, x in self._waits.items() if x[0] != key}
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
-                # In most exchanges, also those of every step, all values are equal.
-                # Equal values are sent once, so that bytes grow linearly with the
-                # number of processes.
+                # In most exchanges, including the exchange of every step, all values
+                # are equal. Equal values are sent once, so that bytes grow linearly
+                # with the number of processes.
                 values = values[:1]
             self._broadcast({"op": "all", "key": key, "values": values})
         else:

@@ -397,7 +397,7 @@ class Termination:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Raises a Ctrl-C or an exit from within the block, instead of later errors.
+    """Raises a Ctrl-C or an exit that came during the block, not later errors.
 
     An interrupt may get lost: JAX's callback of the garbage collector swallows it, and
     libraries raise other errors from it. So an exception that a signal handler raises

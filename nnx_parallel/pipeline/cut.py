@@ -75,7 +75,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
             "for instance stack((x, total)), whose blocks return (x, total + value)."
         )
     # `vmap` and `grad` ask a primitive for its rule when they meet it; `_find_stack`
-    # finds primitives that only hold the equation (`scan`, `cond`) in the jaxpr.
+    # searches the jaxpr for primitives such as `scan` and `cond` that contain the
+    # equation.
     layer_arrays = jax.tree.leaves((call.params, call.others))
     outs = stack_p.bind(*layer_arrays, *arrays, call=call)
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None

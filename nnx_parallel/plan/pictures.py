@@ -499,8 +499,8 @@ class _Scale(NamedTuple):
     ) -> Marks:
         """Draws the line of the data sheet above the band of the assumption.
 
-        If ``before`` roofs are already drawn in the same place, it is dashed and has no
-        band.
+        If ``before`` roofs are already drawn in the same place, the line is dashed and
+        has no band.
         """
         left, right = self.x
         if lane.name == "products":
