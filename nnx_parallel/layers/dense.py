@@ -1,6 +1,7 @@
 """Products of named dims: `Dense`, `Embed`, and the `matmul` that both call.
 
-The layout decides where a product gathers its input, scatters its output, and overlaps.
+The layout decides if a product gathers its input or scatters its output, and if this
+overlaps with the product.
 """
 
 import math
@@ -50,22 +51,22 @@ def matmul(
     *,
     w_dims: tuple[int, ...] | None = None,
 ) -> Array:
-    """The product ``(*leading, *out_dims)`` of an activation and a parameter.
+    """Multiplies an activation and a parameter: ``(*leading, *out_dims)``.
 
-    If the active layout splits ``seq`` of the input and a dim of the output over one
-    axis, the input is gathered. If it splits a contracted dim and ``seq`` of the
-    output, the sum over devices is scattered [1]. The forward pass keeps the input
-    split, as it came: it is gathered again for the backward pass. Under ``overlap``
-    both run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`),
-    whose sums travel in the dtype of the product.
+    If one mesh axis splits ``seq`` of the input and a dim of the output, the input is
+    gathered. If one axis splits a contracted dim and ``seq`` of the output, the sum
+    over devices is scattered [1]. The forward pass keeps only the split input for the
+    backward pass, which gathers it again. Under ``overlap`` the gather and the scatter
+    run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`), and
+    sums travel in the dtype of the product.
 
     Args:
-        x: ``(*leading, *in_dims)``. Only two leading dims, ``batch`` and ``seq``, are
-            gathered or scattered.
+        x: ``(*leading, *in_dims)``. It is gathered or scattered only if the leading
+            dims are ``batch`` and ``seq``.
         w: The parameter.
         in_names: Logical axes of the last dims of x, which are contracted.
-        out_names: Logical axes of the other dims of w.
-        w_dims: The dims of w to contract; by default the first ones.
+        out_names: Logical axes of the dims of w that are not contracted.
+        w_dims: The dims of w to contract; by default the first dims.
 
     Example:
         >>> matmul(jnp.ones((2, 8, 4)), jnp.ones((4, 6)), ("embed",), ("mlp",)).shape
@@ -96,7 +97,7 @@ def matmul(
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
     )
-    # A remat policy that keeps products does not find a single product here.
+    # The name is for remat policies that keep products: a ring has many small products.
     return checkpoint_name(y, OVERLAPPED)
 
 
@@ -112,19 +113,20 @@ def _contracting(
 class _Split:
     """A product whose input or output is split along ``seq``."""
 
-    gathers: bool  # True: the input is split along `seq`; False: the output is
-    axis: str  # the mesh axis that splits it
-    # The dim of w over the same axis: contracted, unless the product gathers.
+    gathers: bool  # True: the input is split along `seq`; False: the output is split
+    axis: str  # the mesh axis that splits `seq`
+    # If the product gathers, the dim of w that the axis splits. If it scatters, the
+    # index of that dim among the contracted dims.
     feature: int
     contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    gathered: NamedSharding  # the side that is split along `seq`, once it is gathered
+    gathered: NamedSharding  # of the input or output, after `seq` is gathered
 
     def gather(self, x: Array) -> Array:
-        """Gathers the side that is split along ``seq``."""
-        # It is split first: with only a constraint to the whole layout, the partitioner
-        # makes the value whole at its source, and keeps it.
+        """Gathers an array along ``seq``: the input, or the gradient of the output."""
+        # The first constraint splits the array. With only the second one, the
+        # partitioner would gather the value at its source, and keep it.
         x = _place(x, self.input if self.gathers else self.output)
         return _place(x, self.gathered)
 
@@ -132,7 +134,7 @@ class _Split:
 def _gathered_products(
     layout: Layout, x: Array, kernels: Sequence[tuple[Array, _Split]]
 ) -> list[Array]:
-    """Products of one input that one ring gathers meanwhile."""
+    """Multiplies one input by several kernels while one ring gathers the input."""
     note_effect("overlap")
     ws = [w for w, _ in kernels]
     ys = column_parallel_matmuls(
@@ -155,7 +157,7 @@ def _find_split(
     out_names: Names,
     contracting: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> _Split | None:
-    """The split of a product along ``seq`` under the layout, or ``None``."""
+    """Returns the split of a product along ``seq`` under the layout, or ``None``."""
     if layout is None or x.ndim != 2 + len(in_names):
         return None
     w_kept = [d for d in range(w.ndim) if d not in contracting[1]]
@@ -183,7 +185,7 @@ def _find_split(
     return None
 
 
-# The product as the partitioner runs it. The gradient is written out because JAX's
+# This product is split by XLA's partitioner. It has a custom gradient, because JAX's
 # gradient would keep the gathered input for the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _partitioned(split: _Split, x: Array, w: Array) -> Array:
@@ -211,11 +213,11 @@ _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 
 @jax.custom_vjp
 def compute_gradient_once(y: Array) -> Array:
-    """The output of a product, whose gradient is computed once and kept.
+    """Returns the output of a product, and makes XLA compute its gradient only once.
 
-    Two products use this gradient, for the gradients of the kernel and of the input.
-    Otherwise XLA computes it in both, tile by tile, if it counts the elementwise
-    operations in between as cheap.
+    Two products use this gradient: the product for the gradient of the kernel, and the
+    product for the gradient of the input. Without this function XLA may compute the
+    gradient in both, tile by tile, if it considers the elementwise operations cheap.
 
     Example:
         >>> float(jax.grad(lambda y: compute_gradient_once(y) ** 2)(3.0))
@@ -230,9 +232,9 @@ compute_gradient_once.defvjp(
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:
-    """An initializer whose parameter carries the logical axes of its dims.
+    """Wraps an initializer so that its parameter has names: the logical axes of dims.
 
-    The names are Flax's ``out_sharding`` metadata; ``eager_sharding`` is False because
+    The names are Flax's ``out_sharding`` metadata. ``eager_sharding`` is False, because
     the mesh is not known yet when a model is built.
     """
     return nnx.with_partitioning(initializer, names, eager_sharding=False)
@@ -241,15 +243,15 @@ def named(initializer: Initializer, *names: str | None) -> Initializer:
 class Dense(nnx.Module):
     """A linear map from named dims to named dims.
 
-    The kernel has shape ``(*in_dims, *out_dims)`` and is placed by its names: under
-    `TensorParallel` a kernel from ``embed`` to ``mlp`` is split by columns and one
-    from ``mlp`` to ``embed`` by rows, so that the pair communicates once [1]. Under
-    sequence parallelism its input is gathered along ``seq`` before the product, or its
-    output scattered after it; the strategy decides if this overlaps with the product
-    (`matmul`).
+    The kernel has shape ``(*in_dims, *out_dims)`` and is placed by its names. Under
+    `TensorParallel`, a kernel from ``embed`` to ``mlp`` is split by columns, and a
+    kernel from ``mlp`` to ``embed`` is split by rows, so that the pair communicates
+    once [1]. Under sequence parallelism, the input is gathered along ``seq`` before the
+    product, or the output is scattered after the product. The strategy decides if this
+    overlaps with the product (`matmul`).
 
     Args:
-        in_dims: Names and sizes of the dims to contract, the input's last ones.
+        in_dims: Names and sizes of the dims to contract: the last dims of the input.
         out_dims: Names and sizes of the dims that replace them.
         rngs: Key for the kernel.
         use_bias: True to add a bias of shape ``out_dims``.
@@ -291,19 +293,19 @@ class Dense(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Contracts the last dims of ``x`` with the kernel.
 
-        ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``; two leading dims are
-        ``batch`` and ``seq``.
+        It maps ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``. If there are two
+        leading dims, they are ``batch`` and ``seq``.
         """
         y = matmul(x, self.kernel[...], self.in_names, self.out_names)
         return _add_bias(self, y)
 
 
 def project(x: Array, *layers: Dense) -> list[Array]:
-    """The outputs of several `Dense` of one input: query, key and value; up and gate.
+    """Calls several `Dense` with one input: query, key and value, or up and gate.
 
-    It calls each layer, with one exception: under ``overlap``, layers that gather their
-    input do so in one ring, and the gradient of the input, the sum over the layers, is
-    sent once and not once per layer.
+    Under ``overlap``, layers that gather their input share one ring. The gradient of
+    the input is then summed over the layers before it is sent, and is sent only once.
+    Otherwise each layer is called separately.
 
     Example:
         >>> make = partial(Dense, {"embed": 4}, {"mlp": 8})
@@ -312,7 +314,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
         [(2, 3, 8), (2, 3, 8)]
     """
     layout = active_layout()
-    # A subclass (an adapted layer) may do more than the product.
+    # A subclass, such as an adapted layer, may do more than the product.
     is_plain = all(type(layer) is Dense for layer in layers)
     if layout is None or layout.claims.overlap is None or not is_plain:
         return [layer(x) for layer in layers]
@@ -332,7 +334,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
 def _add_bias(layer: Dense, y: Array) -> Array:
     if layer.bias is None:
         return y
-    bias = layer.bias[...]  # (*out_dims), given leading dims of size 1
+    bias = layer.bias[...]  # (*out_dims); it gets leading dims of size 1
     return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
@@ -340,8 +342,8 @@ class Embed(nnx.Module):
     """A table with ``vocab`` rows of ``embed`` numbers, for lookup and for logits.
 
     Args:
-        vocab_size: Rows.
-        embed_dim: Columns.
+        vocab_size: Number of rows.
+        embed_dim: Number of columns.
         rngs: Key for the table.
         vocab_name: Logical axis of the rows; ``seq`` for learned positions.
         embedding_init: Initializer; by default normal with standard deviation 0.02.
@@ -369,19 +371,20 @@ class Embed(nnx.Module):
         self.embedding = nnx.Param(table)
 
     def __call__(self, tokens: Array) -> Array:
-        """Looks rows up: int ``(batch, seq)`` to ``(batch, seq, embed)``.
+        """Looks up rows of the table: int ``(batch, seq)`` to ``(batch, seq, embed)``.
 
-        A token outside the vocabulary gives NaN, and so a loss that is not finite.
+        A token outside of the vocabulary gives NaN, so that the loss is not finite.
         """
-        # With this constraint the gradient of the table is summed as rows of the batch
-        # and cut afterwards; otherwise its shards would pull the activations apart.
+        # With this constraint the gradient of the table is summed over rows of the
+        # batch, and cut afterwards. Otherwise the partitioner would split the
+        # activations like the gradient.
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         observe_range(tokens, table.shape[0], name="tokens or positions")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
-        # Tokens are made whole along `seq` first: otherwise a table that is split by
-        # rows is gathered for a lookup whose rows are split too. An axis that never
-        # splits a table does not need this.
+        # Tokens are gathered along `seq` first. Otherwise, if an axis splits the rows
+        # of the table and also `seq`, the lookup would gather the table. An axis for
+        # long sequences splits no table, so tokens stay split over it.
         layout = active_layout()
         seq = ("seq", *(layout.sequence_axes if layout else ()))
         tokens = constrain_param(tokens, "batch", seq)
@@ -390,6 +393,6 @@ class Embed(nnx.Module):
         return constrain(rows, "batch", "seq", "embed")
 
     def attend(self, x: Array) -> Array:
-        """Logits against every row: ``(batch, seq, embed)`` to ``(..., vocab)``."""
+        """Computes logits: ``(batch, seq, embed)`` to ``(batch, seq, vocab)``."""
         logits = matmul(x, self.embedding[...], ("embed",), ("vocab",), w_dims=(1,))
         return constrain(logits, "batch", "seq", "vocab")

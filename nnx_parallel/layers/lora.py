@@ -1,7 +1,7 @@
-"""LoRA: small trained factors next to the frozen kernels of a model's linear layers.
+"""LoRA: adds small trained factors to the frozen kernels of linear layers.
 
-An adapted layer is the layer itself with two more parameters: its other paths do not
-change, so that weights, names and checkpoints of the base still fit.
+An adapted layer has all parameters of the layer, and two more. The paths of the others
+do not change, so that weights, names and checkpoints of the base model still fit.
 """
 
 import math
@@ -28,17 +28,17 @@ from nnx_parallel.sharding.rules import check_regex
 Model = TypeVar("Model", bound=nnx.Module)
 
 KINDS = (Dense, nnx.Linear, nnx.LinearGeneral)
-"""Layers that can be adapted: a kernel ``(*in_dims, *out_dims)``."""
+"""Layers that can be adapted; their kernels are ``(*in_dims, *out_dims)``."""
 
 
 class Adapted(nnx.Module):
     """The factors that an adapted layer adds to its base layer.
 
     Attributes:
-        lora_a: ``(*in_dims, rank)``, with a dim of layers in front if the kernel has
-            one.
-        lora_b: ``(rank, *out_dims)``, with the same dim in front; zeros at first.
-        lora_scale: Factor of their product.
+        lora_a: ``(*in_dims, rank)``. If the kernel has a dim of layers, it also comes
+            first here.
+        lora_b: ``(rank, *out_dims)``, after the same dim of layers. It starts as zeros.
+        lora_scale: Factor of the product of both.
     """
 
     kernel: nnx.Param
@@ -47,7 +47,7 @@ class Adapted(nnx.Module):
     lora_scale: float
 
     def __call__(self, x: Array, *args: Any, **kwargs: Any) -> Array:
-        """The sum of the base layer's output and the factors' output."""
+        """Returns the sum of the base layer's output and the factors' output."""
         layer = cast(Callable[..., Array], super().__call__)
         y = layer(x, *args, **kwargs)
         a, b = (factor[...].astype(y.dtype) for factor in (self.lora_a, self.lora_b))
@@ -72,7 +72,10 @@ class Adapted(nnx.Module):
             factor.set_metadata(out_sharding=own, eager_sharding=False)
 
     def delta(self) -> Array:
-        """The product of the factors, in the kernel's shape, in float32 or wider."""
+        """Computes the product of the factors, with the kernel's shape.
+
+        Its dtype is float32, or a wider dtype of the kernel.
+        """
         lead, _ = self._split()
         kernel, a, b = (x.get_value() for x in (self.kernel, self.lora_a, self.lora_b))
         stacked = kernel.shape[:lead]
@@ -82,7 +85,7 @@ class Adapted(nnx.Module):
         return (self.lora_scale * (a @ b)).reshape(kernel.shape)
 
     def _split(self) -> tuple[int, int]:
-        """Number of leading dims of layers, and the first of the kernel's out dims."""
+        """Returns the number of dims of layers, and the index of the first out dim."""
         kernel, a, b = map(_ndim, (self.kernel, self.lora_a, self.lora_b))
         return a + b - kernel - 2, a - 1
 
@@ -110,7 +113,7 @@ class AdaptedSource:
         return model
 
     def read_arrays(self, arrays: Mapping) -> dict:
-        """The arrays that the source reads from files; empty if it reads nothing."""
+        """Reads the arrays that the source has in files; empty if it has none."""
         source: Any = self.source
         return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 
@@ -135,13 +138,13 @@ def lora(
     alpha: float | None = None,
     rngs: nnx.Rngs | None = None,
 ) -> Any:
-    r"""A model with low-rank adapters [1] next to the kernels of some of its layers.
+    r"""Adds low-rank adapters [1] to the kernels of some layers of a model.
 
-    A layer then computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. At first its
-    output does not change, because B is zeros. Give the Trainer ``wrt=nnx.LoRAParam``:
-    only the factors are trained, and have optimizer state. They take their names from
-    the kernel's dims, so that every strategy places them as it places the kernel; in a
-    `Stack` each layer has separate factors.
+    An adapted layer computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. At first the
+    output does not change, because B is zeros. Pass ``wrt=nnx.LoRAParam`` to the
+    Trainer, so that only the factors are trained and have optimizer state. The factors
+    take their names from the kernel's dims, so that every strategy places them as it
+    places the kernel. In a `Stack` each layer has separate factors.
 
     Args:
         model: A model, or a function of ``nnx.Rngs`` that builds one, as a Trainer
@@ -150,12 +153,13 @@ def lora(
         targets: A regex, searched in the dotted path of each layer:
             ``r"attention\.(query|value)"``.
         rank: Width of the factors.
-        alpha: Strength; ``None``: the rank, so that the factor is 1.
+        alpha: Strength of the adapters. ``None``: the rank, so that
+            ``alpha / rank`` is 1.
         rngs: Keys for the factors of a model; a function gets keys when it is called.
 
     Raises:
-        ModelError: If no layer matches, or a matching layer cannot be adapted or is
-            adapted already.
+        ModelError: If no layer matches, if a matching layer cannot be adapted, or if it
+            has adapters already.
         RuleError: If ``targets`` is not a valid regex.
         ValueError: If ``rank`` is below 1.
 
@@ -187,7 +191,7 @@ def lora(
 
 
 def merge_lora(model: Model) -> Model:
-    """The model with plain layers again, and its adapters added to the kernels.
+    """Adds the adapters of a model to its kernels, and makes its layers plain again.
 
     The given model does not change. The result is a new model that has the same arrays,
     except for kernels that had adapters. These keep their dtype and sharding.
@@ -213,7 +217,7 @@ def _add_delta(kernel: Array, delta: Array) -> Array:
 
 
 def _find(model: nnx.Module, targets: str) -> Iterator[nnx.Module]:
-    """The layers whose paths match."""
+    """Yields the layers whose paths match."""
     found = {dotted(path): module for path, module in nnx.iter_modules(model)}
     fitting = {path: m for path, m in found.items() if isinstance(m, KINDS)}
     matching = {path: m for path, m in fitting.items() if re.search(targets, path)}
@@ -237,7 +241,7 @@ def _find(model: nnx.Module, targets: str) -> Iterator[nnx.Module]:
 
 
 def _adapt(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
-    """Turns a layer into an adapted one, in place."""
+    """Turns a layer into an adapted layer, in place."""
     kernel = layer.kernel.get_value()
     num_in, num_out = _num_dims(layer)
     lead = kernel.ndim - num_in - num_out
@@ -255,7 +259,7 @@ def _adapt(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
 
 
 def _num_dims(layer: Any) -> tuple[int, int]:
-    """Number of in dims and of out dims of a layer's kernel."""
+    """Returns the number of in dims and of out dims of a layer's kernel."""
     match layer:
         case Dense():
             return len(layer.in_names), len(layer.out_names)
@@ -268,8 +272,8 @@ def _ndim(variable: nnx.Variable) -> int:
     return variable.get_value().ndim
 
 
-# Each base class has one adapted class; otherwise JAX would see two models of one
-# structure as different.
+# The cache gives each base class one adapted class. With several, JAX would take two
+# models of the same structure for different ones.
 @cache
 def _adapted(kind: type[nnx.Module]) -> type[nnx.Module]:
     def fill(namespace: dict[str, Any]) -> None:

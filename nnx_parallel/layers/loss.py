@@ -1,7 +1,8 @@
 """Cross-entropy over a vocabulary that may be split over devices.
 
-`cross_entropy` takes logits; `linear_cross_entropy` takes hidden states, so that logits
-exist for one chunk of tokens at a time. Both compute a token's loss in `_token_losses`.
+`cross_entropy` takes logits. `linear_cross_entropy` takes hidden states, so that the
+logits of only one chunk of tokens exist at a time. Both compute a token's loss in
+`_token_losses`.
 """
 
 import math
@@ -24,10 +25,10 @@ from nnx_parallel.sharding.specs import dim_axes
 
 
 class LabelRange(NamedTuple):
-    """Least and greatest label of a call of a loss, without labels of weight 0.
+    """The least and greatest label in one call of a loss, without labels of weight 0.
 
-    The lookup of a table is observed too: its labels are tokens, unless ``name`` says
-    otherwise, and its classes are the table's rows.
+    A lookup in a table is observed too. Then the labels are tokens, unless ``name``
+    says otherwise, and the classes are the table's rows.
     """
 
     lowest: int
@@ -46,9 +47,9 @@ _observed: ContextVar[list[LabelRange] | None] = ContextVar("labels", default=No
 
 @contextmanager
 def observing_labels() -> Iterator[list[LabelRange]]:
-    """Collects the labels of the losses that are traced and run within.
+    """Collects the ranges of labels of all losses that are traced and run inside.
 
-    It helps to diagnose a loss that is not finite; a normal step has no such callback.
+    It helps to diagnose a loss that is not finite. A normal step has no such callback.
     """
     seen: list[LabelRange] = []
     token = _observed.set(seen)
@@ -65,7 +66,7 @@ def observe_range(
     weights: Array | None = None,
     name: str = "labels",
 ) -> None:
-    """Reports labels, or the tokens of a table's lookup, to `observing_labels`."""
+    """Reports labels, or tokens that are looked up, to `observing_labels`."""
     if (seen := _observed.get()) is None:
         return
     if weights is not None:
@@ -80,20 +81,19 @@ def observe_range(
 def cross_entropy(
     logits: Array, labels: Array, weights: Array | None = None, *, z_loss: float = 0.0
 ) -> Mean:
-    """Mean negative log-likelihood of integer labels.
+    """Computes the mean negative log-likelihood of integer labels.
 
-    It does not gather along ``vocab``, so that logits split over ``tensor`` stay split:
-    devices exchange one number per token for the maximum, the sum and the label's
-    logit.
+    It does not gather logits along ``vocab``, so logits that are split over ``tensor``
+    stay split. Devices exchange three numbers per token: the maximum, the sum and the
+    label's logit.
 
     Args:
         logits: ``(*leading, vocab)``, any floating-point dtype; summed in float64
             if they have it, otherwise in float32.
         labels: int ``(*leading)``, from 0 to vocab - 1. Any other label gives NaN,
             unless its weight is 0.
-        weights: ``(*leading)``; 0 leaves a label out. By default all count 1.
-        z_loss: Weight of the squared log-normaliser, which keeps logits from
-            drifting [1].
+        weights: ``(*leading)``; 0 leaves a label out. By default each label counts 1.
+        z_loss: Weight of the squared log-normaliser; it keeps logits from drifting [1].
 
     Returns:
         The `Mean` in nats per label.
@@ -120,33 +120,34 @@ def cross_entropy(
 
 
 def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Array]:
-    """Losses of tokens, and the values from which their gradient is computed.
+    """Computes losses of tokens, and the values that their gradient needs.
 
     Args:
         logits: ``(*leading, vocab)``, in float32 or float64.
         labels: int32 ``(*leading)``.
 
     Returns:
-        The losses in nats, NaN for a label that is not a class; the log-normalisers;
-        True for each label that is a class, all ``(*leading)``; and
-        ``(*leading, vocab)``, True at the label's logit.
+        Four arrays. The losses in nats, ``(*leading)``, NaN for a label that is not a
+        class. The log-normalisers, ``(*leading)``. A bool for each label, True if it is
+        a class, ``(*leading)``. A bool for each logit, True for the logit of the label,
+        ``(*leading, vocab)``.
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    # The label is compared with all classes: along a `vocab` that is split, a gather of
-    # its logit would bring all logits to every device.
+    # Each label is compared with all classes. To gather the label's logit along a split
+    # `vocab` would bring all logits to every device.
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
-    # A label that is not a class matches nothing: its loss would silently be the
-    # log-normaliser.
+    # A label that is not a class matches no logit. Without this line its loss would
+    # silently be the log-normaliser.
     is_class = (labels >= 0) & (labels < logits.shape[-1])
     losses = jnp.where(is_class, losses, jnp.nan)
     return losses, normaliser, is_class, is_label
 
 
 def _weighted_sum(losses: Array, weights: Array) -> Array:
-    # `losses * weights` is not enough: NaN times 0 is NaN, and labels that are left out
-    # may have any value.
+    # `losses * weights` is not enough, because NaN times 0 is NaN, and a label of
+    # weight 0 may have any value.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()
 
 
@@ -165,33 +166,36 @@ def linear_cross_entropy(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Mean:
-    """`cross_entropy` of ``hidden @ kernel``, without ever holding all of its logits.
+    """Computes `cross_entropy` of ``hidden @ kernel`` without holding all logits.
 
-    Logits, their softmax and both gradients are computed in the forward pass, for one
-    chunk of tokens after the other, so that the backward pass only scales: every
+    The forward pass computes logits, their softmax and both gradients, for one chunk of
+    tokens after the other. The backward pass only scales the gradients, so that every
     product is computed only once [1]. A device holds the logits of one chunk of its
-    tokens, and its parts of the gradients of ``hidden`` and of ``kernel``; the latter
-    is in float32 while it is summed. The kernel is gathered once and its gradient
-    summed once, for any split of the batch. Logits split over ``vocab`` stay split:
-    devices exchange three numbers per token [2]. Hidden states split along ``seq`` are
-    gathered chunk by chunk.
+    tokens, and its parts of the gradients of ``hidden`` and ``kernel``. The gradient of
+    ``kernel`` is in float32 while it is summed.
+
+    The kernel is gathered once and its gradient is summed once, for any split of the
+    batch. Logits that are split over ``vocab`` stay split, and devices exchange three
+    numbers per token [2]. Hidden states that are split along ``seq`` are gathered chunk
+    by chunk.
 
     Args:
         hidden: ``(batch, seq, embed)``.
         kernel: ``(embed, vocab)``, or ``(vocab, embed)`` like a tied table.
         labels: int ``(batch, seq)``, as in `cross_entropy`.
-        weights: ``(batch, seq)``; 0 leaves a label out. By default all count 1.
+        weights: ``(batch, seq)``; 0 leaves a label out. By default each label counts 1.
         vocab_dim: The index of the dim ``vocab`` of ``kernel``.
         z_loss: Weight of the squared log-normaliser.
         softcap: Bound c of the logits, which become ``c * tanh(logits / c)``.
-        chunk_size: Tokens of a chunk on each device; by default 128 MiB of logits.
+        chunk_size: Number of tokens of a chunk on each device. By default a chunk has
+            128 MiB of logits.
 
     Returns:
-        The `Mean` in nats per label. It is differentiable once, in reverse mode.
+        The `Mean` in nats per label. It can be differentiated once, in reverse mode.
 
     Raises:
-        ValueError: If shapes do not fit, ``chunk_size`` is below 1, or ``softcap`` is
-            not above 0.
+        ValueError: If shapes do not fit, if ``chunk_size`` is below 1, or if
+            ``softcap`` is not above 0.
 
     Example:
         >>> hidden, kernel = jnp.zeros((2, 8, 4)), jnp.ones((4, 16))
@@ -227,13 +231,13 @@ def linear_cross_entropy(
 
 
 Chunk = tuple[Array, Array, Array]
-"""Hidden states, labels and weights of a chunk, or of all with a leading dim."""
+"""Hidden states, labels and weights of a chunk, or of all chunks with a leading dim."""
 
 
 class _ChunkPlan:
-    """The division of tokens: in a chunk they are ``(rows, parts, tokens)``.
+    """The division of tokens into chunks of ``(rows, parts, tokens)``.
 
-    The mesh divides the batch into rows and the sequence into parts.
+    The mesh divides the batch into rows, and the sequence into parts.
     """
 
     def __init__(
@@ -245,14 +249,14 @@ class _ChunkPlan:
         chunk_size: int | None,
     ) -> None:
         layout = active_layout()
-        # If nothing is split, constraints would only pin every array whole.
+        # If nothing is split, constraints would only forbid to split any array.
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
         self.sum_dtype = sum_dtype(hidden, kernel)
         (self.z_loss, self.softcap), self.layout = shaped, layout
         self.rows = self.parts = splits = gathered = 1
-        self.token_spec = P()  # the split of rows and parts where logits are computed
+        self.token_spec = P()  # the split of rows and parts when logits are computed
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
             sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
@@ -267,24 +271,24 @@ class _ChunkPlan:
         tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
         if chunk_size is None:  # 4 bytes for each class that a device has
             chunk_size = CHUNK_BYTES // (4 * vocab // splits)
-        # Parts over an axis that splits `vocab` are gathered for the product: each part
-        # gives its share of a chunk.
+        # If an axis splits both the sequence and `vocab`, parts are gathered for the
+        # product. Each part then contributes a share of a chunk.
         chunk_size = max(chunk_size // gathered, 1)
         self.num_chunks = -(-tokens // chunk_size)
-        # Letters of the dims in which a gradient of the kernel is summed up. A scan's
-        # carry cannot hold partial sums that are still to be reduced. So if the tokens
-        # are split where logits are computed, each part of them adds to a separate
-        # gradient, with `g` or `p` in front; devices sum these once, after the last
-        # chunk.
+        # The dims of the gradient of the kernel while it is summed, as letters of an
+        # einsum. A scan's carry cannot hold partial sums that devices have not reduced
+        # yet. So if tokens are split when logits are computed, each part of them adds
+        # to a separate gradient, along a leading dim `g` or `p`. Devices sum these
+        # gradients once, after the last chunk.
         spec = self.token_spec if self.num_chunks > 1 else P()
         parts = [n for n, axes in zip("gp", spec, strict=False) if axes]
         self.kernel_dims = "".join(parts) + ("ev" if vocab_dim else "ve")
 
     def split(self, x: Array) -> Array:
-        """``(batch, seq, ...)`` to ``(chunks, rows, parts, tokens, ...)``.
+        """Cuts ``(batch, seq, ...)`` into ``(chunks, rows, parts, tokens, ...)``.
 
-        Tokens and weights are padded with 0. Tokens do not leave their device: a chunk
-        has some tokens of each device.
+        The dim of tokens is padded with 0. A chunk has some tokens of each device, so
+        that no token leaves its device.
         """
         x = rearrange(x, "(g b) (p s) ... -> g p (b s) ...", g=self.rows, p=self.parts)
         padding = [(0, 0)] * x.ndim
@@ -295,7 +299,7 @@ class _ChunkPlan:
         return self.place(x, None, "batch", "seq", *[None] * (x.ndim - 3))
 
     def place(self, x: Array, *names: str | None) -> Array:
-        """Places an array by its dims' names; rows are ``batch`` and parts ``seq``."""
+        """Places an array by its names; rows are ``batch`` and parts are ``seq``."""
         if self.layout is None:
             return x
         spec = self.layout.activation_spec(x.shape, names)
@@ -310,15 +314,16 @@ class _ChunkPlan:
         )
 
     def scan(self, function: Callable, start: Any, chunks: Chunk) -> tuple[Any, Any]:
-        """`jax.lax.scan` over the chunks."""
-        # Without a loop the gradient of the kernel does not need a float32 carry.
+        """Calls `jax.lax.scan` over the chunks, or the function for only one chunk."""
+        # For one chunk there is no loop, so that the gradient of the kernel needs no
+        # float32 carry.
         if self.num_chunks > 1:
             return jax.lax.scan(function, start, chunks)
         carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
         return carry, jax.tree.map(lambda x: x[None], outputs)
 
     def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
-        """Losses of tokens, and the gradient of their weighted sum by the logits."""
+        """Computes losses, and the gradient of their weighted sum by the logits."""
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)
@@ -341,11 +346,11 @@ class _ChunkPlan:
         return losses, scale * slope
 
 
-# The gradient is computed in the forward pass, chunk by chunk: JAX's gradient would
-# keep the logits of every chunk, or compute them again.
+# The gradient is computed in the forward pass, chunk by chunk, because JAX's gradient
+# would keep the logits of every chunk, or compute them again.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
-    """The weighted sum of all losses."""
+    """Computes the weighted sum of all losses."""
 
     def chunk(_: None, given: Chunk) -> tuple[None, Array]:
         return None, plan.losses(kernel, given)[0]
@@ -357,7 +362,7 @@ def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
 def _chunked_forward(
     plan: _ChunkPlan, kernel: Array, chunks: Chunk
 ) -> tuple[Array, tuple]:
-    """The weighted sum and its gradients, computed chunk by chunk."""
+    """Computes the weighted sum and its gradients, chunk by chunk."""
     hidden, _, weights = chunks
     dims = plan.kernel_dims
 
@@ -378,7 +383,7 @@ def _chunked_forward(
     sizes = {"g": plan.rows, "p": plan.parts}
     shape = (*(sizes[dim] for dim in dims[:-2]), *kernel.shape)
     dw, (dx, losses) = plan.scan(chunk, jnp.zeros(shape, plan.sum_dtype), chunks)
-    # float16 has no room for a sum that no loss scale has made smaller yet.
+    # This sum has not been scaled yet, and could exceed the range of float16.
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
     dw = dw.astype(dtype).sum(range(len(dims) - 2))
     return _weighted_sum(losses, weights), (dx, dw, losses, weights)
@@ -389,8 +394,8 @@ def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: Array) -> tuple:
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
     dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
     dx = (dx * scale).astype(dx.dtype)
-    # Only the optimizer waits for `dw`: the compiler would hold it, whole and in
-    # float32, until the backward pass of all layers has ended.
+    # Only the optimizer waits for `dw`. Without this barrier the compiler would hold
+    # all of it in float32 until the backward pass of all layers has ended.
     dw, dx = jax.lax.optimization_barrier((dw, dx))
     return dw, (dx, None, dweights)
 

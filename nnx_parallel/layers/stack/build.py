@@ -1,4 +1,4 @@
-"""Blocks that were built one by one: compared, and their arrays stacked."""
+"""Compares blocks that were built one by one, and stacks their arrays."""
 
 import functools
 import types
@@ -22,8 +22,8 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
     """Checks that blocks can be layers of one stack, in groups of ``period``.
 
     Raises:
-        StackError: If they do not divide into groups, share a Variable, or differ in
-            anything but the values of their arrays.
+        StackError: If the period does not divide their number, if they share a
+            Variable, or if they differ in anything but the values of their arrays.
     """
     for i, block in enumerate(blocks):
         if not isinstance(block, nnx.Module):
@@ -47,14 +47,17 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
 
 
 def find_blocks(model: nnx.Module) -> tuple[Path, int]:
-    """Path and length of the longest list of blocks that can be one stack, or 0."""
+    """Finds the longest list of blocks that can be one stack.
+
+    Returns its path and length, or ``()`` and 0 if there is no such list.
+    """
     lists: dict[Path, dict[int, nnx.Module]] = defaultdict(dict)
     for path, module in nnx.iter_modules(model):
         if path and isinstance(index := path[-1], int):
             lists[path[:-1]][index] = module
     found: list[tuple[Path, int]] = []
     for path, blocks in lists.items():
-        # With a gap, such as a function in a Sequential, this is not a list of blocks.
+        # A list with a gap, such as a function in a Sequential, has not only blocks.
         if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
             with suppress(StackError):
                 check_blocks([blocks[i] for i in range(len(blocks))], period=1)
@@ -76,11 +79,11 @@ def _remedy(blocks: Sequence[nnx.Module]) -> str:
 
 
 def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
-    # Within a group a shared Variable stays shared: the graphdef has it once.
+    # Blocks of one group may share a Variable, because their graphdef has it once.
     owners: dict[int, int] = {}
     for i, block in enumerate(blocks):
         for path, variable in variables_of(block):
-            # A plain Variable does not change, so its copies stay equal.
+            # A plain `nnx.Variable` does not change, so its copies stay equal.
             if type(variable) is nnx.Variable:
                 continue
             owner = owners.setdefault(id(variable), i)
@@ -95,7 +98,7 @@ def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
 
 
 def _difference(first: nnx.Module, other: nnx.Module) -> str:
-    """The first difference of two blocks in words; empty if they are alike."""
+    """Describes the first difference of two blocks; empty if they are equal."""
     if first is other:
         return ""
     ours, theirs = map(_parts, (first, other))
@@ -110,11 +113,12 @@ def _difference(first: nnx.Module, other: nnx.Module) -> str:
 
 
 def _parts(block: nnx.Module) -> dict[tuple, Any]:
-    """Modules, Variables and static attributes of a block, comparable, by path."""
+    """Returns comparable values for modules, Variables and attributes, by path."""
     parts = {}
     for path, node in nnx.iter_graph(block):
         name = str(path[-1]) if path else ""
-        # Flax's initializers have done their work; a model may scale them by depth.
+        # Initializers may differ, since a model may scale them by depth, and they have
+        # run already.
         if not name.startswith("_pytree__") and not name.endswith("_init"):
             parts[path] = _part(node)
     return parts
@@ -130,18 +134,18 @@ def _part(node: Any) -> Any:
 
 
 def _types(tree: Any) -> Any:
-    """The tree with the dtype and shape of each array, as JAX writes them."""
+    """Replaces each array of a tree by its dtype and shape, as JAX writes them."""
     return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """True if two static values do the same when a block runs."""
+    """True if two static values have the same effect when a block runs."""
     if one is two:
         return True
     if type(one) is not type(two):
         return False
     if isinstance(one, types.FunctionType):
-        # A lambda in __init__ is a different object in each block.
+        # A lambda in __init__ makes a different object in each block.
         return one.__code__ is two.__code__ and _is_same(_bound(one), _bound(two))
     if isinstance(one, functools.partial):
         one, two = ((f.func, f.args, f.keywords) for f in (one, two))
@@ -151,26 +155,26 @@ def _is_same(one: Any, two: Any) -> bool:
         return len(one) == len(two) and all(map(_is_same, one, two))
     if isinstance(one, jax.Array | np.ndarray):
         return np.array_equal(one, two)
-    # Modules among a function's free variables are the blocks, which are compared
+    # If a function closes over a module, that is its block, which is compared
     # separately.
     return isinstance(one, nnx.Pytree) or bool(one == two)
 
 
 def _bound(function: types.FunctionType) -> tuple:
-    """The values that a function holds from the place of its definition."""
+    """Returns the defaults of a function, and the values that it closes over."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return function.__defaults__, function.__kwdefaults__, cells
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
-    """Stacks equal modules into one, whose arrays have a leading dim of modules."""
+    """Stacks equal modules into one module; its arrays have a leading dim."""
     every = [_arrays(block) for block in blocks]
     stacked = {p: _of_arrays(jnp.stack, [x[p] for x in every]) for p in every[0]}
     return _like(blocks[0], stacked)
 
 
 def unstack_block(stacked: nnx.Module, index: int) -> nnx.Module:
-    """One of the modules that were stacked, without the ``layers`` in its names."""
+    """Returns one of the stacked modules; its arrays have no dim ``layers``."""
     arrays = _arrays(stacked).items()
     block = _like(stacked, {p: _of_arrays(lambda x: x[index], x) for p, x in arrays})
     for _, leaf in nnx.to_flat_state(nnx.state(block)):
@@ -187,8 +191,9 @@ def _arrays(module: nnx.Module) -> dict[Path, Any]:
 
 
 def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
-    """A module with other arrays, which are not placed yet."""
-    # Flax would place them by their names, which belong to other dims.
+    """Returns a copy of a module with other arrays, which are not placed yet."""
+    # With eager sharding, Flax would place the arrays by names that belong to other
+    # dims.
     with nnx.use_eager_sharding(False):
         new = ModelDef.of(module).merge(arrays)
     for _, leaf in nnx.to_flat_state(nnx.state(new)):
@@ -198,6 +203,6 @@ def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
 
 
 def _of_arrays(function: Callable, arrays: Any) -> Any:
-    """Calls a function of arrays; if they are abstract, only computes its shapes."""
+    """Calls a function of arrays; if they are abstract, computes only the shapes."""
     is_abstract = isinstance(jax.tree.leaves(arrays)[0], jax.ShapeDtypeStruct)
     return jax.eval_shape(function, arrays) if is_abstract else function(arrays)

@@ -1,8 +1,9 @@
-"""Parameters that are stored in shards, gathered where a loss uses them.
+"""Gathers parameters that are stored in shards, where a loss uses them.
 
-The loss is traced, and a stored parameter passes through casts, slices, calls and loops
-unchanged until an equation computes with it. It is gathered there; in the body of a
-loop over layers, only one layer is gathered. Only places change, never values.
+The loss is traced. A parameter keeps its stored shards through casts, slices, calls and
+loops, until an equation computes with it. There the parameter is gathered. In the body
+of a loop over layers, only one layer is gathered. This changes the placement of arrays,
+but never their values.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,11 +39,14 @@ _LOOPS = {"scan", "while", "cond"}
 
 
 def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callable:
-    """A function of ``(params, variables, *rest)`` that gathers parameters on use.
+    """Wraps a function of ``(params, variables, *rest)``: it gathers parameters at use.
 
-    The arrays at ``places`` are passed as they are stored. If the function has no
-    checkpoint, all its values are kept for the backward pass except gathered
-    parameters, which are gathered again.
+    If the function has no checkpoint, the backward pass keeps all values except
+    gathered parameters, which it gathers again.
+
+    Args:
+        function: The function, written for gathered parameters.
+        places: The placements of arrays that the result takes as they are stored.
     """
     if not places:
         return function
@@ -59,8 +63,8 @@ def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callabl
 
         layout = active_layout()
         names = {eqn.primitive.name for eqn, _ in walk(traced)}
-        # A checkpoint around the whole would replace the policies of the checkpoints
-        # inside (docs/library-notes.md, "Remat"), and of layers that prefetch.
+        # A checkpoint around the function would replace the policies of checkpoints
+        # inside it (docs/library-notes.md, "Remat"), and of layers that prefetch.
         if names.isdisjoint(_CHECKPOINTS) and not (layout and layout.prefetches):
             compute = jax.checkpoint(compute, policy=saves_all_but_gathers)
         return compute(params, variables, *rest)
@@ -75,10 +79,15 @@ def _is_inlined(eqn: jex.JaxprEqn) -> bool:
 def _run(
     eqns: Eqns, outs: Sequence, env: Mapping, places: Places, *, keeps: bool
 ) -> list:
-    """Computes outputs; ``env`` has the values of the inputs.
+    """Runs equations, and gathers parameters where they are used.
 
-    With ``keeps``, a checkpoint outside chooses the values that the backward pass
-    keeps. Without it, gathered parameters are not kept.
+    Args:
+        eqns: The equations.
+        outs: The variables and literals to return the values of.
+        env: The values of the inputs.
+        places: The placements of inputs that are not gathered yet.
+        keeps: True if a checkpoint around the equations decides what the backward pass
+            keeps. If False, no gathered parameter is kept.
     """
     env, places, plain = dict(env), dict(places), []
     for i, eqn in enumerate(eqns):
@@ -90,7 +99,8 @@ def _run(
         if moved is None and not (is_loop or is_checkpoint):
             plain.append(eqn)
             continue
-        # A cast does not wait for the equations before it, which stay in one piece.
+        # A cast whose operand is known does not interrupt `plain`, so that these
+        # equations stay together.
         if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
             later = inputs_of(eqns[i:], outs)
             _compute(plain, later, env, places, keeps=keeps)
@@ -111,11 +121,11 @@ def _run(
 def _compute(
     eqns: Eqns, later: Sequence[jex.Var], env: dict, places: Places, *, keeps: bool
 ) -> None:
-    """Computes ``eqns`` and adds the values that are used later."""
+    """Computes ``eqns``, and adds those results to ``env`` that ``later`` lists."""
     taken = inputs_of(eqns)
     if keeps:
         _gather(taken, env, places)
-    # An equation that computes with all layers takes them as they are stored.
+    # An equation that computes with all layers of a stack gets the stored shards.
     stored = {v: places[v] for v in taken if v in places and not places[v].is_stacked}
     made = {v for eqn in eqns for v in eqn.outvars}
     wanted = [v for v in later if v in made]
@@ -126,7 +136,7 @@ def _compute(
         return run(eqns, wanted, known | gathered)
 
     if stored:
-        # Gathered parameters are never kept, because all layers would add up.
+        # Gathered parameters are never kept, because those of all layers would add up.
         compute = jax.checkpoint(
             compute, policy=saves_all_but_gathers, prevent_cse=False
         )
@@ -134,7 +144,7 @@ def _compute(
 
 
 def _gather(variables: Iterable[jex.Var], env: dict, places: Places) -> None:
-    """Gathers values, once for all later uses; layers are gathered one by one."""
+    """Gathers values once for all later uses, except stacked layers."""
     found = {v: places[v] for v in variables if v in places}
     found = {v: place for v, place in found.items() if not place.is_stacked}
     env.update(use_params({v: env[v] for v in found}, found))
@@ -143,19 +153,20 @@ def _gather(variables: Iterable[jex.Var], env: dict, places: Places) -> None:
 
 
 def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
-    """The placement of the output, or ``None`` if the equation computes."""
+    """Returns the output's placement, or ``None`` if the parameter is needed here."""
     match eqn.primitive.name:
         case "convert_element_type":
-            # The cast comes before the gather: half the bytes in bfloat16.
+            # The cast comes before the gather, which sends half the bytes in bfloat16.
             return place
         case "sharding_constraint":
-            # It constrains the values that `nnx.jit` inside the loss returns: they
-            # count as assigned, and are not gathered by it.
+            # This constrains parameters that an `nnx.jit` inside the loss returns. They
+            # count as assigned, and such a constraint does not gather them.
             is_kept = eqn.params["sharding"].spec == place.stored == place.gradient
             return place if is_kept else None
         case "squeeze" if place.is_stacked and eqn.params["dimensions"] == (0,):
             return place.of_layer()
-    # Slices of layers, and changes of each element, such as noise.
+    # The output is stored too if it has the layers: after slices of layers, and after
+    # elementwise operations, such as noise.
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     dims, outs = {x.shape[1:] for x in avals if x.ndim}, avals[len(eqn.invars) :]
     is_of_layers = len(dims) == 1 and [x.ndim > 0 for x in outs] == [True]
@@ -173,7 +184,8 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
         return saves_all_but_gathers(*args, **params) and policy(*args, **params)
 
     jaxpr = ClosedJaxpr(next(jex.jaxprs_in_params(eqn.params)), [])
-    # The model's policy applies, and the gather is inside: so its result is never kept.
+    # The gather is inside the model's checkpoint, and the policy never keeps its
+    # result.
     body = jax.checkpoint(
         _body(jaxpr, given, keeps=True),
         policy=policy and keeps,
@@ -183,14 +195,14 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
 
 
 def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
-    """Runs a loop, or a condition, whose bodies gather layers."""
+    """Runs a loop or a condition, and gathers layers in its bodies."""
     keeps = eqn.primitive.name != "scan"
 
     def rewrite(inner: list[Placement | None], jaxpr: Any) -> Any:
         body = _body(jaxpr, inner, keeps=keeps)
         return jax.make_jaxpr(body)(*map(_shape, jaxpr.in_avals))
 
-    # The rest does not change: constants, carried and scanned values.
+    # Only the bodies change; constants, carried and scanned values stay the same.
     bodies = {
         key: jax.tree.map(partial(rewrite, inner), eqn.params[key])
         for key, inner in _places_inside(eqn, given).items()
@@ -199,13 +211,14 @@ def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
 
 
 def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
-    """The placements of the inputs of each body, by its parameter of the equation."""
+    """Returns the placements of each body's inputs, by parameter of the equation."""
     if eqn.primitive.name == "cond":
         return {"branches": given[1:]}
-    # A carried value changes, and has no place.
+    # A carried value changes from step to step, so it is not a stored parameter.
     if eqn.primitive.name == "scan":
         body: Any = next(jex.jaxprs_in_params(eqn.params))
-        # A slice has one dim less; jax 0.12 has no parameters with these numbers.
+        # Slices are recognised by their rank, which is one less than outside. jax 0.12
+        # does not tell these numbers.
         num_carry = _num_alike(eqn.outvars, body.outvars)
         last = _num_alike(eqn.invars, body.invars)
         slices = [place and place.of_layer() for place in given[last:]]
@@ -218,13 +231,16 @@ def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
 
 
 def _num_alike(outside: Sequence, inside: Sequence) -> int:
-    """How many values have as many dims inside a loop as outside."""
+    """Counts the values that have as many dims inside a loop as outside."""
     pairs = zip(outside, inside, strict=True)
     return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
 
 
 def _body(jaxpr: Any, inner: list[Placement | None], *, keeps: bool) -> Callable:
-    """A jaxpr as a function of its inputs, some of which are placed as ``inner``."""
+    """Makes a function of a jaxpr's inputs that gathers parameters at use.
+
+    ``inner`` has the placement of each input, or ``None``.
+    """
     function = jex.jaxpr_as_fun(jaxpr)
     traced = trace(function, *map(_shape, jaxpr.in_avals), inlined=_is_inlined)
     places = {v: p for v, p in zip(traced.inputs, inner, strict=True) if p}

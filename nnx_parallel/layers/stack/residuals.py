@@ -1,7 +1,8 @@
-"""One layer traced together with its VJP, and the residuals that it keeps.
+"""Traces one layer together with its VJP, and chooses the residuals to keep.
 
-Values that come only from weights or from arguments of all layers are computed again in
-the backward pass, which can also be cut into a part for inputs and a part for weights.
+The backward pass computes a value again if it depends only on weights or on arguments
+that all layers get. A backward pass can also be cut into a part for the gradients of
+inputs and a part for the gradients of weights.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from nnx_parallel.programs import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Layers:
-    """The arrays of some layers, each dict by key, with a leading ``layers`` dim."""
+    """The arrays of some layers, by key; each has a leading ``layers`` dim."""
 
     trained: dict  # parameters
     fixed: dict  # frozen parameters and variables that a forward pass does not change
@@ -36,12 +37,12 @@ class Layers:
 class LayerWithResiduals:
     """One layer, traced together with its VJP, and the residuals to keep.
 
-    Values that come only from the layer's weights (casts, gathered shards), or from the
-    arguments that all layers get (masks), are computed again in the backward pass:
-    otherwise they would be kept once per microbatch, or once per layer.
+    The backward pass computes a value again if it depends only on the layer's weights
+    (casts, gathered shards), or on arguments that all layers get (masks). Otherwise
+    such a value would be kept once per microbatch, or once per layer.
 
     Args:
-        block_vjp: ``(layer, x, args) -> (x, state, vjp)``.
+        block_vjp: The function of one layer: ``(layer, x, args) -> (x, state, vjp)``.
         layer: The arrays of one layer, or their shapes.
         x: The layer's input.
         args: The layer's arguments.
@@ -55,16 +56,16 @@ class LayerWithResiduals:
         args: list,
     ) -> None:
         # Checkpoints are not inlined, because their policies choose the residuals. The
-        # leaves of the VJP, the third output, are the residuals.
+        # residuals are the leaves of the third output, the VJP.
         self._traced = traced = trace(
             block_vjp, layer, x, args, inlined=lambda eqn: eqn.primitive.name == "jit"
         )
         warn_of_effects(traced)
         layer, _, args = traced.inputs
-        # `jax.checkpoint` passes a residual that is an input through
-        # `reduce_precision`, https://github.com/jax-ml/jax/pull/22244, so that it
-        # cannot be recognised by identity: instead, find the variables from which it
-        # is derived.
+        # A residual that is an input cannot be recognised by identity, because
+        # `jax.checkpoint` passes it through `reduce_precision`,
+        # https://github.com/jax-ml/jax/pull/22244. So the variables are found from
+        # which each residual is derived.
         free: set[jex.Var] = set()
         for given in ((layer.trained, layer.fixed), args):
             free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
@@ -72,13 +73,13 @@ class LayerWithResiduals:
         self.saved: list[jex.Var] = [v for v in residuals if v not in free]
 
     def forward(self, layer: Layers, x: list, args: list) -> tuple[list, dict, list]:
-        """The output, the new state, and the residuals to keep."""
+        """Computes the output, the new state, and the residuals to keep."""
         wanted = (*self._traced.outputs[:2], self.saved)
         known = bind(self._traced.inputs, (layer, x, args))
         return self._traced.evaluate(wanted, known)
 
     def vjp(self, trained: dict, fixed: dict, args: list, saved: list) -> Callable:
-        """The VJP, from the kept residuals and the arrays that are still available."""
+        """Makes the VJP from the residuals, weights and arguments."""
         layer, _, of_args = self._traced.inputs
         at_hand = (layer.trained, layer.fixed, of_args, self.saved)
         known = bind(at_hand, (trained, fixed, args, saved))
@@ -86,18 +87,19 @@ class LayerWithResiduals:
 
 
 class SplitBackward:
-    """A joint backward pass cut where the input gradient is complete [1].
+    """A backward pass that is cut after the gradients of the inputs [1].
 
-    Each equation runs once: the first part has the equations that the input gradients
-    need, the second part has the rest. Differentiating twice, for the inputs and for
-    the weights, would compute the products that both need twice: 6.2 times a forward
-    pass instead of 3.0.
+    The first part has the equations that the gradients of the inputs need, and the
+    second part has all other equations. So each equation runs once. To differentiate
+    once for the inputs and once for the weights would repeat the products that both
+    need, and take 6.2 times as long as a forward pass instead of 3.0 times.
 
     Args:
-        backward: ``(weights, kept) -> (input gradients, weight gradients)``.
-        weights: The arrays that are available again when the second part runs, or their
-            shapes.
-        kept: All other arrays: residuals and the output's gradient.
+        backward: The function ``(weights, kept) -> (input gradients, weight
+            gradients)``.
+        weights: Arrays, or their shapes, that are available again when the second part
+            runs.
+        kept: All other arrays: the residuals and the output's gradient.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
@@ -109,7 +111,7 @@ class SplitBackward:
     ) -> None:
         self._traced = traced = trace(backward, weights, kept, inlined=is_call)
         inputs, grads = map(jax.tree.leaves, traced.outputs)
-        # Values that come only from the weights are computed again rather than kept.
+        # Values that depend only on the weights are computed again, and not kept.
         free = {*traced.consts, *jax.tree.leaves(traced.inputs[0])}
         first = needed(traced.eqns, inputs)
         made = {v for eqn in first for v in eqn.outvars} - derived(traced.eqns, free)
@@ -117,11 +119,11 @@ class SplitBackward:
         self._pending = [v for v in inputs_of(second, grads) if v not in free]
 
     def run_input(self, weights: Any, kept: Any) -> tuple[Any, list]:
-        """The input gradients, and the values that the second part needs."""
+        """Computes the input gradients, and the values that the second part needs."""
         wanted = (self._traced.outputs[0], self._pending)
         return self._traced.evaluate(wanted, bind(self._traced.inputs, (weights, kept)))
 
     def run_weight(self, weights: Any, pending: list) -> Any:
-        """The weight gradients."""
+        """Computes the weight gradients."""
         known = bind((self._traced.inputs[0], self._pending), (weights, pending))
         return self._traced.evaluate(self._traced.outputs[1], known)

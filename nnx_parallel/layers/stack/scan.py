@@ -1,4 +1,4 @@
-"""Runs the layers of a `Stack` in order; remat limits the values that they keep."""
+"""Runs the layers of a `Stack` in order, with remat and prefetching."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ Remat = Literal["none", "dots", "full"]
 """Recomputation in the backward pass [1].
 
 - ``none``: keep every activation. Gathered parameters are still gathered again.
-- ``dots``: keep the outputs of products with weights; recompute the rest (norms,
-  activation functions, attention scores).
+- ``dots``: keep the outputs of products with weights; recompute all other values
+  (norms, activation functions, attention scores).
 - ``full``: keep the input of each block; recompute the block.
 
 References:
@@ -41,10 +41,10 @@ References:
 """
 
 OVERLAPPED = "overlapped_matmul"
-"""Checkpoint name of a product that runs as a ring: a policy does not see one dot."""
+"""Checkpoint name of a product that runs as a ring, which a policy cannot recognise."""
 
 BLOCK_INPUT = "block_input"
-"""Checkpoint name of the input of a block, which can wait in the host's memory."""
+"""Checkpoint name of the input of a block, which can be kept in host memory."""
 
 _place = jax.lax.with_sharding_constraint
 
@@ -63,9 +63,9 @@ def check_remat(remat: str | None) -> None:
 
 @contextlib.contextmanager
 def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
-    """Sets the policy of every `Stack` traced inside that does not set one.
+    """Sets the default policy of every `Stack` that is traced inside.
 
-    Values that it keeps and ``offload`` names wait in the host's memory.
+    With ``offload``, the values that it names are kept in host memory.
     """
     token, offloaded = _default.set(remat), _offloaded.set(offload)
     try:
@@ -76,17 +76,18 @@ def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
 
 
 def active_remat() -> Remat:
-    """The policy that `default_remat` has set."""
+    """Returns the policy that `default_remat` has set."""
     return _default.get()
 
 
 def apply_remat(function: Callable, remat: Remat) -> Callable:
-    """A scan's body that keeps the values that remat allows."""
+    """Wraps the body of a scan in a checkpoint with the policy of ``remat``."""
     if remat == "none":
         return function
     policy = {
-        # Products with weights have no batch dims; products in attention have. A ring
-        # is a custom gradient around many small products, and is known by its name.
+        # Products with weights have no batch dims, but products in attention have. A
+        # ring is a custom gradient around many small products, so it is recognised by
+        # its name.
         "dots": without_complex(
             jax.checkpoint_policies.save_from_both_policies(
                 jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -97,29 +98,29 @@ def apply_remat(function: Callable, remat: Remat) -> Callable:
     }[remat]
     if _offloaded.get() == "block_inputs":
         policy = _with_inputs_on_host(policy)
-    # A checkpoint replaces the policies of checkpoints inside it: do not put one around
-    # a `Stack`.
-    # The compiler cannot merge the recomputation in a scan with the forward pass.
+    # A checkpoint replaces the policies of checkpoints inside it, so do not put one
+    # around a `Stack`. `prevent_cse` is not needed, because in a scan the compiler
+    # cannot merge the recomputation with the forward pass.
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 def _with_inputs_on_host(policy: Callable) -> Callable:
-    """The policy, but with a block's input kept in the host's memory."""
+    """Changes a policy so that it keeps a block's input in host memory."""
     moves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[BLOCK_INPUT],
         offload_src="device",
         offload_dst=HOST,
     )
-    # The policies do not conflict: none of the others keeps that name.
+    # The two policies do not conflict, because no other policy keeps that name.
     return lambda *args, **kwargs: policy(*args, **kwargs) or moves(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackCall:
-    """One call of a `Stack`, as data for the function that runs its layers."""
+    """One call of a `Stack`: the data for a function that runs its layers."""
 
-    # (gathered params, others, x, args, slot) -> (x, others, slot) of one layer.
+    # One layer: (gathered params, others, x, args, slot) -> (x, others, slot).
     inner: Callable[..., tuple[Any, dict, Any]]
     params: dict  # by path, each with a leading `layers` dim
     others: dict  # the other variables by path, with a leading `layers` dim
@@ -128,8 +129,8 @@ class StackCall:
     scanned: Any  # a pytree with a leading `layers` dim, or None
     remat: Remat  # policy for the values that a layer keeps for the backward pass
     placements: dict[Any, Placement]  # of one layer's arrays, by path
-    is_plain: bool  # a layer calls its block, which returns only its output
-    prefetches: bool  # gathers the next layer's first kernel during the present layer
+    is_plain: bool  # True: a layer only calls its block, which returns only its output
+    prefetches: bool  # True: gather the next layer's first kernel during each layer
 
     @property
     def has_out(self) -> bool:
@@ -146,8 +147,8 @@ class StackCall:
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
         """Runs one layer, and names its input."""
         others, x, *rest = arrays
-        # The rest of the block uses the named value and not `x`, so that no second copy
-        # is kept.
+        # The block uses the named value in place of `x`, so that no second copy is
+        # kept.
         x = jax.tree.map(partial(checkpoint_name, name=BLOCK_INPUT), x)
         return self.inner(params, others, x, *rest)
 
@@ -167,7 +168,7 @@ def check_carry(given: Any, found: Any) -> None:
 
 
 def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers as a scan; `gather_late` gathers the parameters of each."""
+    """Runs the layers as a scan; `gather_late` gathers each layer's parameters."""
     call = _with_array_args(call)
     if call.prefetches:
         return _run_prefetched(call)
@@ -185,9 +186,9 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _with_array_args(call: StackCall) -> StackCall:
-    """The call with its arguments that are not arrays moved into its function.
+    """Moves arguments that are not arrays into the function of the call.
 
-    So a mode, ``training=True``, stays a Python value: remat would trace it.
+    Remat would trace them. So a mode, ``training=True``, stays a Python value.
     """
     leaves, tree = jax.tree.flatten(call.args)
     are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -207,7 +208,7 @@ def _with_array_args(call: StackCall) -> StackCall:
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
     """Runs the layers of a call that prefetches.
 
-    Only reverse-mode derivatives are defined, like for all custom gradients here.
+    It has only reverse-mode derivatives, like all custom gradients in this package.
     """
     layers = _PrefetchedLayers(call)
 
@@ -223,13 +224,14 @@ def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
 
 
 class _PrefetchedLayers:
-    """The layers of a call, which gather the first kernel of the next layer ahead.
+    """The layers of a call; each gathers the first kernel of the next one in advance.
 
-    The scan carries the gathered parameters that the first product of a layer takes.
-    Meanwhile it gathers the same parameters of the next layer, for which nothing in the
-    present layer waits: forward from the first layer to the last, backward from the
-    last to the first. A layer gathers its other parameters itself, during its products
-    [1, 2]. Its residuals are found in the same way as in a pipeline's stage.
+    The scan carries the gathered parameters up to the first kernel of a layer. While
+    the layer runs, it gathers the same parameters of the next layer, and nothing in the
+    present layer waits for them. The next layer is the following layer in the forward
+    pass, and the layer before in the backward pass. A layer gathers its other
+    parameters during its products [1, 2]. Its residuals are found as in a stage of a
+    pipeline.
 
     References:
         [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -245,8 +247,8 @@ class _PrefetchedLayers:
         self.call = call
         x = jax.tree.map(jnp.asarray, call.x)
         self.leaves, self.tree = jax.tree.flatten((x, call.args))
-        # Arrays of x come first, then arrays of the arguments, which may have leaves of
-        # other types.
+        # Arrays of x come first, then arrays of the arguments. The arguments may also
+        # have leaves that are not arrays.
         self.arrays = [a for a in self.leaves if isinstance(a, jax.Array)]
         self.num_x = len(jax.tree.leaves(x))
         self.num_layers = len(next(iter(call.params.values())))
@@ -259,7 +261,7 @@ class _PrefetchedLayers:
         }
         moved = {k: p for k, p in places.items() if p.used != p.stored}
         first = _used_first(call, params, others)
-        # The layer gathers these itself, while it computes with earlier parameters.
+        # The layer gathers these parameters while it computes with earlier ones.
         self.own = {k: p for k, p in moved.items() if k not in first}
         moved = {k: p for k, p in moved.items() if k in first}
         self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
@@ -273,14 +275,14 @@ class _PrefetchedLayers:
     def forward(
         self, params: dict, others: dict, arrays: list, *, keeps: bool = True
     ) -> tuple[tuple[list, dict], tuple]:
-        """The output with the other variables, and the values that `backward` needs."""
+        """Returns ``(output, other variables)``, and the values for `backward`."""
         x, args = arrays[: self.num_x], arrays[self.num_x :]
 
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
-            # One program runs for all layers: the last layer prefetches itself, and the
-            # backward pass begins with it.
+            # One program runs for all layers, so the last layer prefetches itself. The
+            # backward pass begins with these parameters.
             ahead = self._gather(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
@@ -288,15 +290,18 @@ class _PrefetchedLayers:
             return (x, following), (state, saved if keeps else [])
 
         first = self._gather(params, 0)
-        # `params` stay whole, to be indexed one layer ahead; the scan slices the other
-        # arrays.
+        # The scan does not slice `params`, because steps index them one layer ahead. It
+        # slices all other arrays.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
-        # `params` are the stored shards: only the last layer is kept gathered.
+        # `params` are the stored shards, and `gathered` has only the last layer.
         return (x, others), (params, args, gathered, saved)
 
     def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:
-        """Gradients of parameters, variables and arrays; ``None`` if not defined."""
+        """Computes gradients of parameters, variables and arrays.
+
+        A gradient is ``None`` for integers and keys.
+        """
         params, args, gathered, saved = kept
         grads_x, grads_state = grads
 
@@ -308,8 +313,8 @@ class _PrefetchedLayers:
             new, grads_x, more, grads_state = vjp((grads_x, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads_x, following = self._finish(grads_x, ahead)
-            # They are summed into shards here, because otherwise the scan would stack
-            # whole gradients.
+            # Gradients are summed into shards here. Otherwise the scan would stack
+            # gradients that are not split.
             places = self.gradients
             new = {
                 k: _place(g, places[k]) if k in places else g for k, g in new.items()
@@ -323,27 +328,27 @@ class _PrefetchedLayers:
             step, (grads_x, zeros, gathered), slices, reverse=True
         )
         rest = iter(grads_args)
-        # A custom gradient wants None for integers and keys.
+        # A custom gradient must be None for integers and keys.
         grads_args = [next(rest) if is_inexact(a) else None for a in args]
         return new, {k: floats.get(k) for k in grads_state}, [*grads_x, *grads_args]
 
     def _held(self, params: dict) -> dict:
-        """The parameters that are used as they are stored."""
+        """Returns the parameters that are not gathered in advance."""
         return {k: x for k, x in params.items() if k not in self.used}
 
     def _gather(self, params: dict, index: int | jax.Array) -> dict:
-        """The parameters that the first product of one layer takes, gathered."""
+        """Gathers the parameters up to the first kernel of one layer."""
         slice_of = partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False)
         moved = {k: x for k, x in params.items() if k in self.used}
         shards = {k: _place(slice_of(x), self.stored[k]) for k, x in moved.items()}
         return {k: _place(x, self.used[k]) for k, x in shards.items()}
 
     def _finish(self, x: list, ahead: dict) -> tuple[list, dict]:
-        """The gathered parameters, once the layer that runs meanwhile has given ``x``.
+        """Returns ``x`` and the gathered parameters, when both are complete.
 
-        The next layer's parameters take the buffer of the present layer's in the carry.
-        If they were written there as they come, they would wait for the layer's last
-        read.
+        In the carry, the next layer's parameters get the buffer of the present layer's
+        parameters. Without this barrier they would be gathered into that buffer, and
+        would wait for the last read of the present layer.
         """
         x, ahead = jax.lax.optimization_barrier((x, ahead))
         return x, {k: _place(whole, self.used[k]) for k, whole in ahead.items()}
@@ -351,14 +356,14 @@ class _PrefetchedLayers:
     def _block_vjp(
         self, layer: Layers, x: list, args: list
     ) -> tuple[list, dict, Callable]:
-        """One layer's output, its state, and its VJP.
+        """Computes one layer's output, its state, and its VJP.
 
         The VJP maps gradients of x and of the floating state to gradients of
         parameters, x, floating arguments and floating state.
         """
 
         def inner(params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-            # The other parameters are already gathered.
+            # All other parameters are already gathered.
             return self.call.inner(use_params(params, self.own), *arrays)
 
         block = apply_remat(inner, self.call.remat)
@@ -381,7 +386,7 @@ class _PrefetchedLayers:
                     "meanwhile: leave prefetch out for such blocks."
                 )
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
-            # Integers and keys have no gradient: they leave as auxiliary outputs.
+            # Integers and keys have no gradient, so `after` is an auxiliary output.
             return (jax.tree.leaves(out), smooth), after
 
         floats = [a for a in args if is_inexact(a)]
@@ -393,7 +398,7 @@ class _PrefetchedLayers:
 
 
 def _used_first(call: StackCall, params: dict, others: dict) -> set:
-    """The parameters that a layer reads up to its first product's kernel."""
+    """Returns the parameters that a layer reads first, up to its first kernel."""
     traced = trace(call.inner, params, others, call.x, call.args, None, inlined=is_call)
     keys = {var: key for key, var in traced.inputs[0].items()}
     read = (v for eqn in traced.eqns for v in variables_in(eqn.invars) if v in keys)

@@ -1,4 +1,4 @@
-"""`Stack`: N equal blocks as one module, which scans over them."""
+"""`Stack`: N equal blocks as one module that scans over them."""
 
 import contextlib
 import math
@@ -38,7 +38,7 @@ Runner = Callable[[StackCall], tuple[Any, dict, Any]]
 """Runs all layers of a call; returns the output, the other variables and the slots."""
 
 Step = Callable[..., tuple[Any, Any]]
-"""``(block, x, slice, *args, **kwargs) -> (x, out)``, for one block."""
+"""The step of one block: ``(block, x, slice, *args, **kwargs) -> (x, out)``."""
 
 _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
 
@@ -54,17 +54,18 @@ def using_runner(runner: Runner) -> Iterator[None]:
 
 
 class Stack(nnx.Module):
-    """N equal blocks whose arrays have a leading ``layers`` dim.
+    """N equal blocks, stored as one block whose arrays have a leading ``layers`` dim.
 
-    For any N only one block is traced and compiled. It runs as a `jax.lax.scan` over
-    the layers; parameters that the strategy stores sharded are gathered inside, one
-    layer at a time, and again in the backward pass. An optimizer that looks at an array
-    as a whole, such as ``optax.lamb``, sees all layers as one; with `by_layer` it sees
-    each layer.
+    Only one block is traced and compiled, for any N. A call is a `jax.lax.scan` over
+    the layers. If the strategy stores parameters in shards, the scan gathers them one
+    layer at a time, and again in the backward pass.
+
+    An optimizer that reads properties of a complete array, such as ``optax.lamb``,
+    treats the layers of an array as one. With `by_layer` it sees each layer.
 
     Args:
-        make_block: Builds one block from its ``nnx.Rngs``. The block maps
-            ``(x, *args)`` to an array like ``x``.
+        make_block: Builds one block from an ``nnx.Rngs``. The block maps ``(x, *args)``
+            to an array with the shape and dtype of ``x``.
         num_layers: The number of blocks, N.
         rngs: Keys of all blocks.
         remat: Policy for the values that a block keeps for the backward pass; ``None``
@@ -72,7 +73,8 @@ class Stack(nnx.Module):
 
     Raises:
         StackError: If N < 1, or if a block shares a Variable between two of its modules
-            or with a module outside the stack: the copies would silently train apart.
+            or with a module outside the stack. The copies would silently become
+            different in training.
 
     Example:
         >>> def make_block(rngs):
@@ -107,23 +109,23 @@ class Stack(nnx.Module):
     def of(
         cls, blocks: Sequence[Any], *, period: int = 1, remat: Remat | None = None
     ) -> Self:
-        """A stack of blocks that exist already, such as pretrained ones.
+        """Makes a stack of blocks that are already built, such as pretrained blocks.
 
-        Its arrays are copies with a leading dim; the blocks do not change. Blocks may
-        be abstract, from ``nnx.eval_shape``.
+        The stack has copies of their arrays; the blocks do not change. Blocks may be
+        abstract, from ``nnx.eval_shape``.
 
         Args:
             blocks: A list, ``nnx.List`` or tuple of N modules that differ only in the
                 values of their arrays.
-            period: Length of the pattern in which layers of several kinds alternate. A
-                layer of the stack is then a group of ``period`` blocks, ``num_layers``
-                is N / period, and FSDP gathers a group at a time.
-            remat: The argument of `Stack`, for a group.
+            period: Length of the pattern, if blocks of several kinds alternate. Then a
+                layer of the stack is a group of ``period`` blocks, ``num_layers`` is
+                N / period, and FSDP gathers one group at a time.
+            remat: The same as for `Stack`, but for a group.
 
         Raises:
-            StackError: If two blocks differ in anything else (the message has the first
-                difference), if they share a Variable, or if N is not a multiple of the
-                period.
+            StackError: If two blocks differ in anything but the values of their arrays
+                (the message has the first difference), if they share a Variable, or if
+                N is not a multiple of the period.
 
         Example:
             >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
@@ -151,7 +153,7 @@ class Stack(nnx.Module):
         return stack
 
     def unstack(self) -> list[Any]:
-        """The blocks one by one, with copies of their arrays, in order."""
+        """Returns the blocks in order, with copies of their arrays."""
         count = range(self.num_layers)
         layers: list[Any] = [unstack_block(self.layer, i) for i in count]
         return layers if self.period == 1 else [block for g in layers for block in g]
@@ -167,14 +169,14 @@ class Stack(nnx.Module):
 
         Args:
             x: Input of the first block: an array or a pytree of arrays.
-            args: Passed unchanged to every block. An ``nnx.Rngs`` goes from block to
-                block; they draw from it in order.
-            scanned: A pytree with a leading dim of N (a cache): each block gets its
-                slice as last argument and returns ``(x, slice)``.
+            args: Passed unchanged to every block. An ``nnx.Rngs`` is passed from block
+                to block, and blocks draw from it in order.
+            scanned: A pytree with a leading dim of N, such as a cache. Each block gets
+                its slice as the last argument, and returns ``(x, slice)``.
             kwargs: Passed unchanged to every block.
 
         Returns:
-            The last block's output; ``(output, scanned)`` when ``scanned`` is given.
+            The last block's output, or ``(output, scanned)`` if ``scanned`` is given.
         """
 
         def step(block: Any, x: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,15 +191,15 @@ class Stack(nnx.Module):
     def scan(
         self, step: Step, x: Any, xs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """``jax.lax.scan`` over the blocks, with a step that the caller writes.
+        """Runs ``jax.lax.scan`` over the blocks, with a step that the caller writes.
 
         Args:
-            step: The body of a loop over the blocks:
-                ``(block, x, slice, *args, **kwargs) -> (x, out)``. Arrays from outside
-                must reach it as arguments.
+            step: The body of the loop:
+                ``(block, x, slice, *args, **kwargs) -> (x, out)``. It must not close
+                over arrays; pass them as arguments.
             x: Passed from step to step.
-            xs: A pytree with a leading dim of N, or a list of N equal modules (one
-                cache each): each step gets its ``slice``.
+            xs: A pytree with a leading dim of N, or a list of N equal modules, such as
+                caches. Each step gets its ``slice``.
             args: Passed unchanged to every step.
             kwargs: Passed unchanged to every step.
 
@@ -228,8 +230,8 @@ class Stack(nnx.Module):
             sizes, step = (self.num_layers, self.period), _in_groups(step)
             xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
         call = self._call(step, x, inputs, xs, is_plain)
-        # A pipeline runs the layers in training and evaluation; decoding with a cache
-        # always is a scan.
+        # In training and evaluation a pipeline may run the layers. Decoding with a
+        # cache is always a scan.
         run = _runner.get() if xs is None else run_layers
         x, others, out = (run_in_halves if run is run_layers else run)(call)
         if others:
@@ -241,7 +243,7 @@ class Stack(nnx.Module):
     def _scan_with_streams(
         self, step: Step, x: Any, xs: Any, leaves: list, tree: Any
     ) -> tuple[Any, Any]:
-        """`scan` with random streams among the arguments, which steps pass on."""
+        """Runs `scan` if arguments have random streams, which the scan must carry."""
         at = [i for i, leaf in enumerate(leaves) if _is_stream(leaf)]
         streams = nnx.List([leaves[i] for i in at])
         graphdef, state = nnx.split(streams)
@@ -277,8 +279,8 @@ class Stack(nnx.Module):
             out, slot = step(module, x, slot, *args, **kwargs)
             check_carry(x, out)
             after = arrays_of(module)
-            # They are compared by identity: if the block assigns a parameter, it
-            # becomes another array.
+            # Parameters are compared by identity, because a parameter that the block
+            # assigns is another array.
             assigned = {p: after[p] for p in used if after[p] is not used[p]}
             return out, {path: after[path] for path in others} | assigned, slot
 
@@ -304,7 +306,7 @@ class Stack(nnx.Module):
 
 
 def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs only one layer, for a trace that examines a model and is not timed.
+    """Runs only one layer, for a trace that only examines a model.
 
     A variable that the layer does not assign stays the same object.
     """
@@ -321,10 +323,11 @@ def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
-    """`run_layers`; on two halves of each device's rows if the layout asks for it.
+    """Runs the layers on two halves of each device's rows, if the layout asks for it.
 
-    A layer runs both, and neither waits for the other: the messages of one half travel
-    during the products of the other ([3] of `TensorParallel`).
+    A layer runs both halves, and no half waits for the other. So the transfers of one
+    half can run during the products of the other half ([3] of `TensorParallel`).
+    Otherwise this is `run_layers`.
     """
     layout, x = active_layout(), call.x
     if layout is None or not layout.claims.halves or not _is_of_rows(call):
@@ -342,7 +345,7 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
     def half_of(x: Any, i: int) -> Any:
         if not _belongs_to_rows(x, call.x):
             return x
-        # (rows, ...) -> (shards, 2, rows of a half, ...): each device has its shard.
+        # (rows, ...) -> (shards, 2, rows of a half, ...); each device keeps its rows.
         parts = place(x.reshape(shards, 2, -1, *x.shape[1:]))
         return place(parts[:, i].reshape(-1, *x.shape[1:]))
 
@@ -359,17 +362,17 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """True if no argument or variable of a layer can mix rows.
+    """True if the arguments and variables of a layer allow to split its rows.
 
-    The layer's computation may still tie rows; it is not checked.
+    The computation of the layer is not checked, and might still mix rows.
     """
     x = call.x
-    # A layer that is not plain may return losses of experts; under `jax.vmap` over
-    # rows, dim 0 of x is tokens.
+    # A layer that is not plain may return losses of experts. An x of fewer dims may
+    # come from a `jax.vmap` over rows, and then dim 0 enumerates tokens.
     if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 3:
         return False
-    # Other variables are counters, statistics of a batch, and keys, whose masks cover
-    # all rows.
+    # Other variables cannot be split: they are counters, statistics of a batch, or keys
+    # that draw a mask for all rows.
     args = jax.tree.leaves(call.args)
     return not call.others and all(
         _belongs_to_rows(a, x) or _is_of_no_row(a, x) for a in args
@@ -377,21 +380,22 @@ def _is_of_rows(call: StackCall) -> bool:
 
 
 def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
-    """True for ``x`` and for integers of its tokens, such as segments and positions."""
-    # If there are as many rows as tokens, a mask of the tokens has the same shape.
+    """True for ``x``, and for integers of its tokens: segments and positions."""
+    # If the numbers of rows and tokens are equal, a mask between tokens would have the
+    # same shape, so it does not count.
     is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
     return a is x or (is_of_tokens and not is_inexact(a))
 
 
 def _is_of_no_row(a: Any, x: jax.Array) -> bool:
-    """True for numbers and tables without a possible dim of rows; not for keys."""
+    """True if no dim of an array can be rows, except for random keys."""
     keys = (jax.dtypes.prng_key, jnp.unsignedinteger)
     is_key = any(jnp.issubdtype(jnp.result_type(a), kind) for kind in keys)
     return not is_key and all(size % len(x) for size in jnp.shape(a))
 
 
 def _in_groups(step: Step) -> Step:
-    """A step that runs all blocks of a group, one after the other."""
+    """Makes a step that runs all blocks of a group, one after the other."""
 
     def run(group: Any, x: Any, slices: Any, *args: Any, **kwargs: Any) -> Any:
         outs = []
@@ -409,9 +413,9 @@ def _is_stream(x: object) -> bool:
 
 
 def _is_from_outside(variable: nnx.Variable) -> bool:
-    """True if a Variable was made before the present trace, unless it is a constant."""
+    """True if a Variable was made before the present trace and is not a constant."""
     if type(variable) is nnx.Variable:
-        return False  # a plain Variable does not change: its copies stay equal
+        return False  # a plain `nnx.Variable` does not change, so copies stay equal
     try:
         variable.set_value(variable.get_value())
     except errors.TraceContextError:
@@ -422,8 +426,8 @@ def _is_from_outside(variable: nnx.Variable) -> bool:
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
     """Checks that each Variable of a block is in one place, and made with the block.
 
-    `jax.vmap` takes a module as a pytree, in which a shared Variable is a leaf in each
-    place: the copies would silently train apart.
+    `jax.vmap` treats a module as a pytree, in which a shared Variable is one leaf for
+    each place. The copies would silently become different in training.
     """
     found: dict[str, bool] = {}  # True if the Variable is from outside
 
@@ -437,7 +441,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
                 found[path_of(path)] = _is_from_outside(leaf)
         return block
 
-    # The pytree has a shared Variable at each place, NNX's graph has it once.
+    # The pytree has a shared Variable in each place, but NNX's graph has it once.
     leaves = nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))
     once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:
