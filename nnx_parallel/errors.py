@@ -88,8 +88,8 @@ def suggests_names(taker: T) -> T:
     parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # If a taker accepts any number of arguments by position, such as a Composite, it
-    # never gets too many.
+    # A taker such as Composite accepts any number of positional arguments, so the error
+    # cannot be that there are too many.
     is_limited = len(known) == len(parameters)
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
@@ -196,8 +196,8 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 class ParallelError(Exception):
     """Base of every error that this library raises on purpose.
 
-    If the metadata of the installed package has the address of its site, the traceback
-    ends with a link to the site's text about the class.
+    The traceback ends with a link to the text about the class on the package's site. It
+    has no link if the metadata of the installed package does not give the site.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -299,7 +299,7 @@ class DonatedArrayError(ParallelError, RuntimeError):
 
 
 class UnmatchedRuleError(ParallelError, ValueError):
-    """With strict rules, each array must match a rule, and each rule an array."""
+    """With strict rules, each array needs a rule, and each rule must match an array."""
 
 
 class ModelError(ParallelError, ValueError):

@@ -46,7 +46,7 @@ from nnx_parallel.sharding.model import (
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FEW = 64
-"""Size of an array that is cheaper to compute again than to share, in elements."""
+"""Number of elements up to which an array is computed again instead of shared."""
 
 _CACHED_BYTES = 2**20
 """Largest size of a program's constants if the program is kept for the next model."""
@@ -63,12 +63,12 @@ def compute_in_shards(
         function: A function of pytrees of arrays; it is traced.
         args: The arguments of the function.
         shardings: The sharding of each output, as a tree like the outputs.
-        owns_args: True if an argument may be returned without a copy. This is done if
-            the argument is also an output and is already in its place. Otherwise each
-            output gets new memory.
+        owns_args: True if an output may share the memory of an argument. This happens
+            if an argument is returned unchanged and is already in the output's place.
+            With False, each output gets new memory.
     """
-    # Calls with several results are cut too, such as a call of a user's jitted function
-    # that builds a block.
+    # A call with several results can be cut into parts too. An example is a jitted
+    # function of the user that builds a block.
     traced = trace(function, *args, inlined=lambda eqn: len(eqn.outvars) > 1)
     if traced.effects:
         # The function prints, and no output depends on that, so it stays one program.
@@ -205,7 +205,7 @@ def _from_device(x: Any) -> Any:
 def _derive_keys(
     eqns: Eqns, known: Values, consts: Values
 ) -> tuple[Eqns, dict[jex.Var, Any]]:
-    """Computes keys and single integers; returns the other equations, and all values.
+    """Computes keys and single integers; returns remaining equations and known values.
 
     Each layer has its keys, derived from the layer's number. If the programs computed
     them, the programs of all layers would differ. Keys and integers are exact,
@@ -382,7 +382,7 @@ class _Signatures:
         try:
             hash(value)
         except TypeError:
-            # It is an array or a dict. No other object gets its id while it exists, and
-            # the equations of a part keep it.
+            # It is an array or a dict. The equations of a part refer to it, so no other
+            # object can get its id.
             return id(value)
         return type(value), value  # the type is needed, as 1, 1.0 and True are equal

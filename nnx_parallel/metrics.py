@@ -66,7 +66,7 @@ class Mean:
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """Means with a single weight each, whose values add up to this mean."""
+        """Means with a single weight each; their values add up to this one's value."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
@@ -211,8 +211,8 @@ def _total_of(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total
 
 
-# JAX knows which tangents are zero for any values. Examples are the tangents of data,
-# of counts and other comparisons, and of `stop_gradient`.
+# JAX knows which tangents are always zero. Examples are the tangents of data, of counts
+# and other results of comparisons, and of results of `stop_gradient`.
 @partial(_total_of.defjvp, symbolic_zeros=True)
 def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
     if not isinstance(tangents[1], SymbolicZero):

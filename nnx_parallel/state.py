@@ -183,7 +183,7 @@ class StatePlan:
         Without ``cast_stacked``, the layers of a pipeline are cast where they run.
         """
         flat, places = flatten(params) | flatten(variables), self.param_placements
-        # The order is the model's: with a set's order, programs of processes differ.
+        # The order of a set would differ between processes, and so would the programs.
         for path, place in places.items():
             if cast_stacked or not place.is_staged:
                 # The cast comes before the gather, which then sends bfloat16.
@@ -222,7 +222,7 @@ class StatePlan:
                 changed.
         """
         others, trained = flatten(variables), flatten(self.abstract.params)
-        # The order is the model's: with a set's order, programs of processes differ.
+        # The order of a set would differ between processes, and so would the programs.
         changed = (p for p in self.placements if after.get(p) is not given.get(p))
         before = others | {p: trained[p] for p in changed if p in trained}
         problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
@@ -259,7 +259,7 @@ class StatePlan:
     def assign(
         self, state: TrainState, arrays: dict[Path, Any], *, ema: bool
     ) -> tuple[TrainState, dict[Path, jax.Array]]:
-        """Returns a state with new values of some arrays, and these arrays, placed.
+        """Returns a state with new values of some arrays, and the new placed arrays.
 
         Args:
             state: The state, which does not change.

@@ -1,9 +1,9 @@
 """Checksums of arrays, which are the same on every mesh, and the file that holds them.
 
-A checksum is a sum modulo 2**32 over all elements of an array. Each term is a hash of
-the element's bits and of the element's index in the global array. Each device hashes
-its shard, so that only the sums move to the host. The host adds the sums. They are
-exact integers, so neither the layout nor the order of the sum matters. A change of one
+A checksum is a sum modulo 2**32 over all elements of an array. The term of an element
+is a hash of its bits and of its index in the global array. Each device hashes its
+shard, so that only the sums move to the host. The host adds the sums. They are exact
+integers, so neither the layout nor the order of the sum matters. A change of one
 element always changes the checksum. Any other change goes unnoticed with a probability
 of 1 in 2**32. Orbax itself does not check values: of 36 single flipped bits in the
 files of a checkpoint, 33 were restored as wrong weights without an error (Orbax
@@ -220,7 +220,7 @@ def _counted_devices(x: jax.Array) -> set[int]:
     If several devices hold the same part of an array, only one of them is counted.
     """
     if not isinstance(x.sharding, NamedSharding):
-        return {x.addressable_shards[0].device.id}  # it holds the whole array
+        return {x.addressable_shards[0].device.id}  # this device holds the entire array
     return {s.device.id for s in x.addressable_shards if s.replica_id == 0}
 
 

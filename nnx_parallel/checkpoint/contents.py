@@ -66,7 +66,7 @@ class StoredCheckpoint:
 
     ``groups`` has the global shape and dtype of each array, by group and path.
     ``metrics`` is empty if no metrics were saved. ``base`` has the dtypes and shapes of
-    arrays of which only the checksum was saved.
+    arrays that were saved only as checksums.
     """
 
     step: int

@@ -161,7 +161,7 @@ class Listing:
 
     Attributes:
         steps: The complete steps.
-        corrupt: Steps of which only a part exists, each with its problem.
+        corrupt: Incomplete steps, each with its problem.
         foreign: Steps that another program may have written, complete or corrupt. These
             are neither deleted nor renamed.
     """
@@ -225,10 +225,10 @@ def _judge(path: LiteralPath) -> tuple[str | None, bool]:
 def is_ours(step_path: LiteralPath) -> bool | None:
     """Returns True if this library wrote a step's directory that has no metadata.
 
-    A step of ours has the file of checksums. Or it has the directory of that file, next
+    A step of this library has the file of checksums, or the directory of that file next
     to files or directories with Orbax's names. Returns False if there are only Orbax's
-    names: the directory may be another program's checkpoint. Returns ``None`` if there
-    are no such names: the directory holds no part of a checkpoint.
+    names, because the directory may be another program's checkpoint. Returns ``None``
+    if there are no such names, because the directory holds no part of a checkpoint.
     """
     if not step_path.is_dir():
         return None

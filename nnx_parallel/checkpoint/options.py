@@ -282,13 +282,13 @@ BEST_RULE = "best_by"
 
 
 def best_rule(options: Checkpoint) -> list[str] | None:
-    """Returns the metric and the mode that determine the best step, for JSON."""
+    """Returns the metric and the mode that decide which step is best, for JSON."""
     best = options.keep_best
     return None if best is None else [best, options.best_mode or "min"]
 
 
 def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
-    """Returns the options, with a checkpoint's `best_rule` if they have no rule."""
+    """Returns the options; without a rule, they get a checkpoint's `best_rule`."""
     match options.keep_best, rule:
         case None, [str(metric), "min" | "max" as mode]:
             return dataclasses.replace(options, keep_best=metric, best_mode=mode)

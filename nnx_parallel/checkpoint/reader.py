@@ -113,11 +113,11 @@ class CheckpointReader:
 
     @property
     def corrupt_steps(self) -> dict[int, str]:
-        """Steps of which only a part exists, each with its problem."""
+        """Incomplete steps, each with its problem."""
         return self.listing.corrupt
 
     def reload(self) -> None:
-        """Forgets the listing; the next use lists again, and sees others' changes."""
+        """Forgets the listing; the next use sees changes by other programs."""
         self._listing = None
 
     def note_save(self, step: int, metrics: Metrics, deleted: Collection[int]) -> None:
@@ -227,7 +227,7 @@ class CheckpointReader:
             wanted: Shape, dtype and sharding of each array, for all groups or some
                 (``{"params": ...}`` reads only the weights).
             step: The same as for `find`.
-            base: Returns the arrays of which the checkpoint has only the checksum.
+            base: Function that returns the arrays that were saved only as checksums.
 
         Raises:
             CheckpointError: If an array has no sharding.
@@ -384,8 +384,8 @@ class CheckpointReader:
                     return error
 
     def _check_same_steps(self) -> None:
-        # If the processes saw different steps, they would wait for one another, or
-        # mistake parts of two steps for corruption.
+        # If the processes saw different steps, they would wait for one another, or read
+        # parts of two steps and report corruption.
         mine = [self.steps, sorted(self.corrupt_steps)]
         seen = allgather_object("steps in the directory", mine)
         spelt = [

@@ -31,11 +31,11 @@ def save_error(step: int, directory: str, error: BaseException) -> CheckpointSav
 class BackgroundSave(logging.Filter):
     """A save in progress and its result; also a filter of the log of its thread.
 
-    With several processes, Orbax reports a failure only after a barrier that some
-    processes never reach. It gives up 20 minutes after the save began
-    (https://github.com/google/orbax/issues/2934 has another barrier that some never
-    reach). But the process that fails logs its error at once, from the thread that
-    writes. This may happen before Orbax has returned to the caller.
+    With several processes, Orbax reports a failure only after a barrier. Some processes
+    never reach this barrier, so Orbax waits until 20 minutes after the start of the
+    save. (https://github.com/google/orbax/issues/2934 is about a similar barrier.) But
+    the process that fails logs its error at once, from the thread that writes. This may
+    happen before Orbax has returned to the caller.
 
     Attributes:
         step, metrics: The saved step and its metrics.

@@ -243,9 +243,9 @@ class CheckpointWriter:
             return
         self._open()  # raises an error if there is no directory
         if self.warns and jax.process_count() > 1:
-            # This save begins with barriers. A process whose last save has failed would
-            # wait in them for processes that still write it. So all processes wait here
-            # for the last save, together.
+            # This save begins with barriers. If the last save has failed only on this
+            # process, it would wait in the barriers while the other processes still
+            # write. So all processes wait here until the last save has ended.
             while not wait_on_all_processes(self._save):
                 self.poll()
                 if may_skip:
@@ -299,8 +299,8 @@ class CheckpointWriter:
                 failed in the background: then this save does not begin, unless
                 ``on_save_error="warn"``.
         """
-        # `self.saved` waits for the last save; else Orbax would replace its inner
-        # checkpointer.
+        # `self.saved` waits for the last save. Without this wait, Orbax would replace
+        # its inner checkpointer.
         saved, (_, orbax) = self.saved, self._open()
         directory, latest = saved.directory, max(saved.steps, default=None)
         check_step(directory, step, latest, overwrite=overwrite)

@@ -86,7 +86,8 @@ def batch_signature(batch: Any) -> Signature:
 def check_same(batch: Any, first: Signature | None, *, index: int) -> Signature:
     """Returns a batch's signature; raises an error if it differs from ``first``.
 
-    ``first`` is the signature of the first batch, or ``None`` for the first batch.
+    ``first`` is the signature of the run's first batch. It is ``None`` if ``batch`` is
+    that batch.
     """
     found = batch_signature(batch)
     first = first or found
@@ -283,9 +284,9 @@ def shared_checksums(batch: Any) -> dict[str, int]:
 Mark = list[Any]
 """Content of a batch in JSON values: the number of rows and checksums of each array."""
 
-_MARK_BYTES = 2**16  # hashed of each array: takes 0.1 ms even if a batch has 100 MB
-_MARK_ROWS = 8  # hashed at each end, to compare batches of different sizes
-_ROW_BYTES = 2**10  # hashed of each row at the ends
+_MARK_BYTES = 2**16  # bytes of each array to hash: 0.1 ms even if a batch has 100 MB
+_MARK_ROWS = 8  # rows to hash at each end, to compare batches of different sizes
+_ROW_BYTES = 2**10  # bytes to hash of each of these rows
 
 
 def mark_of(batch: Any) -> Mark | None:

@@ -119,7 +119,7 @@ def num_batches_of(data: Any) -> int:
     """Returns the number of batches of one pass over data; -1 if it is unknown."""
     try:
         return len(data)
-    except TypeError:  # no length, or a class of which only some objects have a length
+    except TypeError:  # it has no length, although its class may have `__len__`
         return -1
 
 
@@ -129,8 +129,8 @@ class Epochs:
 
     Each pass calls ``data.set_epoch(number)`` or ``data.sampler.set_epoch(number)``, if
     one of them exists. If data shuffles only by this number, a run resumes without
-    reading the earlier passes. Grain's datasets repeat by themselves: Grain shuffles
-    each pass and saves its position.
+    reading the earlier passes. For Grain's datasets, Grain itself repeats the data,
+    shuffles each pass and saves its position.
 
     Attributes:
         data: The data of one pass.

@@ -285,7 +285,7 @@ def _freeze(x: Any) -> Any:
 
 def _stop_item(stop_reason: Callable[[], str | None]) -> PlacedBatch[Any] | None:
     """Returns the item that ends the wait for data, if a single process is to stop."""
-    # Several processes stop together, before a batch that all of them have.
+    # Several processes cannot stop here: they stop together, before a placed batch.
     reason = stop_reason() if jax.process_count() == 1 else None
     return None if reason is None else PlacedBatch(batch=None, stop_reason=reason)
 

@@ -105,16 +105,16 @@ class Cursor:
         epochs: The passes; with ``None`` the data is read once.
         place: The place of the newest batch that was used.
         step: Step of the run at this place.
-        skips_to: Number of a pass, and rows of that pass, to skip to first.
+        skips_to: Place to skip to first: the number of a pass, and rows in that pass.
         skips: Number of batches to skip after that.
         expected: Marks to compare; with ``None`` nothing is compared.
         is_started: True once a fit has begun to read the data.
         is_broken: True if reading raised an error, or if a skip was not completed.
         refusal: Why the run cannot continue with this data, once that is known.
         returned: Batches that were read but not used; they are read again first.
-        ahead: For each batch that is read but not yet used, its mark and a list. The
-            list has the batch and the smaller batches before it, if they have to be
-            returned when the fit ends; otherwise it is empty.
+        ahead: A pair for each batch that is read but not yet used: its mark and a list.
+            If batches have to be returned when the fit ends, the list has this batch
+            and the smaller batches before it. Otherwise the list is empty.
     """
 
     data: Any
@@ -307,7 +307,7 @@ class Cursor:
         self.is_broken = False
 
     def _pass_by(self) -> Read:
-        """Reads the next batch, and moves the place to the end of it."""
+        """Reads the next batch, and moves the place to the end of that batch."""
         read, place = self.take(), self.place
         rows = place.pass_rows if read.epoch == place.epoch else 0
         self.place = replace(
@@ -482,7 +482,7 @@ class DataState:
         last_batch: LastBatch | None = None,
         shares: int = 1,
     ) -> Cursor:
-        """Opens data at the place where a fit from ``step`` on continues.
+        """Opens data for a fit that begins at ``step``, at the place of the run.
 
         All processes call this.
 

@@ -277,7 +277,7 @@ class GPTConfig:
 
     @property
     def dense(self) -> GPTConfig:
-        """The same model with an MLP in each layer, as its dense layers have it."""
+        """This config without experts; the dense layers have this shape."""
         return replace(self, experts=None, dense_layers=0)
 
     @property
@@ -355,7 +355,7 @@ class GPTConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields; ``None`` is replaced by the value that it stands for."""
+        """All fields, with the actual value where a field is ``None``."""
         sizes, experts = self.sizes, self.experts
         if experts is not None:  # files do not have settings of the experts' training
             training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}

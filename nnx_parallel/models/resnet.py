@@ -217,7 +217,7 @@ def _names(fields: Values) -> list[Entry]:
 
 
 def _pairs(fields: Values) -> list[tuple[str, str, str]]:
-    """Returns, for each convolution, our names of it and its norm, and files' name."""
+    """Returns our names of each convolution and norm, and their name in files."""
     is_basic = fields["block"] == "basic"
     names = ["up", "down"] if is_basic else ["reduce", "up", "down"]
     found = [("stem", "stem_norm", "resnet.embedder.embedder")]

@@ -229,8 +229,7 @@ class Backend:
     """Mesh, host memory and compiler of a run; ``Trainer(backend=...)``.
 
     Attributes:
-        mesh: A mesh with the strategy's axes, all Auto, which is used instead of the
-            strategy's mesh.
+        mesh: A mesh that replaces the strategy's mesh. It has the same axes, all Auto.
         offload: An `Offload`, which selects the arrays that are kept in host memory.
         compiler_options: Options of XLA by name. They override the options that the
             library sets for TPUs and GPUs (`compiler_options`); the value ``None``

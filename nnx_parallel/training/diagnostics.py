@@ -95,7 +95,8 @@ def check_evaluation(data: object, every: object) -> int | None:
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts over."
         )
-    # If only one of several processes has no data, all of them report this later.
+    # With several processes, this may be the only one without data. All of them report
+    # that together, later.
     if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")
     return every
@@ -258,8 +259,8 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
     """Checks that all processes have lowered the same step."""
     if jax.process_count() == 1:
         return
-    # The lowered program is compared instead of the compiled one: processes that differ
-    # would deadlock while they compile together, or in the first collective.
+    # The lowered program is compared, before anything is compiled. Processes with
+    # different programs would deadlock in compilation or in the first collective.
     text = hashlib.sha256(lowered.as_text().encode()).hexdigest()[:12]
     check_consistent(
         "compiled step (model, loss or optimizer differ in their code or constants)",

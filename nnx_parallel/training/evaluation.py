@@ -330,8 +330,8 @@ class Programs:
             self._compiled_evals.add(program)
             rearm()
             # The sum is in double precision, because a float32 sum of many batches
-            # loses entire rows. Leaves are added instead of trees, because the function
-            # `then` of a Sum may be another object in the trace for another shape.
+            # loses entire rows. The leaves are added, because the trees may differ: the
+            # function `then` of a Sum may be a new object in the trace of each shape.
             sums = [np.float64(x) for x in jax.tree.leaves(found)]
             total = [*map(operator.add, total, sums)] if total else sums
         if not total:

@@ -244,8 +244,8 @@ class Recorder:
     def history(self) -> History:
         """Returns every metric by name, with NaN for steps that do not have it.
 
-        ``step`` has the numbers of the steps. ``eval_step`` has the steps of the
-        evaluations, whose metrics have one entry for each evaluation.
+        ``step`` has the numbers of the steps. A metric of evaluations has one entry for
+        each evaluation; ``eval_step`` has the step of each evaluation.
         """
         return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 

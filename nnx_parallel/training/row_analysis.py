@@ -33,10 +33,10 @@ class RowValue:
             entry depends on one row. ``sum`` is linear in sums over rows. ``joint`` is
             a quotient, a root or another function of such sums, which is never a mean.
             ``unknown`` is any other value.
-        degrees: Powers of the number of rows: the value is a sum of terms, each of them
-            proportional to one of these powers. A sum over rows has degree 1, and a
-            mean has degree 0. ``None`` is an unknown power. Zero has no terms, and so
-            no degrees.
+        degrees: Exponents of the number of rows. The value is a sum of terms, and each
+            term is proportional to the number of rows to one of these powers. A sum
+            over rows has degree 1, and a mean has degree 0. ``None`` is an unknown
+            power. Zero has no terms, and so no degrees.
         dims: The dims that are the rows of the batch.
         pairs: True if the value was computed from comparisons or products of pairs of
             rows.
@@ -133,7 +133,7 @@ class _Call:
         return [_power(x, y) for x, y in zip(a, b, strict=True)]
 
     def out(self, value: RowValue, index: int = 0) -> RowValue:
-        """Returns the value with only those dims of rows that grow like the rows."""
+        """Returns the value, without dims that do not grow with the number of rows."""
         grows = self.growth(index)
         dims = frozenset(d for d in value.dims if d < len(grows) and grows[d] == 1)
         is_lost = value.kind == "row" and len(dims) < len(value.dims)

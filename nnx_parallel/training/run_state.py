@@ -214,8 +214,8 @@ class RunState:
                 "players to each turn, as in a.take_turn(batch, b, c), and do not call "
                 "fit or train_step of a player in between."
             )
-        # The average comes after the parameters. If parameters are assigned, it is
-        # restarted, and values that are assigned to it must replace that.
+        # The average comes after the parameters: if parameters were assigned, it is
+        # restarted first, and then gets the values that were assigned to it.
         for kind in get_args(Kind):
             if kind in self._models:
                 self._take_assigned(kind, self._models[kind][1])
@@ -302,7 +302,7 @@ class RunState:
         return model
 
     def begin(self, call: str) -> None:
-        """Waits for the other processes' same call, and calls `check_models`."""
+        """Waits until all processes make this call, and then calls `check_models`."""
         meet(call)
         self.check_models()
 
@@ -469,7 +469,7 @@ class RunState:
     def take_model(self, state: TrainState) -> None:
         """Replaces the arrays of the model by the arrays of another run's state."""
         arrays = _arrays_of_model(state)
-        held: Any = self._state  # not `self.state`, whose arrays the other step took
+        held: Any = self._state  # `self.state` would raise: its arrays were donated
         self.state = _with_arrays(held, arrays.keys(), arrays)
 
     def resume(self) -> str:

@@ -101,8 +101,8 @@ def make_train_step(
     """Returns the compiled update: ``(state, batch) -> (state, metrics)``.
 
     The state is donated. A state that was donated before raises a `DonatedArrayError`.
-    Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm``, the
-    metrics of the loss, and under ``optax.inject_hyperparams`` ``learning_rate``. A
+    Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm`` and the
+    metrics of the loss. With ``optax.inject_hyperparams`` there is ``learning_rate``. A
     model with experts also has arrays ``(layers,)``, such as
     ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. Without them:
     ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
@@ -358,8 +358,8 @@ def _accumulate(
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
     # If the loss assigns parameters, the next microbatch gets the new values, as with
-    # other variables. The trace here is of arrays of the step, not of their shapes, so
-    # that the scans can reuse it.
+    # other variables. This traces the loss with the step's arrays instead of shapes, so
+    # that the scans can reuse the trace.
     first = partial(jax.tree.map, lambda x: x[0], indexed)
     _, after = jax.eval_shape(lambda: run(state.params, state.variables, first()))
     arrays = flatten(state.params) | flatten(state.variables)

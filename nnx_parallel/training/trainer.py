@@ -53,10 +53,11 @@ class Trainer:
 
     Args:
         model: A function, or a class, that takes ``nnx.Rngs`` and returns a model; the
-            model is then built already sharded. Or a built model, whose arrays are
-            copied. Or the ``(graphdef, state)`` of a model. If the loss assigns values
-            to Variables of the model, the values are kept, even those of trained
-            Variables. An array outside of Variables is a constant, as in plain NNX.
+            model is then built already sharded. It can also be a built model, whose
+            arrays are copied, or the ``(graphdef, state)`` of a model. If the loss
+            assigns values to Variables of the model, the values are kept, even if the
+            Variables are trained. An array outside of Variables is a constant, as in
+            plain NNX.
         optimizer: An Optax transformation, or a function that takes the abstract model
             and returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
@@ -522,10 +523,10 @@ class Trainer:
 
         Another program has saved the checkpoint, by `StandardCheckpointer`, a
         `CheckpointManager` (pass one step), or Orbax's v1 functions. It holds
-        ``nnx.state(model)``, a part of that, or the ``nnx.to_pure_dict`` of it. Each
-        device reads only its shards. Floating-point arrays are cast to the model's
-        dtypes. Optimizer, step and data stay as they are. A moving average starts from
-        the new parameters.
+        ``nnx.state(model)``, a part of this state, or the state as a pure dict
+        (``nnx.to_pure_dict``). Each device reads only its shards. Floating-point arrays
+        are cast to the model's dtypes. Optimizer, step and data stay as they are. A
+        moving average starts from the new parameters.
 
         Args:
             path: Directory of the checkpoint.

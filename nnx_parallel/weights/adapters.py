@@ -72,9 +72,9 @@ def load_adapters(
             base, which must then come from files.
 
     Raises:
-        WeightsError: If a setting of the folder has no counterpart, if it adapts an
-            array that the table does not name, if it adapts a part of a fused kernel,
-            or if shapes do not fit.
+        WeightsError: If a setting of the folder has no counterpart, or if shapes do not
+            fit. Also if an adapter belongs to a part of a fused kernel, or to an array
+            that the table does not name.
     """
     folder = find_folder(path)
     config = read_config(folder, "adapter_config.json")

@@ -1,11 +1,12 @@
 """Files of safetensors: checks their headers, and gives views of arrays.
 
-A file has three parts with no bytes between: the length of the header (8 bytes, little
-endian), the header (JSON, at most 100 MB: names to dtype, shape and offsets), and the
-arrays. See https://github.com/huggingface/safetensors#format. The package safetensors
-reads into arrays of a framework. With NumPy, the package cannot slice bfloat16 (0.8:
-"data type 'bfloat16' not understood"), which is the dtype of most models. So this
-module reads the files itself.
+A file has three parts with no bytes between. The first is the length of the header (8
+bytes, little endian). The second is the header (JSON of at most 100 MB), which maps
+names to dtype, shape and offsets. The third is the arrays. See
+https://github.com/huggingface/safetensors#format. The package safetensors reads into
+arrays of a framework. With NumPy, the package cannot slice bfloat16 (0.8: "data type
+'bfloat16' not understood"), which is the dtype of most models. So this module reads the
+files itself.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Rule:
             has parts, the dim of parts is included.
         part: Number of the part of their array that is our array.
         num_parts: Number of parts of their array; 0 if it holds only our array.
-        given: Sizes of those dims of theirs that are joined in one of our dims.
+        given: Sizes of dims of their array that are joined in one of our dims.
     """
 
     ours: str
@@ -67,8 +67,8 @@ class Rule:
         """Parses an entry.
 
         Raises:
-            WeightsError: If it does not have the form that the module's docstring
-                describes.
+            WeightsError: If the entry does not have the form that this module's
+                docstring describes.
         """
         match entry:
             case (str(ours), str(theirs), str(pattern)):
@@ -90,7 +90,7 @@ class Rule:
 
     @property
     def num_stacked(self) -> int:
-        """Number of our dims that are numbers in their names (layers, experts)."""
+        """Number of our leading dims (layers, experts) that their names count."""
         return self.theirs.count("{}")
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
