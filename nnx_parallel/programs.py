@@ -204,8 +204,8 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
             if inner is not None and not inner.constvars:
                 outvars = emit(inner, dict(zip(inner.invars, invars, strict=True)))
             else:
-                # A jaxpr may be called twice. Without new variables both copies of its
-                # equations would have the same ones.
+                # If a jaxpr is called twice, its equations are copied twice. Each copy
+                # needs new variables.
                 outvars = [
                     v if isinstance(v, jex.DropVar) else fresh(v.aval)
                     for v in eqn.outvars
@@ -236,7 +236,7 @@ class Fold:
         raise NotImplementedError
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
-        """Returns the values of an equation's outputs, given those of its inputs.
+        """Maps the values of an equation's inputs to the values of its outputs.
 
         It can call `nested` for calls, branches and loops.
         """
@@ -260,7 +260,7 @@ class Fold:
         return self.join(value, by)
 
     def __call__(self, inputs: Iterable, *programs: Any) -> Any:
-        """Returns the values of a program's outputs, given those of its input arrays.
+        """Maps the values of a program's input arrays to the values of its outputs.
 
         A program is a `TracedFunction`, a closed jaxpr, or a jaxpr without constants.
         """

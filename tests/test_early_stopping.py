@@ -117,5 +117,7 @@ def test_missing_eval_data_or_metric_raises() -> None:
     trainer = make_trainer(EarlyStopping())
     with pytest.raises(ValueError, match=r"decides by evaluations: pass eval_data to"):
         trainer.fit([BATCH] * 2, 2)
-    with pytest.raises(ValueError, match=r"no such metric at step 1. Metrics of an eval.*loss"):
+    with pytest.raises(
+        ValueError, match=r"no such metric at step 1. Metrics of an eval.*loss"
+    ):
         fit(make_trainer(EarlyStopping("eval_perplexity")), 3, 1.0)

@@ -187,7 +187,7 @@ def column_parallel_matmul(
 
     Returns:
         The global array. It has the dims of x that are not contracted, followed by the
-        dims of w that are not contracted, and is split along the place of ``w_dim``.
+        dims of w that are not contracted. The dim that comes from ``w_dim`` is split.
 
     Raises:
         UnknownAxisError: If there is no mesh, if the mesh lacks the axis, or if the

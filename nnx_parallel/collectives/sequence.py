@@ -93,7 +93,7 @@ def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, in
 
 
 def send_on(tree: Any, axis: str) -> Any:
-    """Sends arrays to the next device of a ring; returns those of the previous one."""
+    """Sends arrays along a ring; returns the arrays of the previous device."""
     size = jax.lax.axis_size(axis)
     return jax.lax.ppermute(tree, axis, [(i, (i + 1) % size) for i in range(size)])
 

@@ -1,7 +1,7 @@
 """LoRA: adds small trained factors to the frozen kernels of linear layers.
 
-An adapted layer has all parameters of the layer, and two more. The paths of the others
-do not change, so that weights, names and checkpoints of the base model still fit.
+An adapted layer has two more parameters. The paths of all other parameters do not
+change, so that weights, names and checkpoints of the base model still fit.
 """
 
 import math

@@ -134,7 +134,7 @@ def update_with(
 ) -> tuple[Any, optax.OptState]:
     """Computes the updates and the new state of an optimizer.
 
-    The optimizer gets those ``known`` values that it takes.
+    The optimizer gets only the ``known`` values that it takes as arguments.
 
     Raises:
         OptimizerError: If the optimizer needs another argument.

@@ -403,7 +403,7 @@ def _name_as(traced: Any, fn: Callable[..., Any], names: Names) -> None:
     only = Parameter.POSITIONAL_ONLY
     try:
         signature = Signature([Parameter(name, only) for name in names])
-    except ValueError:  # a key of ``**kwargs`` is no identifier, or a parameter's name
+    except ValueError:  # a key of ``**kwargs`` is not an identifier, or occurs twice
         signature = inspect.signature(traced)  # (*values)
     traced.__signature__ = signature
     # With this, an error in the trace shows a line of the user's function.

@@ -52,7 +52,7 @@ from nnx_parallel.sharding.specs import (
 
 
 # An abstract class, because `training` must not import `pipeline`, and each of them
-# has a subclass. If no strategy claims one, a step uses `AccumulateMicrobatches`.
+# has a subclass. A step uses `AccumulateMicrobatches` if no strategy claims another.
 class Execution(abc.ABC):
     """A way to run a step on the mesh: it computes gradients and outputs.
 
@@ -139,7 +139,7 @@ class Claims:
     """The mesh axes of a strategy and their use; ``|`` merges two claims.
 
     Attributes:
-        axis_sizes: Size of each mesh axis of the strategy. ``None``: as many as the
+        axis_sizes: Size of each mesh axis of the strategy. ``None``: the axis takes all
             devices that remain.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
@@ -322,7 +322,8 @@ class Layout:
         rules = placing_rules(self.claims.rules, self.mesh)
         explicit = answer_of(rules, info, self.mesh, translate=translate)
         if explicit:
-            # The user's spec decides every dim: FSDP adds no axis to a replicated one.
+            # The user's spec decides every dim. FSDP adds no axis, even if the spec
+            # splits no dim.
             spec, reason = explicit
             axes = dim_axes(spec, len(info.shape))
         else:

@@ -58,7 +58,7 @@ class ReadsArrays(Protocol):
     """A function that builds a model and reads some of its arrays from files."""
 
     def read_arrays(self, arrays: Mapping[Path, jax.ShapeDtypeStruct]) -> dict:
-        """Reads those arrays that are in files.
+        """Reads the arrays that are stored in files.
 
         Args:
             arrays: The shape, dtype and sharding of each array, by path.

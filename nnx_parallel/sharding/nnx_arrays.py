@@ -75,7 +75,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
                 f"`{dotted(path)}` has shape {value.shape} but {len(names)} names "
                 f"{names}. Give one name, or None, for each of its {value.ndim} dims."
             )
-        # As in a PartitionSpec, missing names are those of the last dims.
+        # As in a PartitionSpec, names of the last dims may be left out.
         names += (None,) * (value.ndim - len(names))
     return ArrayInfo(
         path=dotted(path),
@@ -120,8 +120,8 @@ def name_dim(variable: nnx.Variable) -> None:
 
 def name_layers(model: nnx.Module) -> None:
     """Names the dims of layers in an abstract model where the name is missing."""
-    # `nnx.update` and `nnx.merge` replace metadata by that of their arguments. Arrays
-    # that a user stacked or loaded have no name for the layers
+    # `nnx.update` and `nnx.merge` replace metadata by the metadata of their arguments.
+    # Arrays that a user stacked or loaded have no name for the layers
     # (docs/library-notes.md, "Flax NNX").
     stacks = stacks_of(model)
     for stack in stacks.values():

@@ -39,7 +39,7 @@ class Offload:
         optimizer: True to offload arrays of the optimizer's state that belong to a
             parameter. Counters and hyperparameters stay on the devices.
         activations: ``"block_inputs"`` to offload the input of each block of a `Stack`,
-            which remat keeps for the backward pass. ``None`` to offload none.
+            which remat keeps for the backward pass. ``None``: no activations.
 
     Raises:
         OffloadError: If a value is unknown, or if nothing would be offloaded.

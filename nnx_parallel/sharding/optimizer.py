@@ -35,7 +35,7 @@ def optimizer_specs(
 
     - An array of the parameter's shape has the parameter's ``optimizer`` spec.
     - An array of another shape, such as Adafactor's factors of rows and columns, has
-      the axes of those dims of the parameter whose sizes match.
+      the axes of the parameter's dims whose sizes match.
     - Counters and other arrays that belong to no parameter are replicated.
 
     Args:

@@ -38,8 +38,8 @@ class PathNames:
         SpecRankError: If all pairs that match an array have names for another rank.
 
     Warns:
-        ParallelWarning: If a regex matches no array. With ``optional``, only if no
-            regex of the table does, and for each array of another rank.
+        ParallelWarning: If a regex matches no array. For an optional table: if no regex
+            matches an array, or if all pairs that match an array have another rank.
 
     Example:
         >>> names = PathNames((r"up\.kernel", ("embed", "mlp")))

@@ -85,7 +85,7 @@ class Placement:
 class Staged(NamedTuple):
     """A `Stack` that runs in stages."""
 
-    path: tuple[Hashable, ...]  # of the stack, in the model
+    path: tuple[Hashable, ...]  # the path of the stack in the model
     is_even: bool  # all stages have the same number of layers
 
 

@@ -251,8 +251,8 @@ def _attend_forward(
 
 def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
     query, keys, q_segments, sinks, out, lse = saved
-    # Without this barrier XLA sees that the backward pass receives the same arrays as
-    # the forward pass, and keeps them.
+    # Without this barrier XLA sees that both passes receive the same arrays from other
+    # devices, and keeps these arrays from the forward pass.
     keys, grad = jax.lax.optimization_barrier((keys, grad))
     delta = output_delta(out, grad)
     sides = _Sides(query, grad, lse, delta)

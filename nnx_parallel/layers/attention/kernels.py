@@ -32,7 +32,7 @@ timed.
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of `attention`; in a manual region, those of one device."""
+    """The arguments of `attention`; in a manual region, one device's part of them."""
 
     query: Array  # (batch, seq, heads, head_dim)
     key: Array  # (batch, keys, kv_heads, head_dim)
@@ -224,7 +224,7 @@ class FusedKernel(NamedTuple):
     call: Callable[[AttentionCall], Array]
     # The reasons why it cannot compute a call; none if it can.
     refusals: Callable[[AttentionCall], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]  # True: the default if it can compute
+    is_default: Callable[[Layout | None], bool]  # True: used without being asked for
 
 
 def cudnn_attention(call: AttentionCall) -> Array:

@@ -186,7 +186,7 @@ def collect(rows: Array, order: Order) -> Array:
 
 @jax.custom_vjp
 def combine(rows: Array, weights: Array, order: Order) -> Array:
-    """Like `collect`, with each row times its weight from ``(tokens, top_k)``."""
+    """Sums each token's rows, times the weights of its choices ``(tokens, top_k)``."""
     of_choices = zip(_rows_of_choices(rows, order), weights.T, strict=True)
     weighted = (row * weight[:, None] for row, weight in of_choices)
     return reduce(add, weighted).astype(rows.dtype)

@@ -57,7 +57,8 @@ def find_blocks(model: nnx.Module) -> tuple[Path, int]:
             lists[path[:-1]][index] = module
     found: list[tuple[Path, int]] = []
     for path, blocks in lists.items():
-        # A list with a gap, such as a function in a Sequential, has not only blocks.
+        # If an index is missing, the list has another entry than blocks, such as a
+        # function in a Sequential.
         if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
             with suppress(StackError):
                 check_blocks([blocks[i] for i in range(len(blocks))], period=1)

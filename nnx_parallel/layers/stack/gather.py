@@ -136,7 +136,8 @@ def _compute(
         return run(eqns, wanted, known | gathered)
 
     if stored:
-        # Gathered parameters are never kept, because those of all layers would add up.
+        # Gathered parameters are never kept, because all layers together would be as
+        # large as the model.
         compute = jax.checkpoint(
             compute, policy=saves_all_but_gathers, prevent_cse=False
         )
@@ -156,7 +157,7 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
     """Returns the output's placement, or ``None`` if the parameter is needed here."""
     match eqn.primitive.name:
         case "convert_element_type":
-            # The cast comes before the gather, which sends half the bytes in bfloat16.
+            # The cast comes first, so that the gather sends half the bytes in bfloat16.
             return place
         case "sharding_constraint":
             # This constrains parameters that an `nnx.jit` inside the loss returns. They

@@ -362,7 +362,7 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """True if the arguments and variables of a layer allow to split its rows.
+    """True if the arguments and variables of a layer can be split along with its rows.
 
     The computation of the layer is not checked, and might still mix rows.
     """
