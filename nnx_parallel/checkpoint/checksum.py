@@ -185,7 +185,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
     each array, a dict from device id to hash for the shards of this process. A hash has
     32 bits. All shards that hold the same part of an array have the same hash.
     """
-    # `finish` refers only to these two lists: it keeps no array alive.
+    # `wait` refers only to these two lists: it keeps no array alive.
     found: list[dict[int, int]] = [{} for _ in arrays]
     started: list[tuple[list[int], jax.Array]] = []
     by_mesh: dict[Any, list[int]] = {}

@@ -28,7 +28,7 @@ from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
 from nnx_parallel.models.families import gemma, gpt2, llama, mistral, qwen
 from nnx_parallel.models.rotary import RopeScaling
-from nnx_parallel.weights.family import nearest, read_fields, write_settings
+from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (gpt2, llama, mistral, qwen, gemma)
 FAMILIES = tuple(family for file in _FILES for family in file.FAMILIES)
@@ -347,11 +347,6 @@ class GPTConfig:
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         active = self.num_product_params - self._num_idle_params
         return 6 * active + 12 * self.num_layers * attended
-
-    @property
-    def nearest_type(self) -> str:
-        """The ``model_type`` of transformers that is nearest to this shape."""
-        return nearest(self.fields, FAMILIES).model_type
 
     @property
     def fields(self) -> dict[str, Any]:
