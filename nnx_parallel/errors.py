@@ -76,11 +76,11 @@ _KNOWN: dict[str, list[str]] = {}
 
 
 def suggests_names(taker: T) -> T:
-    """Decorates a method or class, whose errors for unknown arguments then name others.
+    """Decorates a method or class: its errors for unknown arguments suggest valid ones.
 
-    For an unknown keyword, the error names an argument that the user may mean. If the
-    keyword comes from another library, it is our argument for the same purpose. If
-    another class has the keyword, it is that class. Otherwise it is the nearest name.
+    For a name from another library, the error suggests our argument with the same
+    purpose. For a keyword of another class, it names that class. For any other keyword,
+    it suggests the nearest name.
     """
     if inspect.isclass(taker):  # a dataclass of options, for example
         taker.__init__ = suggests_names(taker.__init__)
@@ -88,8 +88,8 @@ def suggests_names(taker: T) -> T:
     parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # A taker such as Composite accepts any number of positional arguments, so the error
-    # cannot be that there are too many.
+    # Some takers, such as Composite, accept any number of positional arguments, so they
+    # never get too many.
     is_limited = len(known) == len(parameters)
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known

@@ -50,7 +50,6 @@ class Mean:
             count that a `jax.custom_vjp` returns seems to depend on the parameters:
             pass ``jax.lax.stop_gradient(count)`` instead.
         more: More terms, with other weights; ``+`` makes them.
-        more: Further terms of other weights, made by ``+``.
 
     Example:
         >>> left, right = Mean(6.0, 3.0), Mean(2.0, 1.0)

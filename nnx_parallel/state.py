@@ -340,7 +340,8 @@ def plan_state(
             if getattr(module, name, True) is None:
                 setattr(module, name, False)  # a module without a mode is in training
     training = ModelDef.of(model)
-    # This follows, because modes are part of the structure; the arrays do not change.
+    # The mode changes only now, because it is part of the structure; the arrays do not
+    # change.
     model.eval()
     trained_paths = frozenset(path for path, _ in variables_of(model, wrt))
     if not trained_paths:

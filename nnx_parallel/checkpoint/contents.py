@@ -4,8 +4,8 @@ The header records the user's metadata, and contents that Orbax refuses or hides
 groups and random keys. It is saved as Orbax's ``custom_metadata``, which is JSON. A
 dict saved as a separate part would become a tree of arrays.
 
-A checkpoint may name parameters that are not trained by checksum only. Adapters are
-small, but their base model is large. With ``Checkpoint(frozen="checksum")`` the arrays
+Parameters that are not trained may be saved only as checksums. Adapters are small, but
+their base model is large. With ``Checkpoint(frozen="checksum")`` the arrays
 of the base are not written. Instead the header has their shapes, and the file of
 checksums has one number for each of them, in a separate group. A run that restores such
 a checkpoint must provide the same base, bit for bit.

@@ -174,8 +174,8 @@ class Listing:
 def list_steps(directory: str) -> Listing:
     """Lists the steps of a directory; raises ``OSError`` if it cannot be read now.
 
-    Orbax could also list steps, but this does not use it. Orbax takes every directory
-    whose name is a number for a step. It treats a file that cannot be read now as
+    Orbax could also list steps, but this does not use it. To Orbax, every directory
+    whose name is a number is a step. It treats a file that cannot be read now as
     missing. It lists nothing if the metadata of one step has an unknown field.
     """
     found, root = Listing(), LiteralPath(directory)

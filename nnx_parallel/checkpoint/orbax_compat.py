@@ -163,7 +163,7 @@ def hide_log(record: logging.LogRecord) -> bool:
 
 
 def hide_stragglers(record: logging.LogRecord) -> bool:
-    """Hides records as `hide_log`, if Orbax's threads log them after a failed save."""
+    """Hides, like `hide_log`, records that Orbax's threads log after a failed save."""
     return hide_log(record) if _OF_A_SAVE.search(record.getMessage()) else True
 
 
@@ -198,7 +198,7 @@ def hide_late_failures() -> None:
 
 
 _ABOUT_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Codes in the texts of errors of JAX and TensorStore; the classes do not distinguish.
+# JAX and TensorStore give the kind of an error only by a code in its text.
 _TRANSIENT = re.compile(
     r"\b(RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED"
     r"|EIO|ESTALE|EACCES|EMFILE|ENFILE|ENOMEM|ETIMEDOUT)\b"
@@ -234,8 +234,8 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
 
     Args:
         where: The files that are read, for messages.
-        steps: The saved steps, for messages. Without them, an error that says nothing
-            about the files is raised unchanged.
+        steps: The saved steps, for messages. Without them, only errors that may pass
+            are turned; any other error is raised unchanged.
 
     Raises:
         CheckpointReadError: If the files are corrupt.

@@ -29,9 +29,9 @@ from nnx_parallel.sharding.names import dotted
 def read_weights(
     path: str | os.PathLike, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
-    """Returns the arrays of a plain checkpoint that a model needs, placed like them.
+    """Returns the arrays that a model needs from a plain checkpoint.
 
-    ``wanted`` has arrays of the shape, dtype and sharding to read, by dotted path. The
+    ``wanted`` has the shape, dtype and sharding to read each array with, by path. The
     checkpoint may hold all paths in ``known``. All processes call this function. If one
     raises, all raise.
 

@@ -90,7 +90,6 @@ class CheckpointWriter:
             handle it.
         report: Function that is called with a message once a checkpoint is on the disk
             and would survive a power cut.
-            survive a power cut.
 
     Example:
         >>> import tempfile, jax.numpy as jnp

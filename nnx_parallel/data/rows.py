@@ -273,7 +273,7 @@ def join_rows(outputs: Any) -> Any:
 
 
 def constrain_rows(layout: Layout, batch: Any, dim: int) -> Any:
-    """Constrains a batch to be split over the batch axes along ``dim``, its rows."""
+    """Constrains a batch so that its rows, along ``dim``, are split over batch axes."""
 
     def constrain(x: jax.Array) -> jax.Array:
         spec = P(*(None,) * dim, *layout.batch_spec(x.shape[dim]))

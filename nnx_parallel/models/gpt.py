@@ -520,9 +520,9 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
     weights, seen = None if weights is None else weights[:, 1:], None
     if segments is not None:
         is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        # The last token of a document predicts nothing, and no other token sees it. So
-        # it counts as padding. This also gives the same result as a document at the end
-        # of the row, whose last token is not among the inputs.
+        # The last token of a document predicts nothing, and no other token sees it, so
+        # it becomes padding. If the document ends the row, this token is not an input
+        # of the row at all. The results are the same in both cases.
         seen = jnp.where(is_next, segments[:, :-1], 0)
         weights = is_next if weights is None else jnp.where(is_next, weights, 0)
     hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)

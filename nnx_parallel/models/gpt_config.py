@@ -340,9 +340,9 @@ class GPTConfig:
         The result is the sum of ``6 N`` and ``12 L E T``. N is `num_product_params`,
         where only the experts of a token count. The second term counts the products of
         queries with keys and of scores with values. L is the number of layers, E the
-        width of all heads together, and T is ``seq_len``. With a causal mask, a good
-        kernel does half of this work; the number does not change. Recomputation does
-        not change it either.
+        width of all heads together, and T is ``seq_len``. A causal mask halves the work
+        of a good kernel, but not this number. Recomputation does not change the number
+        either.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         active = self.num_product_params - self._num_idle_params

@@ -119,7 +119,7 @@ def _conv(
         out_channels,
         (size, size),
         strides=stride,
-        padding=size // 2,  # on both sides, since published weights were trained so
+        padding=size // 2,  # on both sides, as in the training of published weights
         use_bias=False,  # the norm after it would subtract a bias
         kernel_init=named(init, None, None, *names),
         rngs=rngs,

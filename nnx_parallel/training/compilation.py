@@ -1,9 +1,9 @@
 """The program of a step, its compiler options, and its copy on disk.
 
-A compiled step is stored under a hash of its text. The file also has the other facts
-that the compiled step depends on. It is read only if all these facts are the same. As
-it is code, it is read only from a file and a directory that no other user can write to.
-Otherwise the step is compiled, and the reason is logged.
+A compiled step is stored in a file that is named by a hash of the step's text. The file
+also has the other facts that the compiled step depends on, and is used only if they are
+the same. Since it contains code, it is not used if another user can write to the file
+or its directory. If it is not used, the step is compiled, and the reason is logged.
 
 By default a TPU's TensorCore waits while parameters are gathered and gradients are
 summed. The compiler can let these transfers overlap with other work, but leaves that

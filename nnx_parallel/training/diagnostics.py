@@ -143,7 +143,7 @@ def check_loss(function: Callable, name: str = "loss") -> None:
 
 @contextlib.contextmanager
 def watching_wrapped(model: nnx.Module) -> Iterator[None]:
-    """Raises an error if a wrapper has replaced a method that the loss does not call.
+    """Raises an error if the loss calls no method that a wrapper has replaced.
 
     Qwix quantizes only the code inside one method, which it overrides in a subclass
     that it makes for the model. A loss that calls another method would silently train

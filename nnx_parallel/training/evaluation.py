@@ -85,7 +85,7 @@ class Judged:
 
     @cached_property
     def choice(self) -> EvalParams:
-        """The field ``params``; if it is ``None``, the kind that it stands for."""
+        """The field ``params``, with the actual kind in place of ``None``."""
         if self.given is not None:
             return self.given
         if self.plan.ema_decay is not None:
@@ -236,9 +236,9 @@ class Programs:
         return lru_cache(maxsize=8)(partial(self._make_step, is_loss=False))
 
     def _make_step(self, known: _Known, *, is_loss: bool) -> Callable[..., Any]:
-        """Returns a compiled loss or prediction of these five arguments.
+        """Returns a compiled function for a loss or a prediction.
 
-        The arguments are ``(params, variables, key, draws, batch)``. A loss gives
+        Its arguments are ``(params, variables, key, draws, batch)``. A loss gives
         means: a plain scalar is weighted by the batch's rows, a `Mean` by its weight.
         Random numbers depend on ``draws``, a tuple of numbers that includes the batch's
         index. So each batch draws different numbers, but every evaluation draws the

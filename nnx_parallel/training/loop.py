@@ -147,7 +147,7 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
-        # This comes before the first collective of a checkpoint: options decide on it.
+        # This comes before any collective of a checkpoint, which the options decide.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:

@@ -1,4 +1,4 @@
-"""Metrics of a run, which are fetched late, checked and logged; speed; traces."""
+"""Fetches, checks and logs the metrics of a run; measures speed; writes traces."""
 
 import contextlib
 import itertools
@@ -58,7 +58,7 @@ def count_tokens(batch: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The amounts of work in one step, from which a step's seconds give its rates.
+    """The amounts of work in one step, for computing rates from its seconds.
 
     Attributes:
         num_rows: Rows of the global batch.

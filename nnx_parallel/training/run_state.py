@@ -437,7 +437,7 @@ class RunState:
         return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
-        """Replaces weights by weights of a plain checkpoint; see `Trainer`."""
+        """Reads weights of a plain checkpoint; see `Trainer.load_weights`."""
         state = self._present_state()
         held = flatten(state.params) | flatten(state.variables)
         model = self.plan.model.merge(held)

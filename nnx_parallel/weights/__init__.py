@@ -1,4 +1,4 @@
-"""Weights of other libraries: reads folders of safetensors onto a mesh; writes them."""
+"""Reads folders of safetensors from other libraries onto a mesh, and writes them."""
 
 from nnx_parallel.weights.adapters import load_adapters as load_adapters
 from nnx_parallel.weights.adapters import save_adapters as save_adapters

@@ -253,7 +253,7 @@ def block_entries(
     biased: Container[str] | None = None,
     patterns: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Entry]:
-    """Returns entries for the layers in each block of a `Stack`; ``_DIMS`` has dims.
+    """Returns entries for the layers in each block of a `Stack`, with their dims.
 
     Args:
         theirs: Start of the names in files, with ``{}`` for the number of the block.
