@@ -191,7 +191,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _is_pickle(start: bytes) -> bool:
-    """Returns True for a pickle, or for PyTorch's zip archive around a pickle."""
+    """Returns True for pickled data, also inside PyTorch's zip archive."""
     return start[:2] == b"PK" or start[:1] == b"\x80"
 
 
