@@ -345,7 +345,8 @@ def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
         pairs = zip(outer, inner, strict=True)
         return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
 
-    # jax 0.12 does not tell the numbers. But a slice has one dim less than its array.
+    # Slices are counted by their rank, which is one less than that of the array,
+    # because jax 0.12 has no parameters with these numbers.
     end = len(eqn.invars) - num_sliced(eqn.invars, body.invars)
     num_carried = len(eqn.outvars) - num_sliced(eqn.outvars, body.outvars)
     return end - num_carried, end

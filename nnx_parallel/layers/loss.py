@@ -249,7 +249,7 @@ class _ChunkPlan:
         chunk_size: int | None,
     ) -> None:
         layout = active_layout()
-        # If nothing is split, constraints would only forbid to split any array.
+        # If nothing is split, a constraint could only keep XLA from splitting an array.
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype

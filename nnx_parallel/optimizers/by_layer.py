@@ -271,7 +271,10 @@ _MOST = 128
 """Largest dim in the comparison; smaller dims would get no factors from Adafactor."""
 
 _TOLERANCE = 1e-4
-"""Difference that counts, as a share of an array's largest update; rounding is less."""
+"""Least difference to report, as a share of an array's largest update.
+
+Differences by rounding are far smaller.
+"""
 
 
 def warn_of_stacked_updates(plan: StatePlan) -> None:

@@ -120,7 +120,7 @@ class _Share(NamedTuple):
 
     Attributes:
         devices: Number of these devices.
-        counts: Number of matrices of each kind, or of each shape, on each of them.
+        counts: Number of matrices of each kind, or of each shape, on one device.
     """
 
     devices: int

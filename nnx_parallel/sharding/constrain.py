@@ -316,7 +316,7 @@ def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
-    """True if an operation may have a complex output; False if it surely has not."""
+    """True if an operation may have a complex output; False if it cannot."""
 
     def is_complex(dtype: Any) -> bool:
         return jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)

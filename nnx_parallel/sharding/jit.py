@@ -228,8 +228,8 @@ class ShardedFunction:
         form, program = self._steady
         # A look-up flattens the arguments, and `jax.jit` flattens them again. So a
         # program that was called twice in a row is tried without a look-up. If the
-        # signature is another one, JAX traces the program again, and the trace raises
-        # an error. That costs a millisecond, so it must be rare.
+        # signature has changed, JAX traces the program again, and the trace raises an
+        # error. That costs a millisecond, so it must be rare.
         if form == keywords:
             try:
                 return program(*values)
@@ -384,7 +384,7 @@ class ShardedFunction:
     ) -> Callable[..., Any]:
         """Returns a function that runs a corrected program.
 
-        It refuses any signature but the one of the program's trace.
+        It raises a `LookupError` for a signature that was not traced.
         """
 
         def run(*values: Any) -> Any:

@@ -332,7 +332,8 @@ def _check_constants(
     An array outside of Variables is a constant, as in plain NNX: it is not trained.
     Integers and single numbers are accepted. Floating-point arrays that a function
     draws from its ``rngs`` are weights, and raise a `ModelError`, unless they are
-    marked as constants. All other arrays could be either, and give a warning.
+    marked as constants. All other arrays could be weights or constants, and give a
+    warning.
     """
     bare = [
         path

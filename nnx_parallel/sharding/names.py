@@ -41,7 +41,7 @@ DimAxes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """The description of one array of a model that rules get.
+    """The description of an array, by which rules decide.
 
     Attributes:
         path: Dotted path in the model, such as ``blocks.mlp.up.kernel``.

@@ -140,7 +140,7 @@ def name_layers(model: nnx.Module) -> None:
 
 @runtime_checkable
 class FollowsNames(Protocol):
-    """A module with arrays named after other arrays: adapters, after their kernel."""
+    """A module that names some arrays after others, such as adapters after a kernel."""
 
     def follow_names(self) -> None:
         """Renames these arrays after the names of the other arrays have changed."""

@@ -78,7 +78,7 @@ class Placement:
 
     @property
     def is_gathered(self) -> bool:
-        """True if the array in use, or its gradient, has another spec than stored."""
+        """True if the spec in use, or of the gradient, differs from the stored spec."""
         return self.used != self.stored or self.gradient != self.stored
 
 
@@ -162,7 +162,7 @@ def place_array(
     staged: Staged | None,
     place: Callable[[ArrayInfo], Placement],
 ) -> Placement:
-    """Places one array of a model, of which one `Stack` may run in stages."""
+    """Places one array of a model, which may have a `Stack` that runs in stages."""
     if staged is None:
         return place(info)
     is_staged = path[: len(staged.path)] == staged.path

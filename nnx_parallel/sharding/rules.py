@@ -89,7 +89,7 @@ class PathRules:
         """Returns the spec of the first regex that is found in the path."""
         for regex, spec in self.pairs:
             if re.search(regex, info.path):
-                return spec, f"path rule {regex!r}"  # which `warn_idle` looks for
+                return spec, f"path rule {regex!r}"  # `warn_idle` looks for this text
         # Statistics, counters and random keys stay replicated without a rule.
         if self.strict and info.is_param:
             raise UnmatchedRuleError(
@@ -202,7 +202,7 @@ class FSDPRules:
     min_size: int = 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, str):  # often the least size, from other libraries
+        if not isinstance(self.axis, str):  # other libraries take the least size here
             raise RuleError(
                 f"FSDPRules got {self.axis!r} for its axis, the name of a mesh axis. "
                 "Other arguments go by keyword: FSDPRules(min_size=2**20)."

@@ -33,7 +33,7 @@ from nnx_parallel.sharding.specs import check_axes, check_spec
 # A protocol, because this package must not import `Strategy`.
 @runtime_checkable
 class HasLayout(Protocol):
-    """A strategy, of which placement uses only the layout."""
+    """A strategy, or any object that has a layout on a mesh."""
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """Returns the layout of the strategy on a mesh."""

@@ -271,7 +271,7 @@ class MoE(nnx.Module):
             elif load.of_documents is not None:
                 counts = load.of_documents  # (batch, seq, experts)
             total = jnp.sum(counts, axis=-1, keepdims=True)
-            if load.of_documents is not None:  # padding has no tokens
+            if load.of_documents is not None:  # the total of padding is 0
                 total = jnp.maximum(total, 1)
             # A share is 1 if all experts have the same share. Shares are floats,
             # because count * num_experts may exceed 32 bits.

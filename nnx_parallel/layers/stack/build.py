@@ -57,7 +57,7 @@ def find_blocks(model: nnx.Module) -> tuple[Path, int]:
             lists[path[:-1]][index] = module
     found: list[tuple[Path, int]] = []
     for path, blocks in lists.items():
-        # If an index is missing, the list has another entry than blocks, such as a
+        # If an index is missing, one entry of the list is not a module, such as a
         # function in a Sequential.
         if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
             with suppress(StackError):

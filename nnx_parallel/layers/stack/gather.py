@@ -218,8 +218,8 @@ def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
     # A carried value changes from step to step, so it is not a stored parameter.
     if eqn.primitive.name == "scan":
         body: Any = next(jex.jaxprs_in_params(eqn.params))
-        # Slices are recognised by their rank, which is one less than outside. jax 0.12
-        # does not tell these numbers.
+        # Slices are counted by their rank, which is one less than outside, because jax
+        # 0.12 has no parameters with these numbers.
         num_carry = _num_alike(eqn.outvars, body.outvars)
         last = _num_alike(eqn.invars, body.invars)
         slices = [place and place.of_layer() for place in given[last:]]
