@@ -26,6 +26,7 @@ from nnx_parallel.models import GPT, next_token_loss
 from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs
 from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating
+from nnx_parallel.programs import trace
 from nnx_parallel.sharding import Claims, Layout, using
 from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import StatePlan
@@ -138,8 +139,18 @@ def make_gpt_step(
         return jnp.take(table, rows, axis=0, mode="fill")
 
     def run_block(x: jax.Array, params: State) -> tuple[jax.Array, None]:
-        block = nnx.merge(block_def, gathered(params, placed_layer))
-        return block(x), None
+        params = gathered(params, placed_layer)
+        if not gathers:
+            return nnx.merge(block_def, params)(x), None
+        # FSDP's traced step has jnp's own jitted functions inlined. Otherwise XLA keeps
+        # the broadcast constant of the mask as an array, in a kernel of its own.
+        block = trace(
+            lambda x, params: nnx.merge(block_def, params)(x),
+            x,
+            params,
+            inlined=lambda eqn: eqn.primitive.name == "jit",
+        )
+        return block(x, params), None
 
     def total_loss(params: State, batch: Mapping[str, jax.Array]) -> jax.Array:
         params = dict(params)
