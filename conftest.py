@@ -79,8 +79,8 @@ def pytest_collection_modifyitems(
 
     They share compiled programs, which each worker would else compile for itself.
     """
-    if config.getoption("part"):
-        part, num_parts = map(int, config.getoption("part").split("/"))
+    if given := config.getoption("part"):
+        part, num_parts = map(int, str(given).split("/"))
         chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
             index = zlib.crc32(item.nodeid.encode()) % num_parts

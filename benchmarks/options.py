@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "none": dict.fromkeys(OF_TPUS),
     **{f"without {name}": {name: None} for name in OF_TPUS},
 }
-"""`Trainer(compiler_options=)` of each row; ``None`` removes an option."""
+"""`Backend(compiler_options=)` of each row; ``None`` removes an option."""
 
 
 def measure(rounds: int = 1) -> Table:

@@ -23,7 +23,7 @@ from nnx_parallel.data.position import Epochs
 from nnx_parallel.data.rows import LastBatch, SmallerBatches
 from nnx_parallel.errors import DataError, ParallelWarning
 
-ROWS = np.arange(48, dtype=np.float32)
+ROWS: Any = np.arange(48, dtype=np.float32)
 
 
 def split(rows: np.ndarray, size: int = 8) -> list[np.ndarray]:

@@ -325,8 +325,8 @@ def _is_on_host(x: Any) -> bool:
     return is_here and all(device.platform == "cpu" for device in x.devices())
 
 
-def _sampled(x: np.ndarray, row_bytes: int) -> np.ndarray:
-    """Returns bytes of an array, ``(rows, bytes)``: of all items or of a sample."""
+def _sampled(x: np.ndarray, row_bytes: int) -> Any:
+    """Returns bytes, uint8 ``(rows, bytes)``, of all items or of a sample."""
     row_items = x.size // len(x)
     # The step is odd, because images and tokens often repeat at even distances.
     by_item = -(-row_items // max(1, row_bytes // x.itemsize)) | 1

@@ -353,7 +353,8 @@ class ShardedFunction:
         numbers = {"static_argnums": static, "donate_argnums": donated}
         jit = partial(jax.jit, traced, **numbers)
         # Under `jax.disable_jit` there is no trace, and nothing is partitioned.
-        if mesh.size > 1 and not jax.config.jax_disable_jit:
+        config: Any = jax.config  # its type in jax 0.10 lacks the flag
+        if mesh.size > 1 and not config.jax_disable_jit:
             # JAX keeps traces by function and arguments: the program reuses this trace.
             trace = jit().trace(*values)
             corrected = correct(self._layout, trace.jaxpr, is_complete=False)
