@@ -235,6 +235,10 @@ class Fold:
         """Returns the value of a literal, or of an array that a program closes over."""
         raise NotImplementedError
 
+    def unlike(self) -> Any:
+        """Returns the value of an atom: a literal in one program, not in another."""
+        raise NotImplementedError
+
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
         """Maps the values of an equation's inputs to the values of its outputs.
 
@@ -314,7 +318,7 @@ class Fold:
     def _read(self, known: Mapping[jex.Var, Any], *atoms: Any) -> Any:
         are_literals = {isinstance(atom, jex.Literal) for atom in atoms}
         if len(are_literals) == 2:
-            raise ValueError("One program has a literal, another one a variable.")
+            return self.unlike()
         if are_literals == {True}:
             return self.constant(*(atom.val for atom in atoms))
         return known[atoms[0]]

@@ -38,6 +38,9 @@ _OTHER_SIGNATURE = "The program was resolved for another signature."
 _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 
 
+_CONFIG: Any = jax.config  # its type in jax 0.10 lacks a flag
+
+
 class Arguments:
     """The parameters of a function: static ones, donated ones, and placements."""
 
@@ -353,8 +356,7 @@ class ShardedFunction:
         numbers = {"static_argnums": static, "donate_argnums": donated}
         jit = partial(jax.jit, traced, **numbers)
         # Under `jax.disable_jit` there is no trace, and nothing is partitioned.
-        config: Any = jax.config  # its type in jax 0.10 lacks the flag
-        if mesh.size > 1 and not config.jax_disable_jit:
+        if mesh.size > 1 and not _CONFIG.jax_disable_jit:
             # JAX keeps traces by function and arguments: the program reuses this trace.
             trace = jit().trace(*values)
             corrected = correct(self._layout, trace.jaxpr, is_complete=False)

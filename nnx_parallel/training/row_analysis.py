@@ -511,6 +511,9 @@ class _Rows(Fold):
     def constant(self, *numbers: Any) -> RowValue:
         return _constant(*numbers)
 
+    def unlike(self) -> RowValue:
+        return RowValue("unknown", _UNKNOWN)
+
     def join(self, a: RowValue, b: RowValue) -> RowValue:
         return _joined(a, b)
 
