@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Ratio, Table, interleave
 from nnx_parallel import FSDP, Trainer
-from nnx_parallel.checkpoint import CheckpointWriter, writer
+from nnx_parallel.checkpoint import CheckpointManager, writer
 from nnx_parallel.checkpoint.checksum import checksums, start_checksums
 from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
@@ -122,7 +122,7 @@ def _save_during_steps(
     with (
         mock.patch.object(writer, "start_checksums", start),
         tempfile.TemporaryDirectory() as name,
-        CheckpointWriter(name) as checkpoints,
+        CheckpointManager(name) as checkpoints,
     ):
         assert checkpoints.latest_step is None  # opens the directory
         alone = _median([_timed(step) for _ in range(4)])

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.checkpoint import Checkpoint, CheckpointReader, CheckpointWriter
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager, CheckpointReader
 
 META = {"position": {"first_step": 0, "state": {"next_index": 5}}, "seed": 3}
 
@@ -29,7 +29,7 @@ def make_groups(seed: int = 0) -> dict[str, dict[str, jax.Array]]:
 
 def save(directory: Path, *steps: int, **options: Any) -> None:
     """Saves `make_groups(step)` under each step."""
-    with CheckpointWriter(Checkpoint(directory, **options)) as writer:
+    with CheckpointManager(Checkpoint(directory, **options)) as writer:
         for step in steps:
             loss = {"loss": 0.5}
             writer.save_groups(step, make_groups(step), META, metrics=loss)

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.checkpoint import (
     Checkpoint,
+    CheckpointManager,
     CheckpointReader,
-    CheckpointWriter,
     checksum,
 )
 from nnx_parallel.checkpoint.checksum import PendingChecksums, read_checksums
@@ -119,7 +119,7 @@ def path_of(options: Checkpoint, *parts: str) -> Path:
 def test_restore_keeps_bits_on_any_device_count(options, num_devices):
     groups = everything()
     meta = {"data": {"position": [3, 4]}, "version": "1", "x": 0.1}
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(10, groups, meta)
         wanted = abstract(groups, num_devices)
         restored, restored_meta = writer.saved.restore(wanted)
@@ -136,7 +136,7 @@ def test_restore_keeps_bits_on_any_device_count(options, num_devices):
 
 def test_describe_is_independent_of_mesh(options):
     groups = everything()
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
         writer.save_groups(2, place(groups, num_devices=2), {})
         first, second = writer.saved.describe(1), writer.saved.describe()
@@ -160,7 +160,7 @@ def test_pending_checksums_release_arrays():
 
 
 def start_save(options: Checkpoint, values):
-    """Starts an Orbax save as the CheckpointWriter does, with the given checksums."""
+    """Starts an Orbax save as the CheckpointManager does, with the given checksums."""
     orbax = open_directory(str(options.directory))
     parts = {**weights(), PART: PendingChecksums("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
@@ -215,7 +215,7 @@ def bytes_read() -> int:
 def test_describe_and_mismatch_read_no_arrays(options):
     noise = jax.random.normal(jax.random.key(0), (8, 1 << 18))
     groups = place({"params": {"w": noise}})
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, groups, {})
         writer.wait()
         before = bytes_read()
@@ -230,7 +230,7 @@ def test_describe_and_mismatch_read_no_arrays(options):
 
 def test_restore_selects_groups(options):
     groups = everything()
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, groups, {})
         wanted = abstract({name: groups[name] for name in ("params", "ema")}, 4)
         restored, _ = writer.saved.restore(wanted, step=1)
@@ -246,7 +246,7 @@ def test_arrays_may_be_donated_after_save_returns(options, num_devices):
     state = {f"w{i}": jnp.arange(1 << 18, dtype=jnp.float32) + i for i in range(4)}
     state = place({"params": state}, num_devices)
     wanted = jax.tree.map(np.array, state)
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, state, {})
         target = abstract(state, num_devices)
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_arrays_may_be_donated_after_save_returns(options, num_devices):
 def test_async_save_returns_before_writing(options):
     groups = {"params": {"w": jax.random.normal(jax.random.key(0), (8, 1 << 20))}}
     groups = jax.block_until_ready(place(groups))
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, groups, {})
         assert not path_of(options, "1").exists()
         writer.wait()
@@ -268,13 +268,13 @@ def test_async_save_returns_before_writing(options):
 
 def test_synchronous_save_returns_after_writing(tmp_path):
     options = Checkpoint(tmp_path, asynchronous=False)
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, weights(), {})
         assert path_of(options, "1").exists()
 
 
 def test_rapid_saves_are_all_kept(tmp_path):
-    with CheckpointWriter(Checkpoint(tmp_path, keep_last=None)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as writer:
         for step in range(1, 6):
             writer.save_groups(step, weights(step), {"step": step})
         for step in writer.saved.steps:
@@ -303,13 +303,13 @@ LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_retention_keeps_selected_steps(tmp_path, rules, kept, best, is_restarted):
     options = Checkpoint(tmp_path, **rules)
-    writer = CheckpointWriter(options)
+    writer = CheckpointManager(options)
     for step, loss in LOSSES.items():
         metrics = None if loss is None else {"loss": loss, "accuracy": 0.5}
         writer.save_groups(step, weights(step), {}, metrics=metrics)
         if is_restarted:
             writer.close()
-            writer = CheckpointWriter(options)
+            writer = CheckpointManager(options)
     assert writer.saved.steps == kept
     assert writer.saved.best_step == best
     names = [path.name for path in tmp_path.iterdir()]
@@ -318,7 +318,7 @@ def test_retention_keeps_selected_steps(tmp_path, rules, kept, best, is_restarte
 
 
 def test_repeated_or_descending_step_raises(options):
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(20, weights(1), {})
         where = f"'{options.directory}'"
         message = (
@@ -342,7 +342,7 @@ def test_replaced_step_that_cannot_be_deleted_is_not_listed(options, monkeypatch
     def fail(path):
         raise OSError(f"cannot delete {path}")
 
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(20, weights(1), {})
         writer.wait()
         with monkeypatch.context() as patch:
@@ -356,7 +356,7 @@ def test_replaced_step_that_cannot_be_deleted_is_not_listed(options, monkeypatch
 
 def test_steps_that_were_moved_are_saved_again(tmp_path):
     options = Checkpoint(tmp_path, keep_last=None, on_damage="previous")
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         for step in (1, 2, 3):
             writer.save_groups(step, weights(step), {})
         writer.set_aside(1)
@@ -375,14 +375,14 @@ def test_notice_of_preemption_ends_with_close(options, monkeypatch):
     monkeypatch.setattr(
         multihost_utils, "reached_preemption_sync_point", lambda step: step == 2
     )
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         found = [(writer.is_due(step), writer.is_preempted) for step in (1, 2, 3)]
         assert found == [(False, False), (True, True), (False, True)]
     assert not writer.is_preempted
 
 
 def test_save_is_due_every_n_steps(tmp_path):
-    with CheckpointWriter(Checkpoint(tmp_path, every=3)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, every=3)) as writer:
         assert [step for step in range(1, 10) if writer.is_due(step)] == [
             3,
             6,
@@ -404,7 +404,7 @@ LARGE = 1 << 19
 def test_background_failure_names_its_step(tmp_path):
     options = Checkpoint(tmp_path / "run", keep_last=1)
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(10, weights(1), {})
         writer.wait()
         writer.save_groups(20, groups, {})
@@ -428,7 +428,7 @@ def test_background_failure_names_its_step(tmp_path):
 
 def test_close_raises_failure_of_last_save(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    writer = CheckpointWriter(options)
+    writer = CheckpointManager(options)
     writer.save_groups(20, groups, {})
     block(options, 20)
     with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
@@ -440,7 +440,7 @@ def test_save_failure_does_not_hide_run_error(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
 
     def run() -> None:
-        with CheckpointWriter(options) as writer:
+        with CheckpointManager(options) as writer:
             writer.save_groups(20, groups, {})
             block(options, 20)
             raise ArithmeticError("loss is nan")
@@ -479,7 +479,7 @@ Checkpoint 1 in '{options.directory}' differs from the requested arrays:
   variables: `same` is float32[8] in the checkpoint and bfloat16[8] here
 Build the same model and optimizer. Saved groups: \
 ['params', 'variables']."""
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, saved, {})
         with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
             writer.saved.restore(abstract(wanted))
@@ -488,7 +488,7 @@ Build the same model and optimizer. Saved groups: \
 def test_restore_without_sharding_raises(options):
     bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     message = "Cannot restore `w` of group 'params': it has no sharding."
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
         with pytest.raises(CheckpointError, match=re.escape(message)):
             writer.saved.restore(bare)
@@ -496,7 +496,7 @@ def test_restore_without_sharding_raises(options):
 
 def test_missing_steps_raise(options):
     where = f"'{options.directory}'"
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         message = f"No checkpoint in {where}. Save one first."
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
             writer.saved.describe()
@@ -519,9 +519,9 @@ def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
 
     directory = tmp_path / "run"
     options = Checkpoint(directory, keep_best="loss", on_save_error="warn")
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, weights(), {}, metrics={"loss": 1.0})
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         saved = writer.saved
         monkeypatch.setattr(saved, "metrics", lambda: pytest.fail("it was read"))
         directory.rename(tmp_path / "away")
@@ -536,7 +536,7 @@ def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])
 def test_damaged_files_raise_read_error(options, victim):
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, weights(), {})
         writer.wait()
         shutil.rmtree(path_of(options, "1", victim))
@@ -569,7 +569,7 @@ def test_unsavable_values_raise(options):
         ({"a/b": {"w": array}}, {}, "Cannot save a group named 'a/b'"),
         ({"params": {"w": array}}, {"x": array}, "Cannot save the metadata: Object of"),
     ]
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         for groups, meta, message in refused:
             with pytest.raises(CheckpointError, match=re.escape(message)):
                 writer.save_groups(1, groups, meta)
@@ -610,14 +610,14 @@ def test_unwritable_directory_raises(tmp_path):
     for directory in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
         message = f"Cannot write checkpoints to '{directory}': "
         with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
-            _ = CheckpointWriter(Checkpoint(directory)).saved
+            _ = CheckpointManager(Checkpoint(directory)).saved
 
 
 def test_foreign_files_are_not_touched(tmp_path):
     for name in ("100", "7", "notes", "3.txt.d"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text(name)
-    with CheckpointWriter(Checkpoint(tmp_path, keep_last=1)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as writer:
         for step in (1, 2, 8):
             writer.save_groups(step, weights(), {})
         assert writer.saved.steps == [8]
@@ -635,7 +635,7 @@ def test_foreign_files_are_not_touched(tmp_path):
 def test_reader_changes_nothing(options, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="No directory"):
         CheckpointReader(options)
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.save_groups(1, weights(1), {"seed": 3})
     unfinished = path_of(options, "2.orbax-checkpoint-tmp")
     unfinished.mkdir()
@@ -648,10 +648,10 @@ def test_reader_changes_nothing(options, tmp_path):
 
 SAVE_FOR_EVER = """
 import sys, jax, jax.numpy as jnp, numpy as np
-from nnx_parallel.checkpoint import Checkpoint, CheckpointWriter
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
 jax.config.update("jax_platforms", "cpu")
 noise = jnp.asarray(np.random.default_rng(0).standard_normal(1 << 22, np.float32))
-with CheckpointWriter(Checkpoint(sys.argv[1], keep_last=2)) as writer:
+with CheckpointManager(Checkpoint(sys.argv[1], keep_last=2)) as writer:
     for step in range(1, 1000):
         w = noise.at[0].set(step)
         writer.save_groups(step, {"params": {"w": w}}, {"step": step})
@@ -674,7 +674,7 @@ def test_kill_during_save_keeps_last_checkpoint(options):
     child.communicate()
     assert list(path_of(options).glob("*tmp*")), "the kill came between two saves"
 
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         latest = writer.latest_step
         assert latest is not None
         target = {"params": {"w": jnp.zeros(1 << 22)}}

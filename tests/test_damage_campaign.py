@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Checkpoint, Trainer
-from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter
+from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader
 from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.errors import (
     CheckpointFormatError,
@@ -151,7 +151,7 @@ def test_every_damage_is_detected_or_named(
         options = Checkpoint(where, on_damage=on_damage)
         if step is not None:
             return bits(CheckpointReader(options).restore(wanted, step)[0])
-        with CheckpointWriter(options) as writer:
+        with CheckpointManager(options) as writer:
             found = writer.saved.restore_newest(wanted, quarantines=True)
         if found is None:
             raise CheckpointNotFoundError("none")

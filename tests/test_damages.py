@@ -22,7 +22,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Checkpoint, Trainer
-from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, files
+from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader, files
 from nnx_parallel.checkpoint.orbax_compat import is_transient, reading
 from nnx_parallel.data import DataState
 from nnx_parallel.errors import (
@@ -60,7 +60,7 @@ def _collected() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    with CheckpointWriter(Checkpoint(directory)) as writer:
+    with CheckpointManager(Checkpoint(directory)) as writer:
         writer.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
     return directory
 
@@ -179,7 +179,7 @@ def test_transient_error_is_not_damage(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
-    with CheckpointWriter(Checkpoint(tmp_path, on_damage="previous")) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as writer:
         stored = writer.saved.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
@@ -273,7 +273,7 @@ def test_all_steps_damaged_raises(tmp_path: Path) -> None:
 
 
 def test_checksums_of_another_save_raise(tmp_path: Path) -> None:
-    with CheckpointWriter(Checkpoint(tmp_path)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path)) as writer:
         writer.save_groups(1, make_groups(), META)
         writer.save_groups(2, make_groups(), META | {"seed": 4})
         writer.wait()

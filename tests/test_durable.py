@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Checkpoint
-from nnx_parallel.checkpoint import CheckpointWriter
+from nnx_parallel.checkpoint import CheckpointManager
 from nnx_parallel.durable import sync, sync_tree
 from nnx_parallel.weights import save_pretrained
 from tests.checkpoints import META, make_groups
@@ -79,7 +79,7 @@ def test_step_is_synced_before_older_one_is_deleted(
         parents = [run] * (keep_last is None) + [run.parent, tmp_path]
         reports.append(unsynced + trace.unsynced(*parents, deep=False))
 
-    with CheckpointWriter(options) as writer:
+    with CheckpointManager(options) as writer:
         writer.report = report
         for step in (1, 2, 3):
             writer.save_groups(step, make_groups(step), META, metrics={"loss": 0.5})
@@ -117,7 +117,7 @@ def test_unsynced_save_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[str] = []
-    with CheckpointWriter(Checkpoint(tmp_path, keep_last=1)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as writer:
         writer.report = reports.append
         writer.save_groups(1, make_groups(1), META)
         writer.wait()

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import Checkpoint
-from nnx_parallel.checkpoint import CheckpointWriter
+from nnx_parallel.checkpoint import CheckpointManager
 from nnx_parallel.errors import CheckpointDirectoryError, LogFileError, WeightsError
 from nnx_parallel.files import MAX_DEPTH, open_private, parse_object, read_object
 from nnx_parallel.loggers import JSONLinesLogger
@@ -50,7 +50,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any], type[Exception]]] = {
     ),
     "lock": (
         "lock.json",
-        lambda path: CheckpointWriter(Checkpoint(path.parent)).saved,
+        lambda path: CheckpointManager(Checkpoint(path.parent)).saved,
         CheckpointDirectoryError,
     ),
 }

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, lock
+from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader, lock
 from nnx_parallel.checkpoint.lock import LOCK, DirectoryLock
 from nnx_parallel.errors import CheckpointDirectoryError, CheckpointSaveError
 
@@ -55,7 +55,7 @@ def owner_of(directory: Path) -> int:
 def test_directory_in_use_raises(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
     content = write_lock(tmp_path, other.pid)
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
@@ -65,7 +65,7 @@ def test_directory_in_use_raises(
         f"'{socket.gethostname()}', since 2026-01-02 03:04:05 UTC (train.py)."
     )
     with pytest.raises(CheckpointDirectoryError, match=re.escape(message)):
-        _ = CheckpointWriter(tmp_path).latest_step
+        _ = CheckpointManager(tmp_path).latest_step
     assert unfinished.is_dir()
     assert (tmp_path / LOCK).read_bytes() == content
     assert CheckpointReader(tmp_path).steps == [1]
@@ -78,7 +78,7 @@ def test_lock_of_dead_process_is_taken(
     write_lock(tmp_path, other.pid)
     other.kill()
     other.wait()
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
     assert os.listdir(tmp_path) == []
@@ -88,7 +88,7 @@ def test_lock_with_reused_pid_is_taken(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     write_lock(tmp_path, other.pid, start="1")
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
@@ -104,10 +104,10 @@ def test_lock_of_another_machine_is_watched(
     timer = threading.Timer(0.7, os.utime, [tmp_path / LOCK])
     timer.start()
     with pytest.raises(CheckpointDirectoryError, match="is in use by another run"):
-        _ = CheckpointWriter(tmp_path).latest_step
+        _ = CheckpointManager(tmp_path).latest_step
     timer.join()
     monkeypatch.setattr(lock, "_WATCH_SECONDS", 0.6)
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         assert writer.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
@@ -127,16 +127,16 @@ def test_held_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_managers_of_one_process_share_lock(tmp_path: Path) -> None:
-    with CheckpointWriter(tmp_path) as first:
+    with CheckpointManager(tmp_path) as first:
         assert first.latest_step is None
-        with CheckpointWriter(tmp_path) as second:
+        with CheckpointManager(tmp_path) as second:
             assert second.latest_step is None
         assert (tmp_path / LOCK).exists()
     assert not (tmp_path / LOCK).exists()
 
 
 def test_run_with_lost_lock_stops_saving(tmp_path: Path) -> None:
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
         writer.wait()
         content = write_lock(tmp_path, 1, machine="another")

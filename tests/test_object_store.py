@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nnx_parallel.checkpoint import Checkpoint, CheckpointWriter
+from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
 from nnx_parallel.errors import CheckpointDirectoryError
 from tests.waiting import wait_until
 
@@ -24,18 +24,18 @@ def test_missing_object_store_packages_raise(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "google.cloud.storage", None)
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(CheckpointDirectoryError, match=r"pip install 'nnx-parallel\[g"):
-        _ = CheckpointWriter(Checkpoint("gs://bucket/run")).saved
+        _ = CheckpointManager(Checkpoint("gs://bucket/run")).saved
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "az://b/run", "http://host/run"])
 def test_unsupported_object_store_raises(url: str) -> None:
     with pytest.raises(CheckpointDirectoryError, match="Orbax writes arrays to Google"):
-        _ = CheckpointWriter(Checkpoint(url)).saved
+        _ = CheckpointManager(Checkpoint(url)).saved
 
 
 def test_pattern_in_object_store_name_raises() -> None:
     with pytest.raises(CheckpointDirectoryError, match="a name may hold none of"):
-        _ = CheckpointWriter(Checkpoint("gs://bucket/lr=[0.1]")).saved
+        _ = CheckpointManager(Checkpoint("gs://bucket/lr=[0.1]")).saved
 
 
 TRAIN = """

@@ -33,7 +33,7 @@ from nnx_parallel import (
     muon,
     muon_dimension_numbers,
 )
-from nnx_parallel.checkpoint.writer import CheckpointWriter
+from nnx_parallel.checkpoint.writer import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
 from nnx_parallel.optimizers import offload as updating
@@ -227,7 +227,7 @@ def test_step_reuses_memory_of_state_in_save(tmp_path: Path) -> None:
     # take over, is given to no step.
     x = jax.jit(partial(jnp.arange, 2.0**22), out_shardings=place)()
     step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
-    with CheckpointWriter(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as writer:
         before = addresses(x)
         writer.save_groups(1, {"optimizer": {"m": x}}, {})
         after = step(x)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import Callback, Checkpoint, Faults, Trainer, make_mesh
-from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter
+from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader
 from nnx_parallel.checkpoint.checksum import checksums
 from nnx_parallel.errors import CheckpointSaveError, ReplicaError
 from nnx_parallel.training.diagnostics import check_replicas
@@ -74,7 +74,7 @@ def test_saving_differing_copies_raises(
     states = [x, corrupt(x, device)]
 
     def save() -> None:
-        with CheckpointWriter(options) as writer:
+        with CheckpointManager(options) as writer:
             writer.report = reports.append
             for step, w in enumerate(states, start=1):
                 writer.save_groups(step, {"model": {"w": w, "whole": x}}, {})

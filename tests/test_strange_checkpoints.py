@@ -22,8 +22,8 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint import (
     Checkpoint,
+    CheckpointManager,
     CheckpointReader,
-    CheckpointWriter,
     files,
 )
 from nnx_parallel.checkpoint.orbax_compat import hide_lost_reads
@@ -62,7 +62,7 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def resume(directory: Path, **options: Any) -> tuple[list[bytes], list[str]] | None:
-    with CheckpointWriter(Checkpoint(directory, **options)) as writer:
+    with CheckpointManager(Checkpoint(directory, **options)) as writer:
         wanted = abstract(make_groups())
         found = writer.saved.restore_newest(wanted, quarantines=True)
     return found and (bits(found[0][0]), found[1])
@@ -168,7 +168,7 @@ def test_foreign_checkpoint_raises_and_is_kept(run: Path) -> None:
     message = f"Checkpoint 5 in '{run}' was not written by this library: it has"
     with pytest.raises(CheckpointFormatError, match=re.escape(message)):
         resume(run, on_damage="previous")
-    with CheckpointWriter(Checkpoint(run, keep_last=1, keep_best="loss")) as writer:
+    with CheckpointManager(Checkpoint(run, keep_last=1, keep_best="loss")) as writer:
         writer.save_groups(6, make_groups(6), META, metrics={"loss": 0.1})
     assert sorted(os.listdir(run)) == ["3", "5", "6"]
 
@@ -257,7 +257,7 @@ def test_undeletable_old_step_warns(run: Path, monkeypatch: pytest.MonkeyPatch) 
         delete(path, *args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    with CheckpointWriter(Checkpoint(run, keep_last=1)) as writer:
+    with CheckpointManager(Checkpoint(run, keep_last=1)) as writer:
         writer.save_groups(6, make_groups(6), META)
         message = (
             rf"An older checkpoint in '{run}' could not be deleted: step 2 \(OSError: "
@@ -405,7 +405,7 @@ def test_hostile_headers_raise_named_errors(
     change: tuple[str, Callable], run: Path
 ) -> None:
     change[1](run / "4")
-    with CheckpointWriter(Checkpoint(run, keep_best="loss")) as writer:
+    with CheckpointManager(Checkpoint(run, keep_best="loss")) as writer:
         saved = writer.saved
         assert saved.best_step in {2, 4}
         is_bad = bool(saved.corrupt_steps)

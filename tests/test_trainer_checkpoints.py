@@ -24,7 +24,7 @@ from nnx_parallel import (
     Evaluation,
     Trainer,
 )
-from nnx_parallel.checkpoint import CheckpointReader, CheckpointWriter, reader
+from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader, reader
 from nnx_parallel.data import DataState
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import (
@@ -476,7 +476,7 @@ def test_resumed_fit_reads_data_from_start(tmp_path: Path) -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def save_and_wait(writer: CheckpointWriter, trainer: Trainer, step: int) -> None:
+def save_and_wait(writer: CheckpointManager, trainer: Trainer, step: int) -> None:
     writer.save(trainer.state, step, {}, {})
     writer.wait()
 
@@ -486,7 +486,7 @@ def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> No
     options = Checkpoint(
         tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
     )
-    writer = CheckpointWriter(options)
+    writer = CheckpointManager(options)
     trainer = make_trainer(checkpoint=options)
     save_and_wait(writer, trainer, 3)
     assert "Saved step 3 in" in writer.exit_message(5)
@@ -503,7 +503,7 @@ def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> No
 
 
 def test_exit_message_says_nothing_is_saved(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path / "run")
+    writer = CheckpointManager(tmp_path / "run")
     assert writer.exit_message(0).startswith("Nothing is saved in")
     writer.close()
 

@@ -6,11 +6,11 @@ strategy on any number of devices can read another strategy's checkpoint. A save
 the arrays to the host and returns; the files are written in the background, and the
 checkpoint appears complete or not at all.
 
-A run has one `CheckpointWriter`. Any number of `CheckpointReader` objects can read the
+A run has one `CheckpointManager`. Any number of `CheckpointReader` objects can read the
 directory at the same time.
 """
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint
 from nnx_parallel.checkpoint.options import Checkpoint as Checkpoint
 from nnx_parallel.checkpoint.reader import CheckpointReader as CheckpointReader
-from nnx_parallel.checkpoint.writer import CheckpointWriter as CheckpointWriter
+from nnx_parallel.checkpoint.writer import CheckpointManager as CheckpointManager

@@ -63,7 +63,7 @@ from nnx_parallel.precision import array_bytes
 from nnx_parallel.state import TrainState
 
 
-class CheckpointWriter:
+class CheckpointManager:
     """Saves the training state of one run, and resumes from it.
 
     The directory is opened at the first use and stays open until `close`. Use the
@@ -94,7 +94,7 @@ class CheckpointWriter:
     Example:
         >>> import tempfile, jax.numpy as jnp
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     with CheckpointWriter(directory) as writer:
+        ...     with CheckpointManager(directory) as writer:
         ...         writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
         ...         print(writer.saved.describe().groups)
         {'params': {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}}

@@ -15,7 +15,7 @@ from nnx_parallel.checkpoint.contents import from_groups, to_groups
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.checkpoint.reader import CheckpointReader
-from nnx_parallel.checkpoint.writer import CheckpointWriter
+from nnx_parallel.checkpoint.writer import CheckpointManager
 from nnx_parallel.data.reading import DataState
 from nnx_parallel.distributed.agreement import meet, strip_addresses
 from nnx_parallel.drawing import aligned
@@ -172,7 +172,7 @@ class RunState:
     plan: StatePlan
     source: nnx.Module | ModelFn
     seed: int
-    checkpoints: CheckpointWriter
+    checkpoints: CheckpointManager
     judged: Judged
     callbacks: Sequence[Callback] = ()
     wrt: Any = nnx.Param
@@ -346,7 +346,7 @@ class RunState:
 
         A fit gives the step that it counts, because a callback may have changed the
         state's step. ``once`` and ``may_skip`` are arguments of
-        `CheckpointWriter.save`.
+        `CheckpointManager.save`.
         """
         step = self.step if step is None else step
         self._check_finite(step)

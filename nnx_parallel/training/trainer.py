@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.writer import CheckpointWriter
+from nnx_parallel.checkpoint.writer import CheckpointManager
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
@@ -166,7 +166,7 @@ class Trainer:
         count, is_saved = options.num_microbatches, where is not None
         run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
         run["eval_params"] = judged.description
-        checkpoints = CheckpointWriter(where, run, frozen=frozen_paths(plan))
+        checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
         self._run = RunState(plan, source, seed, checkpoints, judged, callbacks, wrt)
         shows = loggers is None or any(isinstance(x, ConsoleLogger) for x in loggers)
         self._run.report = print_once if shows else str

@@ -4,3 +4,5 @@
 sorts tokens by expert and multiplies. `ragged` sends rows to the devices of their
 experts. Start reading in `moe`.
 """
+
+from nnx_parallel.layers.experts.routing import Experts as Experts
