@@ -217,7 +217,7 @@ def test_inspect_arrays_lists_run(
 ) -> None:
     assert main(["inspect", str(run), "--verify", "--arrays"]) == 0
     text = capsys.readouterr().out
-    assert text.count("intact: every array has its checksum") == 2
+    assert text.count("whole: every array has its checksum") == 2
     for line in (
         "strategy: DataParallel()",
         "model: Linear",
@@ -310,7 +310,7 @@ def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
     _, verdict = _judge(saved, 2, verify=True)
     assert verdict == "deleted by the run meanwhile"
     _, verdict = _judge(saved, 4, verify=True)
-    assert verdict.startswith("intact")
+    assert verdict.startswith("whole")
 
 
 def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:

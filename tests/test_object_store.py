@@ -137,7 +137,7 @@ def test_killed_run_resumes_from_object_store(
     assert done[-1] == whole
     assert int(done[0]) in {5, 7}  # it resumed
     shown = finish(start(server, "-m", "nnx_parallel", "inspect", url, "--verify"))
-    assert shown.count("intact: every array has its checksum") == 2
+    assert shown.count("whole: every array has its checksum") == 2
     assert re.findall(r"^ +(\d+)  \d{4}-", shown, re.MULTILINE) == ["10", "12"]
     assert "left by a save" not in shown
     assert " 0 B " not in shown

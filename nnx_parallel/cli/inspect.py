@@ -138,7 +138,7 @@ def _judge(
         if _is_gone(saved, step):
             return None, _GONE
         return stored, f"DAMAGED: {error}"
-    return stored, "intact: every array has its checksum"
+    return stored, "whole: every array has its checksum"
 
 
 _GONE = "deleted by the run meanwhile"
