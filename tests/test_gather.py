@@ -104,3 +104,44 @@ def test_evaluation_gathers_in_while_loop() -> None:
     jaxpr = jax.make_jaxpr(partial(plan.evaluate, in_while))(*arrays, BATCH)
     (loop,) = (e for e, _ in walk(jaxpr.jaxpr) if e.primitive.name == "while")
     assert "sharding_constraint" in str(loop.params["body_jaxpr"])
+
+
+class Unrolled(nnx.Module):
+    """Layers that are not stacked; some have a checkpoint."""
+
+    def __init__(self, rngs: nnx.Rngs, checkpointed: tuple[int, ...] = ()) -> None:
+        self.layers = nnx.List(
+            nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(LAYERS)
+        )
+        self.checkpointed = checkpointed
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def run(layer: nnx.Module, x: jax.Array) -> jax.Array:
+            return jnp.tanh(layer(x))  # pyright: ignore[reportCallIssue]
+
+        for i, layer in enumerate(self.layers):
+            x = (nnx.remat(run) if i in self.checkpointed else run)(layer, x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpointed"),
+    [
+        (FSDP(4, min_size=0), ()),
+        (FSDP(4, min_size=0, prefetch="first"), ()),
+        (FSDP(4, min_size=0), (1,)),
+    ],
+    ids=["plain", "prefetch", "one checkpoint"],
+)
+def test_unrolled_layers_are_gathered_again_backward(
+    strategy: Strategy, checkpointed: tuple[int, ...]
+) -> None:
+    trainer = make_trainer(
+        partial(Unrolled, checkpointed=checkpointed),
+        lambda model, x: (model(x) ** 2).mean(),
+        strategy,
+        num_microbatches=1,
+    )
+    found = gathers(trainer.train_step, trainer.state, trainer.shard_batch(BATCH))
+    # The first layer's input has no gradient, so its kernel is not needed backward.
+    assert found == {KERNEL: 2 * LAYERS - 1}

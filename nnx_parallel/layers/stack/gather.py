@@ -17,6 +17,7 @@ from nnx_parallel.programs import (
     ClosedJaxpr,
     Eqns,
     bind,
+    carried_by_scan,
     inputs_of,
     run,
     trace,
@@ -37,12 +38,16 @@ Places = dict[jex.Var, Placement]
 _CHECKPOINTS = {"remat2", "checkpoint"}
 _LOOPS = {"scan", "while", "cond"}
 
+_keeping_all_else = partial(jax.checkpoint, policy=saves_all_but_gathers)
+"""A checkpoint that keeps all values except gathered parameters."""
+
 
 def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callable:
     """Wraps a function of ``(params, variables, *rest)``: it gathers parameters at use.
 
-    If the function has no checkpoint, the backward pass keeps all values except
-    gathered parameters, which it gathers again.
+    The backward pass gathers parameters again, and keeps all other values that the
+    function's own checkpoints do not drop. There is one exception: if layers are
+    stacked and have checkpoints, parameters outside of the layers are kept gathered.
 
     Args:
         function: The function, written for gathered parameters.
@@ -56,17 +61,20 @@ def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callabl
         by_path = flatten(traced.inputs[0]) | flatten(traced.inputs[1])
         stored = {by_path[path]: place for path, place in places.items()}
         outs, tree = jax.tree.flatten(traced.outputs)
+        names = {eqn.primitive.name for eqn, _ in walk(traced)}
+        has_layers = any(place.is_stacked for place in places.values())
+        layout = active_layout()
+        prefetches = has_layers and layout is not None and layout.prefetches
+        # A checkpoint around the function would replace the policies of checkpoints
+        # inside it (docs/library-notes.md, "Remat"), and of layers that prefetch.
+        is_wrapped = names.isdisjoint(_CHECKPOINTS) and not prefetches
+        checkpoint = None if is_wrapped or has_layers else _keeping_all_else
 
         def compute(*args: Any) -> Any:
             env = traced.consts | bind(traced.inputs, args)
-            return tree.unflatten(_run(traced.eqns, outs, env, stored, keeps=True))
+            return tree.unflatten(_run(traced.eqns, outs, env, stored, checkpoint))
 
-        layout = active_layout()
-        names = {eqn.primitive.name for eqn, _ in walk(traced)}
-        # A checkpoint around the function would replace the policies of checkpoints
-        # inside it (docs/library-notes.md, "Remat"), and of layers that prefetch.
-        if names.isdisjoint(_CHECKPOINTS) and not (layout and layout.prefetches):
-            compute = jax.checkpoint(compute, policy=saves_all_but_gathers)
+        compute = _keeping_all_else(compute) if is_wrapped else compute
         return compute(params, variables, *rest)
 
     return gathering
@@ -77,7 +85,11 @@ def _is_inlined(eqn: jex.JaxprEqn) -> bool:
 
 
 def _run(
-    eqns: Eqns, outs: Sequence, env: Mapping, places: Places, *, keeps: bool
+    eqns: Eqns,
+    outs: Sequence,
+    env: Mapping,
+    places: Places,
+    checkpoint: Callable | None,
 ) -> list:
     """Runs equations, and gathers parameters where they are used.
 
@@ -86,8 +98,8 @@ def _run(
         outs: The variables and literals to return the values of.
         env: The values of the inputs.
         places: The placements of inputs that are not gathered yet.
-        keeps: True if a checkpoint around the equations decides what the backward pass
-            keeps. If False, no gathered parameter is kept.
+        checkpoint: Wraps equations that use gathered parameters. ``None`` if these may
+            be kept, or if a checkpoint around all the equations drops them.
     """
     env, places, plain = dict(env), dict(places), []
     for i, eqn in enumerate(eqns):
@@ -103,7 +115,7 @@ def _run(
         # equations stay together.
         if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
             later = inputs_of(eqns[i:], outs)
-            _compute(plain, later, env, places, keeps=keeps)
+            _compute(plain, later, env, places, checkpoint)
             plain = []
         if moved is not None:
             found = run([eqn], eqn.outvars, env)
@@ -114,16 +126,20 @@ def _run(
         else:
             found = _run_checkpoint(eqn, env, _places_of(eqn.invars, places))
         env.update(zip(eqn.outvars, found, strict=True))
-    _compute(plain, variables_in(outs), env, places, keeps=keeps)
+    _compute(plain, variables_in(outs), env, places, checkpoint)
     return run([], outs, env)
 
 
 def _compute(
-    eqns: Eqns, later: Sequence[jex.Var], env: dict, places: Places, *, keeps: bool
+    eqns: Eqns,
+    later: Sequence[jex.Var],
+    env: dict,
+    places: Places,
+    checkpoint: Callable | None,
 ) -> None:
     """Computes ``eqns``, and adds those results to ``env`` that ``later`` lists."""
     taken = inputs_of(eqns)
-    if keeps:
+    if checkpoint is None:
         _gather(taken, env, places)
     # An equation that computes with all layers of a stack gets the stored shards.
     stored = {v: places[v] for v in taken if v in places and not places[v].is_stacked}
@@ -135,12 +151,10 @@ def _compute(
         gathered = use_params({v: known[v] for v in stored}, stored)
         return run(eqns, wanted, known | gathered)
 
-    if stored:
-        # Gathered parameters are never kept, because all layers together would be as
+    if stored and checkpoint is not None:
+        # Gathered parameters are not kept, because all layers together would be as
         # large as the model.
-        compute = jax.checkpoint(
-            compute, policy=saves_all_but_gathers, prevent_cse=False
-        )
+        compute = checkpoint(compute)
     env.update(zip(wanted, compute([env[v] for v in taken]), strict=True))
 
 
@@ -188,7 +202,7 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
     # The gather is inside the model's checkpoint, and the policy never keeps its
     # result.
     body = jax.checkpoint(
-        _body(jaxpr, given, keeps=True),
+        _body(jaxpr, given, None),
         policy=policy and keeps,
         prevent_cse=eqn.params["prevent_cse"],
     )
@@ -197,10 +211,12 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
 
 def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
     """Runs a loop or a condition, and gathers layers in its bodies."""
-    keeps = eqn.primitive.name != "scan"
+    is_scan = eqn.primitive.name == "scan"
+    # Within a loop XLA merges no operation of the backward pass with a forward one.
+    checkpoint = partial(_keeping_all_else, prevent_cse=False) if is_scan else None
 
     def rewrite(inner: list[Placement | None], jaxpr: Any) -> Any:
-        body = _body(jaxpr, inner, keeps=keeps)
+        body = _body(jaxpr, inner, checkpoint)
         return jax.make_jaxpr(body)(*map(_shape, jaxpr.in_avals))
 
     # Only the bodies change; constants, carried and scanned values stay the same.
@@ -217,13 +233,9 @@ def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
         return {"branches": given[1:]}
     # A carried value changes from step to step, so it is not a stored parameter.
     if eqn.primitive.name == "scan":
-        body: Any = next(jex.jaxprs_in_params(eqn.params))
-        # Slices are counted by their rank, which is one less than outside, because jax
-        # 0.12 has no parameters with these numbers.
-        num_carry = _num_alike(eqn.outvars, body.outvars)
-        last = _num_alike(eqn.invars, body.invars)
-        slices = [place and place.of_layer() for place in given[last:]]
-        return {"jaxpr": [*given[: last - num_carry], *[None] * num_carry, *slices]}
+        first, end = carried_by_scan(eqn)
+        slices = [place and place.of_layer() for place in given[end:]]
+        return {"jaxpr": [*given[:first], *[None] * (end - first), *slices]}
     first = eqn.params["cond_nconsts"]
     last = first + eqn.params["body_nconsts"]
     carried = [None] * (len(given) - last)
@@ -231,13 +243,9 @@ def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
     return {key: [*places, *carried] for key, places in consts.items()}
 
 
-def _num_alike(outside: Sequence, inside: Sequence) -> int:
-    """Counts the values that have as many dims inside a loop as outside."""
-    pairs = zip(outside, inside, strict=True)
-    return sum(a.aval.ndim == b.aval.ndim for a, b in pairs)
-
-
-def _body(jaxpr: Any, inner: list[Placement | None], *, keeps: bool) -> Callable:
+def _body(
+    jaxpr: Any, inner: list[Placement | None], checkpoint: Callable | None
+) -> Callable:
     """Makes a function of a jaxpr's inputs that gathers parameters at use.
 
     ``inner`` has the placement of each input, or ``None``.
@@ -248,7 +256,7 @@ def _body(jaxpr: Any, inner: list[Placement | None], *, keeps: bool) -> Callable
 
     def body(*values: Any) -> list:
         env = traced.consts | bind(traced.inputs, values)
-        return _run(traced.eqns, list(traced.outputs), env, places, keeps=keeps)
+        return _run(traced.eqns, list(traced.outputs), env, places, checkpoint)
 
     return body
 
