@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         weights, chosen = scores.topk(self.top_k)  # (tokens, top_k)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         row, token, ends = self._places(chosen)
-        # The last token stands in rows without a token.
+        # The index of a row without a token is one past the end: it gets zeros.
         rows = F.pad(tokens, (0, 0, 0, 1))[token]
         with torch.autocast(x.device.type, enabled=False):
             hidden = F.silu(grouped_products(rows, self.gate, ends))

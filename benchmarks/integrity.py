@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Ratio, Table, interleave
 from nnx_parallel import FSDP, Trainer
-from nnx_parallel.checkpoint import CheckpointManager, writer
+from nnx_parallel.checkpoint import CheckpointManager, manager
 from nnx_parallel.checkpoint.checksum import checksums, start_checksums
 from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
@@ -120,7 +120,7 @@ def _save_during_steps(
 ) -> tuple[float, ...]:
     """Seconds of a save, of the fit's wait for it, and of delay of the steps."""
     with (
-        mock.patch.object(writer, "start_checksums", start),
+        mock.patch.object(manager, "start_checksums", start),
         tempfile.TemporaryDirectory() as name,
         CheckpointManager(name) as checkpoints,
     ):

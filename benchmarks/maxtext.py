@@ -279,7 +279,7 @@ def estimated_cycles(module: Module) -> float:
                 called = filter(None, (each.called, *each.branches))
                 total += sum(of(inner, operands) for inner in called)
             elif found := _CYCLES.search(each.attributes):
-                # The largest integer stands for an unknown cost.
+                # The compiler writes the largest integer if it does not know the cost.
                 cycles = int(found[1])
                 total += cycles if cycles < 2**60 else 0
         return total

@@ -29,10 +29,10 @@ def make_groups(seed: int = 0) -> dict[str, dict[str, jax.Array]]:
 
 def save(directory: Path, *steps: int, **options: Any) -> None:
     """Saves `make_groups(step)` under each step."""
-    with CheckpointManager(Checkpoint(directory, **options)) as writer:
+    with CheckpointManager(Checkpoint(directory, **options)) as manager:
         for step in steps:
             loss = {"loss": 0.5}
-            writer.save_groups(step, make_groups(step), META, metrics=loss)
+            manager.save_groups(step, make_groups(step), META, metrics=loss)
 
 
 def abstract(groups: dict) -> dict:

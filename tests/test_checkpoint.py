@@ -119,10 +119,10 @@ def path_of(options: Checkpoint, *parts: str) -> Path:
 def test_restore_keeps_bits_on_any_device_count(options, num_devices):
     groups = everything()
     meta = {"data": {"position": [3, 4]}, "version": "1", "x": 0.1}
-    with CheckpointManager(options) as writer:
-        writer.save_groups(10, groups, meta)
+    with CheckpointManager(options) as manager:
+        manager.save_groups(10, groups, meta)
         wanted = abstract(groups, num_devices)
-        restored, restored_meta = writer.saved.restore(wanted)
+        restored, restored_meta = manager.saved.restore(wanted)
     assert_same(restored, groups)
     assert restored_meta == meta
     assert jax.tree.all(
@@ -136,10 +136,10 @@ def test_restore_keeps_bits_on_any_device_count(options, num_devices):
 
 def test_describe_is_independent_of_mesh(options):
     groups = everything()
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
-        writer.save_groups(2, place(groups, num_devices=2), {})
-        first, second = writer.saved.describe(1), writer.saved.describe()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {"seed": 0}, metrics={"eval_loss": 2.0})
+        manager.save_groups(2, place(groups, num_devices=2), {})
+        first, second = manager.saved.describe(1), manager.saved.describe()
     assert (first.step, first.meta, first.metrics) == (1, {"seed": 0}, {"eval_loss": 2})
     assert (second.step, second.metrics) == (2, {})
     assert first.groups == second.groups
@@ -215,26 +215,26 @@ def bytes_read() -> int:
 def test_describe_and_mismatch_read_no_arrays(options):
     noise = jax.random.normal(jax.random.key(0), (8, 1 << 18))
     groups = place({"params": {"w": noise}})
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, groups, {})
-        writer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
+        manager.wait()
         before = bytes_read()
-        writer.saved.describe()
+        manager.saved.describe()
         wrong = {"params": {"v": noise, "w": noise}}
         with pytest.raises(CheckpointMismatchError):
-            writer.saved.restore(abstract(wrong))
+            manager.saved.restore(abstract(wrong))
         assert bytes_read() - before < noise.nbytes / 50
-        writer.saved.restore(abstract(groups))
+        manager.saved.restore(abstract(groups))
         assert bytes_read() - before > noise.nbytes / 2
 
 
 def test_restore_selects_groups(options):
     groups = everything()
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
         wanted = abstract({name: groups[name] for name in ("params", "ema")}, 4)
-        restored, _ = writer.saved.restore(wanted, step=1)
-        assert writer.saved.restore({"ema": {}}) == ({"ema": {}}, {})
+        restored, _ = manager.saved.restore(wanted, step=1)
+        assert manager.saved.restore({"ema": {}}) == ({"ema": {}}, {})
     assert_same(restored, {"params": groups["params"], "ema": {}})
 
 
@@ -246,42 +246,42 @@ def test_arrays_may_be_donated_after_save_returns(options, num_devices):
     state = {f"w{i}": jnp.arange(1 << 18, dtype=jnp.float32) + i for i in range(4)}
     state = place({"params": state}, num_devices)
     wanted = jax.tree.map(np.array, state)
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, state, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, state, {})
         target = abstract(state, num_devices)
         for _ in range(3):
             state = overwrite(state)
         jax.block_until_ready(state)
-        restored, _ = writer.saved.restore(target)
+        restored, _ = manager.saved.restore(target)
     assert_same(restored, wanted)
 
 
 def test_async_save_returns_before_writing(options):
     groups = {"params": {"w": jax.random.normal(jax.random.key(0), (8, 1 << 20))}}
     groups = jax.block_until_ready(place(groups))
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, groups, {})
         assert not path_of(options, "1").exists()
-        writer.wait()
+        manager.wait()
         assert path_of(options, "1").exists()
 
 
 def test_synchronous_save_returns_after_writing(tmp_path):
     options = Checkpoint(tmp_path, asynchronous=False)
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, weights(), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {})
         assert path_of(options, "1").exists()
 
 
 def test_rapid_saves_are_all_kept(tmp_path):
-    with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=None)) as manager:
         for step in range(1, 6):
-            writer.save_groups(step, weights(step), {"step": step})
-        for step in writer.saved.steps:
-            restored, meta = writer.saved.restore(abstract(weights()), step)
+            manager.save_groups(step, weights(step), {"step": step})
+        for step in manager.saved.steps:
+            restored, meta = manager.saved.restore(abstract(weights()), step)
             assert_same(restored, weights(step))
             assert meta == {"step": step}
-        assert writer.saved.steps == [1, 2, 3, 4, 5]
+        assert manager.saved.steps == [1, 2, 3, 4, 5]
 
 
 LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4.0}
@@ -303,38 +303,38 @@ LOSSES = {1: 5.0, 2: 1.0, 3: None, 4: 3.0, 5: float("nan"), 6: 1.0, 7: 9.0, 8: 4
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_retention_keeps_selected_steps(tmp_path, rules, kept, best, is_restarted):
     options = Checkpoint(tmp_path, **rules)
-    writer = CheckpointManager(options)
+    manager = CheckpointManager(options)
     for step, loss in LOSSES.items():
         metrics = None if loss is None else {"loss": loss, "accuracy": 0.5}
-        writer.save_groups(step, weights(step), {}, metrics=metrics)
+        manager.save_groups(step, weights(step), {}, metrics=metrics)
         if is_restarted:
-            writer.close()
-            writer = CheckpointManager(options)
-    assert writer.saved.steps == kept
-    assert writer.saved.best_step == best
+            manager.close()
+            manager = CheckpointManager(options)
+    assert manager.saved.steps == kept
+    assert manager.saved.best_step == best
     names = [path.name for path in tmp_path.iterdir()]
     assert sorted(int(name) for name in names if name.isdigit()) == kept
-    writer.close()
+    manager.close()
 
 
 def test_repeated_or_descending_step_raises(options):
-    with CheckpointManager(options) as writer:
-        writer.save_groups(20, weights(1), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(20, weights(1), {})
         where = f"'{options.directory}'"
         message = (
             f"Step 20 is already saved in {where}. Pass overwrite=True to replace it, "
             "or save a later step."
         )
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            writer.save_groups(20, weights(2), {})
+            manager.save_groups(20, weights(2), {})
         message = (
             f"Cannot save step 10 in {where} after step 20: steps must ascend. Save "
             "step 21 or later, or use another directory."
         )
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            writer.save_groups(10, weights(2), {}, overwrite=True)
-        writer.save_groups(20, weights(3), {}, overwrite=True)
-        restored, _ = writer.saved.restore(abstract(weights()))
+            manager.save_groups(10, weights(2), {}, overwrite=True)
+        manager.save_groups(20, weights(3), {}, overwrite=True)
+        restored, _ = manager.saved.restore(abstract(weights()))
     assert_same(restored, weights(3))
 
 
@@ -342,32 +342,32 @@ def test_replaced_step_that_cannot_be_deleted_is_not_listed(options, monkeypatch
     def fail(path):
         raise OSError(f"cannot delete {path}")
 
-    with CheckpointManager(options) as writer:
-        writer.save_groups(20, weights(1), {})
-        writer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(20, weights(1), {})
+        manager.wait()
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "rmtree", fail)
             with pytest.raises(CheckpointSaveError, match="Cannot delete step 20"):
-                writer.save_groups(20, weights(2), {}, overwrite=True)
-        assert writer.saved.steps == []  # it was renamed before
-        writer.save_groups(20, weights(3), {})
-        assert writer.saved.steps == [20]
+                manager.save_groups(20, weights(2), {}, overwrite=True)
+        assert manager.saved.steps == []  # it was renamed before
+        manager.save_groups(20, weights(3), {})
+        assert manager.saved.steps == [20]
 
 
 def test_steps_that_were_moved_are_saved_again(tmp_path):
     options = Checkpoint(tmp_path, keep_last=None, on_damage="previous")
-    with CheckpointManager(options) as writer:
+    with CheckpointManager(options) as manager:
         for step in (1, 2, 3):
-            writer.save_groups(step, weights(step), {})
-        writer.set_aside(1)
-        writer.save_groups(2, weights(20), {})
-        writer.save_groups(3, weights(30), {})
-        writer.wait()
+            manager.save_groups(step, weights(step), {})
+        manager.set_aside(1)
+        manager.save_groups(2, weights(20), {})
+        manager.save_groups(3, weights(30), {})
+        manager.wait()
         shutil.rmtree(tmp_path / "3" / "params")
-        writer.saved.restore_newest(abstract(weights()), quarantines=True)
-        writer.save_groups(3, weights(300), {})
+        manager.saved.restore_newest(abstract(weights()), quarantines=True)
+        manager.save_groups(3, weights(300), {})
         for step, value in ((1, 1), (2, 20), (3, 300)):
-            restored, _ = writer.saved.restore(abstract(weights()), step)
+            restored, _ = manager.saved.restore(abstract(weights()), step)
             assert_same(restored, weights(value))
 
 
@@ -375,21 +375,21 @@ def test_notice_of_preemption_ends_with_close(options, monkeypatch):
     monkeypatch.setattr(
         multihost_utils, "reached_preemption_sync_point", lambda step: step == 2
     )
-    with CheckpointManager(options) as writer:
-        found = [(writer.is_due(step), writer.is_preempted) for step in (1, 2, 3)]
+    with CheckpointManager(options) as manager:
+        found = [(manager.is_due(step), manager.is_preempted) for step in (1, 2, 3)]
         assert found == [(False, False), (True, True), (False, True)]
-    assert not writer.is_preempted
+    assert not manager.is_preempted
 
 
 def test_save_is_due_every_n_steps(tmp_path):
-    with CheckpointManager(Checkpoint(tmp_path, every=3)) as writer:
-        assert [step for step in range(1, 10) if writer.is_due(step)] == [
+    with CheckpointManager(Checkpoint(tmp_path, every=3)) as manager:
+        assert [step for step in range(1, 10) if manager.is_due(step)] == [
             3,
             6,
             9,
         ]
-        writer.save_groups(6, weights(), {})
-        assert [step for step in range(1, 10) if writer.is_due(step)] == [9]
+        manager.save_groups(6, weights(), {})
+        assert [step for step in range(1, 10) if manager.is_due(step)] == [9]
 
 
 def block(options: Checkpoint, step: int) -> None:
@@ -404,44 +404,44 @@ LARGE = 1 << 19
 def test_background_failure_names_its_step(tmp_path):
     options = Checkpoint(tmp_path / "run", keep_last=1)
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    with CheckpointManager(options) as writer:
-        writer.save_groups(10, weights(1), {})
-        writer.wait()
-        writer.save_groups(20, groups, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(10, weights(1), {})
+        manager.wait()
+        manager.save_groups(20, groups, {})
         block(options, 20)
         message = f"Saving step 20 in '{options.directory}' failed: "
         with pytest.raises(CheckpointSaveError, match=re.escape(message)):
-            writer.save_groups(30, groups, {})
+            manager.save_groups(30, groups, {})
         assert not list(tmp_path.glob("run/20.*")), "written files keep their bytes"
-        assert writer.saved.steps == [10]
-        assert_same(writer.saved.restore(abstract(weights()))[0], weights(1))
+        assert manager.saved.steps == [10]
+        assert_same(manager.saved.restore(abstract(weights()))[0], weights(1))
         late, other = (tmp_path / f"run/{n}.orbax-checkpoint-tmp" for n in (20, 90))
         late.mkdir()  # threads of the failed save may still write
-        writer.save_groups(30, weights(3), {})
-        assert writer.saved.steps == [30]
+        manager.save_groups(30, weights(3), {})
+        assert manager.saved.steps == [30]
         assert not late.exists()
         other.mkdir()
-        writer.save_groups(40, weights(4), {})
-        assert writer.saved.steps == [40]
+        manager.save_groups(40, weights(4), {})
+        assert manager.saved.steps == [40]
         assert other.exists(), "no search for remains after a successful save"
 
 
 def test_close_raises_failure_of_last_save(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
-    writer = CheckpointManager(options)
-    writer.save_groups(20, groups, {})
+    manager = CheckpointManager(options)
+    manager.save_groups(20, groups, {})
     block(options, 20)
     with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
-        writer.close()
-    writer.close()
+        manager.close()
+    manager.close()
 
 
 def test_save_failure_does_not_hide_run_error(options):
     groups = jax.block_until_ready(weights(num_rows=LARGE))
 
     def run() -> None:
-        with CheckpointManager(options) as writer:
-            writer.save_groups(20, groups, {})
+        with CheckpointManager(options) as manager:
+            manager.save_groups(20, groups, {})
             block(options, 20)
             raise ArithmeticError("loss is nan")
 
@@ -479,36 +479,36 @@ Checkpoint 1 in '{options.directory}' differs from the requested arrays:
   variables: `same` is float32[8] in the checkpoint and bfloat16[8] here
 Build the same model and optimizer. Saved groups: \
 ['params', 'variables']."""
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, saved, {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, saved, {})
         with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
-            writer.saved.restore(abstract(wanted))
+            manager.saved.restore(abstract(wanted))
 
 
 def test_restore_without_sharding_raises(options):
     bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     message = "Cannot restore `w` of group 'params': it has no sharding."
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, place({"params": {"w": jnp.ones((8, 4))}}), {})
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            writer.saved.restore(bare)
+            manager.saved.restore(bare)
 
 
 def test_missing_steps_raise(options):
     where = f"'{options.directory}'"
-    with CheckpointManager(options) as writer:
+    with CheckpointManager(options) as manager:
         message = f"No checkpoint in {where}. Save one first."
         with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-            writer.saved.describe()
-        assert (writer.latest_step, writer.saved.best_step) == (None, None)
-        writer.save_groups(500, weights(), {})
+            manager.saved.describe()
+        assert (manager.latest_step, manager.saved.best_step) == (None, None)
+        manager.save_groups(500, weights(), {})
         message = (
             f"No checkpoint for step 2000 in {where}. Saved steps: [500]. Pass "
             "step=None for the latest, or resume=False to start from step 0."
         )
         for step in (2000, np.array(2000), jnp.int32(2000)):
             with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
-                writer.saved.restore({}, step)  # pyright: ignore[reportArgumentType]
+                manager.saved.restore({}, step)  # pyright: ignore[reportArgumentType]
 
 
 def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
@@ -519,30 +519,30 @@ def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
 
     directory = tmp_path / "run"
     options = Checkpoint(directory, keep_best="loss", on_save_error="warn")
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, weights(), {}, metrics={"loss": 1.0})
-    with CheckpointManager(options) as writer:
-        saved = writer.saved
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {}, metrics={"loss": 1.0})
+    with CheckpointManager(options) as manager:
+        saved = manager.saved
         monkeypatch.setattr(saved, "metrics", lambda: pytest.fail("it was read"))
         directory.rename(tmp_path / "away")
         directory.write_text("no directory")
         with pytest.raises(CheckpointSaveError, match="CheckpointDirectoryError: "):
-            writer.save_groups(2, weights(), {})
+            manager.save_groups(2, weights(), {})
         assert saved.steps == [1]
-        monkeypatch.setattr("nnx_parallel.checkpoint.writer.check_writable", lose)
+        monkeypatch.setattr("nnx_parallel.checkpoint.manager.check_writable", lose)
         with pytest.raises(ProcessError, match="Process 1 is lost"):
-            writer.save_groups(2, weights(), {})
+            manager.save_groups(2, weights(), {})
 
 
 @pytest.mark.parametrize("victim", ["params", "params/d"])
 def test_damaged_files_raise_read_error(options, victim):
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, weights(), {})
-        writer.wait()
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(), {})
+        manager.wait()
         shutil.rmtree(path_of(options, "1", victim))
         message = f"Cannot read checkpoint 1 in '{options.directory}': "
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            writer.saved.restore(abstract(weights()))
+            manager.saved.restore(abstract(weights()))
 
 
 def test_unsavable_values_raise(options):
@@ -569,11 +569,11 @@ def test_unsavable_values_raise(options):
         ({"a/b": {"w": array}}, {}, "Cannot save a group named 'a/b'"),
         ({"params": {"w": array}}, {"x": array}, "Cannot save the metadata: Object of"),
     ]
-    with CheckpointManager(options) as writer:
+    with CheckpointManager(options) as manager:
         for groups, meta, message in refused:
             with pytest.raises(CheckpointError, match=re.escape(message)):
-                writer.save_groups(1, groups, meta)
-        assert writer.saved.steps == []
+                manager.save_groups(1, groups, meta)
+        assert manager.saved.steps == []
 
 
 @pytest.mark.parametrize(
@@ -617,13 +617,13 @@ def test_foreign_files_are_not_touched(tmp_path):
     for name in ("100", "7", "notes", "3.txt.d"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text(name)
-    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as writer:
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as manager:
         for step in (1, 2, 8):
-            writer.save_groups(step, weights(), {})
-        assert writer.saved.steps == [8]
+            manager.save_groups(step, weights(), {})
+        assert manager.saved.steps == [8]
         message = "'100' is there and is not a checkpoint. Move it away"
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            writer.save_groups(100, weights(), {})
+            manager.save_groups(100, weights(), {})
     assert {file.read_text() for file in tmp_path.glob("*/mine")} == {
         "100",
         "7",
@@ -635,8 +635,8 @@ def test_foreign_files_are_not_touched(tmp_path):
 def test_reader_changes_nothing(options, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="No directory"):
         CheckpointReader(options)
-    with CheckpointManager(options) as writer:
-        writer.save_groups(1, weights(1), {"seed": 3})
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, weights(1), {"seed": 3})
     unfinished = path_of(options, "2.orbax-checkpoint-tmp")
     unfinished.mkdir()
     restored, meta = CheckpointReader(options).restore(abstract(weights()))
@@ -651,10 +651,10 @@ import sys, jax, jax.numpy as jnp, numpy as np
 from nnx_parallel.checkpoint import Checkpoint, CheckpointManager
 jax.config.update("jax_platforms", "cpu")
 noise = jnp.asarray(np.random.default_rng(0).standard_normal(1 << 22, np.float32))
-with CheckpointManager(Checkpoint(sys.argv[1], keep_last=2)) as writer:
+with CheckpointManager(Checkpoint(sys.argv[1], keep_last=2)) as manager:
     for step in range(1, 1000):
         w = noise.at[0].set(step)
-        writer.save_groups(step, {"params": {"w": w}}, {"step": step})
+        manager.save_groups(step, {"params": {"w": w}}, {"step": step})
         if step > 1:
             print(step, flush=True)
 """
@@ -674,14 +674,14 @@ def test_kill_during_save_keeps_last_checkpoint(options):
     child.communicate()
     assert list(path_of(options).glob("*tmp*")), "the kill came between two saves"
 
-    with CheckpointManager(options) as writer:
-        latest = writer.latest_step
+    with CheckpointManager(options) as manager:
+        latest = manager.latest_step
         assert latest is not None
         target = {"params": {"w": jnp.zeros(1 << 22)}}
-        restored, meta = writer.saved.restore(abstract(target))
+        restored, meta = manager.saved.restore(abstract(target))
         assert meta == {"step": latest}
         noise = np.random.default_rng(0).standard_normal(1 << 22, np.float32)
         noise[0] = latest
         assert_same(restored, {"params": {"w": jnp.asarray(noise)}})
-        writer.save_groups(latest + 1, weights(), {})
+        manager.save_groups(latest + 1, weights(), {})
     assert not list(path_of(options).glob("*tmp*"))

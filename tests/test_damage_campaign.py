@@ -151,8 +151,8 @@ def test_every_damage_is_detected_or_named(
         options = Checkpoint(where, on_damage=on_damage)
         if step is not None:
             return bits(CheckpointReader(options).restore(wanted, step)[0])
-        with CheckpointManager(options) as writer:
-            found = writer.saved.restore_newest(wanted, quarantines=True)
+        with CheckpointManager(options) as manager:
+            found = manager.saved.restore_newest(wanted, quarantines=True)
         if found is None:
             raise CheckpointNotFoundError("none")
         return bits(found[0][0])

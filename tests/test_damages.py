@@ -60,8 +60,8 @@ def _collected() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
-    with CheckpointManager(Checkpoint(directory)) as writer:
-        writer.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
+    with CheckpointManager(Checkpoint(directory)) as manager:
+        manager.save_groups(7, make_groups(), META, metrics={"loss": 0.5})
     return directory
 
 
@@ -179,8 +179,8 @@ def test_transient_error_is_not_damage(
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     first_free = os.dup(0)
     os.close(first_free)
-    with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as writer:
-        stored = writer.saved.describe(4)
+    with CheckpointManager(Checkpoint(tmp_path, on_damage="previous")) as manager:
+        stored = manager.saved.describe(4)
         where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         wanted = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -191,8 +191,8 @@ def test_transient_error_is_not_damage(
         def restore(max_files: int) -> None:
             try:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, before[1]))
-                writer.saved.reload()
-                writer.saved.restore(wanted, 4)
+                manager.saved.reload()
+                manager.saved.restore(wanted, 4)
             except CheckpointUnavailableError as error:
                 told.append(str(error))
             finally:
@@ -207,7 +207,7 @@ def test_transient_error_is_not_damage(
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("This is not damage, and nothing was changed" in x for x in told)
-        writer.saved.restore_newest(wanted, quarantines=True)
+        manager.saved.restore_newest(wanted, quarantines=True)
     assert not list(tmp_path.glob("damaged-*"))
     assert (tmp_path / "4").is_dir()
 
@@ -273,15 +273,15 @@ def test_all_steps_damaged_raises(tmp_path: Path) -> None:
 
 
 def test_checksums_of_another_save_raise(tmp_path: Path) -> None:
-    with CheckpointManager(Checkpoint(tmp_path)) as writer:
-        writer.save_groups(1, make_groups(), META)
-        writer.save_groups(2, make_groups(), META | {"seed": 4})
-        writer.wait()
+    with CheckpointManager(Checkpoint(tmp_path)) as manager:
+        manager.save_groups(1, make_groups(), META)
+        manager.save_groups(2, make_groups(), META | {"seed": 4})
+        manager.wait()
         file = Path("fingerprints") / "fingerprints.json"
         shutil.copy(tmp_path / "1" / file, tmp_path / "2" / file)
         message = "Its checksums were saved with another header."
         with pytest.raises(CheckpointReadError, match=re.escape(message)):
-            writer.saved.describe(2)
+            manager.saved.describe(2)
 
 
 class Hostile:

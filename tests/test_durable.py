@@ -79,11 +79,11 @@ def test_step_is_synced_before_older_one_is_deleted(
         parents = [run] * (keep_last is None) + [run.parent, tmp_path]
         reports.append(unsynced + trace.unsynced(*parents, deep=False))
 
-    with CheckpointManager(options) as writer:
-        writer.report = report
+    with CheckpointManager(options) as manager:
+        manager.report = report
         for step in (1, 2, 3):
-            writer.save_groups(step, make_groups(step), META, metrics={"loss": 0.5})
-            writer.wait()
+            manager.save_groups(step, make_groups(step), META, metrics={"loss": 0.5})
+            manager.wait()
     assert reports == [[], [], []]
     # Each step is whole when it gets its name, and the older one goes after that.
     names = [(old, new.partition("-")[0]) for old, new, _ in trace.renames]
@@ -117,17 +117,17 @@ def test_unsynced_save_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reports: list[str] = []
-    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as writer:
-        writer.report = reports.append
-        writer.save_groups(1, make_groups(1), META)
-        writer.wait()
+    with CheckpointManager(Checkpoint(tmp_path, keep_last=1)) as manager:
+        manager.report = reports.append
+        manager.save_groups(1, make_groups(1), META)
+        manager.wait()
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing(errno.EIO))
-            writer.save_groups(2, make_groups(2), META)
+            manager.save_groups(2, make_groups(2), META)
             with pytest.raises(RuntimeError, match=r"step 2 in .* failed: OSError"):
-                writer.wait()
+                manager.wait()
         assert len(reports) == 1
-        assert writer.saved.steps == [1]
+        assert manager.saved.steps == [1]
 
 
 def test_only_directories_may_fail_to_sync(

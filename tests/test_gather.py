@@ -117,7 +117,7 @@ class Unrolled(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         def run(layer: nnx.Module, x: jax.Array) -> jax.Array:
-            return jnp.tanh(layer(x))  # pyright: ignore[reportCallIssue]
+            return jnp.tanh(layer(x))
 
         for i, layer in enumerate(self.layers):
             x = (nnx.remat(run) if i in self.checkpointed else run)(layer, x)

@@ -55,8 +55,8 @@ def owner_of(directory: Path) -> int:
 def test_directory_in_use_raises(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
-    with CheckpointManager(tmp_path) as writer:
-        writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
     content = write_lock(tmp_path, other.pid)
     unfinished = tmp_path / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
@@ -78,8 +78,8 @@ def test_lock_of_dead_process_is_taken(
     write_lock(tmp_path, other.pid)
     other.kill()
     other.wait()
-    with CheckpointManager(tmp_path) as writer:
-        assert writer.latest_step is None
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
     assert os.listdir(tmp_path) == []
 
@@ -88,8 +88,8 @@ def test_lock_with_reused_pid_is_taken(
     tmp_path: Path, other: subprocess.Popen[bytes]
 ) -> None:
     write_lock(tmp_path, other.pid, start="1")
-    with CheckpointManager(tmp_path) as writer:
-        assert writer.latest_step is None
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
 
@@ -107,8 +107,8 @@ def test_lock_of_another_machine_is_watched(
         _ = CheckpointManager(tmp_path).latest_step
     timer.join()
     monkeypatch.setattr(lock, "_WATCH_SECONDS", 0.6)
-    with CheckpointManager(tmp_path) as writer:
-        assert writer.latest_step is None
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest_step is None
         assert owner_of(tmp_path) == os.getpid()
 
 
@@ -136,13 +136,13 @@ def test_managers_of_one_process_share_lock(tmp_path: Path) -> None:
 
 
 def test_run_with_lost_lock_stops_saving(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as writer:
-        writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
-        writer.wait()
+    with CheckpointManager(tmp_path) as manager:
+        manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
+        manager.wait()
         content = write_lock(tmp_path, 1, machine="another")
         message = "is no longer held by this run: it was stopped for so long"
         with pytest.raises(CheckpointSaveError, match=message):
-            writer.save_groups(2, {"params": {"w": jnp.ones(2)}}, {})
+            manager.save_groups(2, {"params": {"w": jnp.ones(2)}}, {})
     assert (tmp_path / LOCK).read_bytes() == content
     assert not (tmp_path / "2").exists()
 

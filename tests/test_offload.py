@@ -33,7 +33,7 @@ from nnx_parallel import (
     muon,
     muon_dimension_numbers,
 )
-from nnx_parallel.checkpoint.writer import CheckpointManager
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
 from nnx_parallel.optimizers import offload as updating
@@ -227,13 +227,13 @@ def test_step_reuses_memory_of_state_in_save(tmp_path: Path) -> None:
     # take over, is given to no step.
     x = jax.jit(partial(jnp.arange, 2.0**22), out_shardings=place)()
     step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
-    with CheckpointManager(tmp_path) as writer:
+    with CheckpointManager(tmp_path) as manager:
         before = addresses(x)
-        writer.save_groups(1, {"optimizer": {"m": x}}, {})
+        manager.save_groups(1, {"optimizer": {"m": x}}, {})
         after = step(x)
         assert addresses(after) == before
         wanted = jax.ShapeDtypeStruct(after.shape, after.dtype, sharding=place)
-        groups, _ = writer.saved.restore({"optimizer": {"m": wanted}}, 1)
+        groups, _ = manager.saved.restore({"optimizer": {"m": wanted}}, 1)
     restored = groups["optimizer"]["m"]
     assert restored.sharding == place
     np.testing.assert_array_equal(restored, np.arange(2**22))

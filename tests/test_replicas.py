@@ -74,11 +74,11 @@ def test_saving_differing_copies_raises(
     states = [x, corrupt(x, device)]
 
     def save() -> None:
-        with CheckpointManager(options) as writer:
-            writer.report = reports.append
+        with CheckpointManager(options) as manager:
+            manager.report = reports.append
             for step, w in enumerate(states, start=1):
-                writer.save_groups(step, {"model": {"w": w, "whole": x}}, {})
-                writer.wait()
+                manager.save_groups(step, {"model": {"w": w, "whole": x}}, {})
+                manager.wait()
 
     if num_others == 0:  # no device has the same part
         save()

@@ -62,9 +62,9 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def resume(directory: Path, **options: Any) -> tuple[list[bytes], list[str]] | None:
-    with CheckpointManager(Checkpoint(directory, **options)) as writer:
+    with CheckpointManager(Checkpoint(directory, **options)) as manager:
         wanted = abstract(make_groups())
-        found = writer.saved.restore_newest(wanted, quarantines=True)
+        found = manager.saved.restore_newest(wanted, quarantines=True)
     return found and (bits(found[0][0]), found[1])
 
 
@@ -168,8 +168,8 @@ def test_foreign_checkpoint_raises_and_is_kept(run: Path) -> None:
     message = f"Checkpoint 5 in '{run}' was not written by this library: it has"
     with pytest.raises(CheckpointFormatError, match=re.escape(message)):
         resume(run, on_damage="previous")
-    with CheckpointManager(Checkpoint(run, keep_last=1, keep_best="loss")) as writer:
-        writer.save_groups(6, make_groups(6), META, metrics={"loss": 0.1})
+    with CheckpointManager(Checkpoint(run, keep_last=1, keep_best="loss")) as manager:
+        manager.save_groups(6, make_groups(6), META, metrics={"loss": 0.1})
     assert sorted(os.listdir(run)) == ["3", "5", "6"]
 
 
@@ -257,16 +257,16 @@ def test_undeletable_old_step_warns(run: Path, monkeypatch: pytest.MonkeyPatch) 
         delete(path, *args, **options)
 
     monkeypatch.setattr(shutil, "rmtree", fail)
-    with CheckpointManager(Checkpoint(run, keep_last=1)) as writer:
-        writer.save_groups(6, make_groups(6), META)
+    with CheckpointManager(Checkpoint(run, keep_last=1)) as manager:
+        manager.save_groups(6, make_groups(6), META)
         message = (
             rf"An older checkpoint in '{run}' could not be deleted: step 2 \(OSError: "
             r".*Device or resource busy\). The newer ones are saved"
         )
         with pytest.warns(UserWarning, match=message):
-            writer.wait()
-        assert writer.saved.steps == [6]
-        assert writer.latest_step == 6
+            manager.wait()
+        assert manager.saved.steps == [6]
+        assert manager.latest_step == 6
     with pytest.warns(UserWarning, match="Cannot delete 'deleted-2-"):
         assert resume(run) == (bits(make_groups(6)), [])
 
@@ -405,8 +405,8 @@ def test_hostile_headers_raise_named_errors(
     change: tuple[str, Callable], run: Path
 ) -> None:
     change[1](run / "4")
-    with CheckpointManager(Checkpoint(run, keep_best="loss")) as writer:
-        saved = writer.saved
+    with CheckpointManager(Checkpoint(run, keep_best="loss")) as manager:
+        saved = manager.saved
         assert saved.best_step in {2, 4}
         is_bad = bool(saved.corrupt_steps)
         if not is_bad:

@@ -476,9 +476,9 @@ def test_resumed_fit_reads_data_from_start(tmp_path: Path) -> None:
     assert seen == [0, 1, 2, 3]
 
 
-def save_and_wait(writer: CheckpointManager, trainer: Trainer, step: int) -> None:
-    writer.save(trainer.state, step, {}, {})
-    writer.wait()
+def save_and_wait(manager: CheckpointManager, trainer: Trainer, step: int) -> None:
+    manager.save(trainer.state, step, {}, {})
+    manager.wait()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -486,26 +486,26 @@ def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> No
     options = Checkpoint(
         tmp_path / "run", on_save_error="warn", asynchronous=asynchronous
     )
-    writer = CheckpointManager(options)
+    manager = CheckpointManager(options)
     trainer = make_trainer(checkpoint=options)
-    save_and_wait(writer, trainer, 3)
-    assert "Saved step 3 in" in writer.exit_message(5)
+    save_and_wait(manager, trainer, 3)
+    assert "Saved step 3 in" in manager.exit_message(5)
     (tmp_path / "run").rename(tmp_path / "away")
     (tmp_path / "run").write_text("no directory")
     with pytest.warns(UserWarning, match="Saving step 5 .* Training goes on"):
-        save_and_wait(writer, trainer, 5)
+        save_and_wait(manager, trainer, 5)
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")
-    assert "Saved step 3 in" in writer.exit_message(5)
-    save_and_wait(writer, trainer, 5)  # not taken for saved: it is tried again
-    assert "Saved step 5 in" in writer.exit_message(5)
-    writer.close()
+    assert "Saved step 3 in" in manager.exit_message(5)
+    save_and_wait(manager, trainer, 5)  # not taken for saved: it is tried again
+    assert "Saved step 5 in" in manager.exit_message(5)
+    manager.close()
 
 
 def test_exit_message_says_nothing_is_saved(tmp_path: Path) -> None:
-    writer = CheckpointManager(tmp_path / "run")
-    assert writer.exit_message(0).startswith("Nothing is saved in")
-    writer.close()
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.exit_message(0).startswith("Nothing is saved in")
+    manager.close()
 
 
 def test_sigterm_between_checks_is_handled(

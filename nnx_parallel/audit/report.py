@@ -217,7 +217,7 @@ def audit(
             program's arguments or results.
         taken: Share of the executions in which a conditional takes its most expensive
             branch, by the `jax.named_scope` directly around it. FLOPs are then the mean
-            over branches. Collectives are still those of the most expensive branch.
+            over branches. Collectives are counted in the most expensive branch.
         trips: Number of trips of loops whose length depends on data, by the
             `jax.named_scope` directly around each loop.
 
@@ -257,7 +257,7 @@ def audit(
     mesh = mesh or (None if is_text else _mesh_of(compiled, module))
     collectives = tuple(_with_axes(each, mesh) for each in cost.collectives)
     return Report(
-        # The fields of `Cost` have the same names as those of `Report`.
+        # Each field of `Cost` is also a field of `Report`.
         **vars(replace(cost, collectives=collectives)),
         opcodes=opcodes,
         temporary_bytes=getattr(memory, "temp_size_in_bytes", None),

@@ -11,6 +11,6 @@ directory at the same time.
 """
 
 from nnx_parallel.checkpoint.contents import StoredCheckpoint as StoredCheckpoint
+from nnx_parallel.checkpoint.manager import CheckpointManager as CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint as Checkpoint
 from nnx_parallel.checkpoint.reader import CheckpointReader as CheckpointReader
-from nnx_parallel.checkpoint.writer import CheckpointManager as CheckpointManager

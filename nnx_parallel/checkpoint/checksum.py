@@ -5,9 +5,9 @@ is a hash of its bits and of its index in the global array. Each device hashes i
 shard, so that only the sums move to the host. The host adds the sums. They are exact
 integers, so neither the layout nor the order of the sum matters. A change of one
 element always changes the checksum. Any other change goes unnoticed with a probability
-of 1 in 2**32. Orbax itself does not check values: of 36 single flipped bits in the
-files of a checkpoint, 33 were restored as wrong weights without an error (Orbax
-0.12.8).
+of 1 in 2**32. Orbax itself does not check values: in a trial, one bit of a checkpoint's
+files was flipped, 36 times. Orbax 0.12.8 restored wrong weights 33 times, without an
+error.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class Place(NamedTuple):
 
     @property
     def num_copies(self) -> int | None:
-        """Number of devices that hold the same part; ``None`` if there is no mesh."""
+        """Number of devices that hold the same part; ``None`` without a mesh."""
         if not isinstance(self.sharding, NamedSharding):
             return None
         axes = chain(*dim_axes(self.sharding.spec, len(self.shape)))

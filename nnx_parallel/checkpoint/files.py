@@ -120,7 +120,11 @@ def read_json(path: LiteralPath) -> dict[str, Any]:
     """
     if not is_url(os.fspath(path)):
         return read_object(path)
-    return parse_object(path.read_bytes(), path)
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"'{path}' holds more than {MAX_BYTES:,} bytes.")
+    return parse_object(content, path)
 
 
 def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:

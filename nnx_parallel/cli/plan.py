@@ -280,11 +280,12 @@ def _replacements(
         # These arguments write files or count real devices, which a plan does not need.
         for name in ("checkpoint", "callbacks", "debugging"):
             kwargs.pop(name, None)
-        given = kwargs.pop("backend", None) or Backend()
-        # Stand-ins for devices cannot say which memory they reach.
-        vars(self)[PLANNED_OFFLOAD] = given.offload
-        backend = replace(given, mesh=None, offload=None)
-        kwargs |= {"loggers": (), "backend": backend, "devices": topology.devices}
+        given = kwargs.get("backend") or Backend()
+        if isinstance(given, Backend):  # the Trainer refuses any other value
+            # Stand-ins for devices cannot say which memory they reach.
+            vars(self)[PLANNED_OFFLOAD] = given.offload
+            kwargs["backend"] = replace(given, mesh=None, offload=None)
+        kwargs |= {"loggers": (), "devices": topology.devices}
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

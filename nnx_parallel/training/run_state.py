@@ -12,10 +12,10 @@ import jax
 from flax import nnx
 
 from nnx_parallel.checkpoint.contents import from_groups, to_groups
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.checkpoint.reader import CheckpointReader
-from nnx_parallel.checkpoint.writer import CheckpointManager
 from nnx_parallel.data.reading import DataState
 from nnx_parallel.distributed.agreement import meet, strip_addresses
 from nnx_parallel.drawing import aligned

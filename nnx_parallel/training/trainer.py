@@ -8,8 +8,8 @@ from typing import Any, Literal
 from flax import nnx
 from jax.sharding import Mesh
 
+from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.checkpoint.writer import CheckpointManager
 from nnx_parallel.data.batches import data_share
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet

@@ -67,7 +67,7 @@ class CheckpointManager:
     """Saves the training state of one run, and resumes from it.
 
     The directory is opened at the first use and stays open until `close`. Use the
-    writer as a context manager: a process that ends without `close` loses the save in
+    object as a context manager: a process that ends without `close` loses the save in
     progress and its error. All processes make the same calls in the same order, from
     the main thread, because Orbax's checkpointer works only in that thread.
 
@@ -94,9 +94,9 @@ class CheckpointManager:
     Example:
         >>> import tempfile, jax.numpy as jnp
         >>> with tempfile.TemporaryDirectory() as directory:
-        ...     with CheckpointManager(directory) as writer:
-        ...         writer.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
-        ...         print(writer.saved.describe().groups)
+        ...     with CheckpointManager(directory) as manager:
+        ...         manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {"seed": 0})
+        ...         print(manager.saved.describe().groups)
         {'params': {'w': ShapeDtypeStruct(shape=(2,), dtype=float32)}}
     """
 
