@@ -188,21 +188,31 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
     fresh = jex.gensym()
     eqns: list[jex.JaxprEqn] = []
 
-    def emit(body: jex.Jaxpr, names: dict[jex.Var, Any]) -> list:
-        """Adds the equations of a body; returns its outputs, as program variables."""
+    def emit(body: jex.Jaxpr, names: dict[jex.Var, Any], scope: Any = None) -> list:
+        """Adds the equations of a body; returns its outputs, as program variables.
+
+        ``scope`` holds the names of the enclosing calls, for profiles and `audit`.
+        """
 
         def rename(atoms: Iterable[Any]) -> list:
             return [a if isinstance(a, jex.Literal) else names[a] for a in atoms]
 
         for eqn in body.eqns:
             invars = rename(eqn.invars)
+            source = eqn.source_info
+            if scope is not None:
+                source = source.replace(name_stack=scope + source.name_stack)
             inner = None
             if is_call(eqn) and wanted(eqn):
                 inner = next(jex.jaxprs_in_params(eqn.params))
             # A call that closes over constants stays a call, because its constants are
             # values, and equations need variables.
             if inner is not None and not inner.constvars:
-                outvars = emit(inner, dict(zip(inner.invars, invars, strict=True)))
+                called = source.name_stack
+                if "name" in eqn.params:
+                    called = called.extend(f"jit({eqn.params['name']})")
+                given = dict(zip(inner.invars, invars, strict=True))
+                outvars = emit(inner, given, called)
             else:
                 # If a jaxpr is called twice, its equations are copied twice. Each copy
                 # needs new variables.
@@ -210,7 +220,8 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
                     v if isinstance(v, jex.DropVar) else fresh(v.aval)
                     for v in eqn.outvars
                 ]
-                eqns.append(eqn.replace(invars=invars, outvars=outvars))
+                changed = {"invars": invars, "outvars": outvars, "source_info": source}
+                eqns.append(eqn.replace(**changed))
             names.update(zip(eqn.outvars, outvars, strict=True))
         return rename(body.outvars)
 
