@@ -228,8 +228,8 @@ HELP = {
         "A checkpoint is saved out of order, with data that JSON cannot hold, or "
         "restored in the middle of a fit.",
         "Stop the fit first with `trainer.stop(reason)`; keep steps ascending.",
-        "restore() in the middle of a fit, which counts its steps from the state that "
-        "it began with ...",
+        "restore() was called in the middle of a fit, which counts its steps from the "
+        "state that it began with ...",
     ),
     "CheckpointDirectoryError": Help(
         "The directory cannot be written, or another run uses it.",

@@ -69,7 +69,7 @@ _HINTS = {
 }
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
-"""Classes that group arguments of the Trainer, with a prefix of their former names."""
+"""Classes that group arguments of the Trainer, and the arguments' former prefix."""
 
 _KNOWN: dict[str, list[str]] = {}
 """Names of arguments, by class or method, once `suggests_names` has seen it."""

@@ -163,7 +163,8 @@ def open_private(directory: Path, name: str) -> int:
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _check_private(parent, directory)
-        # Relative to the directory that was checked, whatever is renamed meanwhile.
+        # The open is relative to the directory that was checked, even if something has
+        # been renamed since.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(name, flags, dir_fd=parent)
     finally:
@@ -182,8 +183,8 @@ def _check_private(descriptor: int, path: Path) -> None:
         raise ValueError(f"'{path}' is not a regular file.")
     if found.st_uid not in (os.getuid(), 0):
         raise ValueError(
-            f"'{path}' belongs to user {found.st_uid}, not to {os.getuid()}, who runs "
-            "this, or to root."
+            f"'{path}' belongs to user {found.st_uid}, but must belong to "
+            f"{os.getuid()}, the user of this process, or to root."
         )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(

@@ -178,7 +178,7 @@ def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
 
 
 def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Array]:
-    """Returns outputs, by index, that are values already in place; each value once."""
+    """Returns, by index, outputs that are values already in place; each value once."""
     indices: dict[jex.Var, int] = {}
     for index, atom in enumerate(outputs):
         if not isinstance(atom, jex.Literal) and atom in values:

@@ -216,11 +216,11 @@ def _total_of(total: jax.Array, weight: jax.Array) -> jax.Array:
 def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
     if not isinstance(tangents[1], SymbolicZero):
         raise LossError(
-            "The weight of a Mean depends on the model's parameters, and a Mean has no "
-            "gradient by its weight: the loss would be trained as if the weight were a "
-            "constant. A weight counts data, such as rows or tokens. Multiply by the "
-            "model's values in the total, as in Mean((losses * gates).sum(), "
-            "num_tokens), or say that it is a constant: Mean(total, "
+            "The weight of a Mean depends on the model's parameters, and a Mean has "
+            "no gradient with respect to its weight: the loss would be trained as if "
+            "the weight were a constant. A weight counts data, such as rows or "
+            "tokens. Multiply by the model's values in the total, as in Mean((losses "
+            "* gates).sum(), num_tokens), or say that it is a constant: Mean(total, "
             "jax.lax.stop_gradient(weight))."
         )
     return primals[0], tangents[0]

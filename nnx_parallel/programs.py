@@ -360,7 +360,7 @@ def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
         pairs = zip(outer, inner, strict=True)
         return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
 
-    # Slices are counted by their rank, which is one less than that of the array,
+    # Slices are counted by their rank, which is one less than the rank of the array,
     # because jax 0.12 has no parameters with these numbers.
     end = len(eqn.invars) - num_sliced(eqn.invars, body.invars)
     num_carried = len(eqn.outvars) - num_sliced(eqn.outvars, body.outvars)

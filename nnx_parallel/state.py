@@ -77,7 +77,7 @@ class TrainState:
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def with_new_average(self) -> TrainState:
-        """Returns the state, its moving average restarted from the parameters."""
+        """Returns the state with its moving average restarted from the parameters."""
         if self.ema is None:
             return self
         # These are copies, because a step donates both parameters and average.

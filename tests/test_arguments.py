@@ -120,13 +120,13 @@ LINEN = (
         ({"checkpoint": 5}, f"checkpoint is 5. {IS}a directory, or a Checkpoint."),
         (
             {"devices": 8},
-            f"devices is 8. {IS}a list, also of a single device, such as "
+            f"devices is 8. {IS}a list, even for a single device, such as "
             "jax.devices()[:8].",
         ),
         ({"devices": [0, 1]}, f"devices[0] is 0. {IS}a device."),
         (
             {"loggers": "tensorboard"},
-            f"loggers is 'tensorboard'. {IS}a list, also of a single Logger, such as "
+            f"loggers is 'tensorboard'. {IS}a list, even for a single Logger, such as "
             "[ConsoleLogger()]; () for none.",
         ),
         (
@@ -137,8 +137,8 @@ LINEN = (
         ),
         (
             {"loggers": ConsoleLogger()},
-            f"loggers is a ConsoleLogger. {IS}a list, also of a single Logger, such as "
-            "[ConsoleLogger()]; () for none.",
+            f"loggers is a ConsoleLogger. {IS}a list, even for a single Logger, such "
+            "as [ConsoleLogger()]; () for none.",
         ),
         (
             {"loggers": [ConsoleLogger]},
@@ -147,7 +147,7 @@ LINEN = (
         ),
         (
             {"callbacks": Callback()},
-            f"callbacks is a Callback. {IS}a list, also of a single Callback, such as "
+            f"callbacks is a Callback. {IS}a list, even for a single Callback, such as "
             "[SaveSamples()].",
         ),
         (
@@ -173,8 +173,8 @@ def test_wrong_argument_types_raise(arguments: dict[str, Any], message: str) -> 
         (
             {"compiler_options": "xla_a=true"},
             f"compiler_options is 'xla_a=true'. {IS}a dict of XLA's options, such as "
-            "{'xla_tpu_scoped_vmem_limit_kib': 65536}, whose values may be None to "
-            "leave one of the library's out.",
+            "{'xla_tpu_scoped_vmem_limit_kib': 65536}, where None removes an "
+            "option that the library sets.",
         ),
         (
             {"mesh": "data"},
@@ -194,7 +194,8 @@ def test_wrong_backend_types_raise(options: dict[str, Any], message: str) -> Non
 
 def test_evaluation_loss_that_is_no_function_raises() -> None:
     message = (
-        f"Evaluation.loss is 'mse'. {IS}a function loss(model, batch), as the loss is."
+        f"Evaluation.loss is 'mse'. {IS}a function loss(model, batch), like the "
+        "Trainer's loss."
     )
     with pytest.raises(TypeError, match=whole(message)):
         Evaluation(loss="mse")  # pyright: ignore[reportArgumentType]

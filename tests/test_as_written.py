@@ -56,8 +56,8 @@ def test_any_callable_that_takes_rngs_builds_model(model: Any) -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nnx.Linear, "cannot be called with rngs alone: missing a required argument"),
-        (lambda: None, "cannot be called with rngs alone: too many positional"),
+        (nnx.Linear, "cannot be called with only rngs: missing a required argument"),
+        (lambda: None, "cannot be called with only rngs: too many positional"),
         (
             lambda rngs: (rngs,),
             "returns a tuple, not an nnx.Module. Pass lambda rngs: Mode",

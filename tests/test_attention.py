@@ -46,7 +46,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "tokamax": "segments; it takes rows of one document",
     },
     "`window`, to both sides": {
-        "cudnn": "window=9; it takes one with causal=True, of self-attention"
+        "cudnn": "window=9; it needs causal=True and self-attention"
     },
     "`softcap`": {"cudnn": "softcap, which it does not support"},
     "`sinks`": {
@@ -295,7 +295,10 @@ WRONG = [
         {"sinks": jnp.zeros(3)},
         "Sinks of shape (3,) for 4 query heads; each head has one",
     ),
-    ({"mask": jnp.ones((2, 4, 8, 7), bool)}, "it must be bool (2, 4, 8, 8), or 1"),
+    (
+        {"mask": jnp.ones((2, 4, 8, 7), bool)},
+        "it must be bool (2, 4, 8, 8), where any dim may also be 1",
+    ),
     (
         {"mask": jnp.ones((1, 1, 8, 8))},
         "A mask of shape (1, 1, 8, 8) and dtype float32",

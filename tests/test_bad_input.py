@@ -75,7 +75,7 @@ def test_labels_outside_classes_raise(fused: bool) -> None:
     labels = np.array([0, 1, 2, 3, 0, 1, 2, 4], np.int32)
     message = (
         "The first batch has labels from 0 to 4, but the logits have 4 classes: valid "
-        "labels are 0 to 3. Give labels to leave out a weight of 0."
+        "labels are 0 to 3. To leave out a label, give it the weight 0."
     )
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
         make_trainer(loss=loss).fit([BATCH | {"y": labels}] * 3, 3)

@@ -145,7 +145,7 @@ def by_hand() -> list[float]:
 def test_epoch_is_one_pass_over_data(by_hand: list[float]) -> None:
     trainer = make_trainer()
     assert len(fit(trainer, BATCHES, 3)) == trainer.step == 6
-    # All passes in all, those before included.
+    # The total number of passes, including earlier ones.
     assert fit(trainer, BATCHES, 3) == []
     assert len(fit(trainer, BATCHES, 5)) == 4
     # Passes over other data are counted from zero.
@@ -325,7 +325,7 @@ def test_stream_drops_last_batch_of_each_epoch() -> None:
         (
             {"num_epochs": 1.5},
             "num_epochs=1.5. It must be an integer of at least 1: all passes over the "
-            "data, those before included.",
+            "data, including earlier ones.",
         ),
         (
             {"num_steps": 1, "last_batch": "keep"},

@@ -165,6 +165,9 @@ def test_code_of_another_user_raises(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.touch(mode=0o600)
     os.chown(path, 65534, 65534)
-    message = f"'{path}' belongs to user 65534, not to 0, who runs this, or to root"
+    message = (
+        f"'{path}' belongs to user 65534, but must belong to 0, the user of this "
+        "process, or to root."
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         open_private(tmp_path, "x")

@@ -174,7 +174,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a number of steps in quotes": (
         lambda: fit(num_steps="100"),
         "num_steps='100'. It must be an integer of at least 0: all updates of the run, "
-        "those before included.",
+        "including earlier ones.",
     ),
     "no data to evaluate on": (
         lambda: make().fit([BATCH], 1, eval_every=1),
@@ -262,8 +262,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a callback that is a function": (
         lambda: make(callbacks=update_by_hand),
-        "callbacks is a function. It must be a list, also of a single Callback, such "
-        "as [SaveSamples()].",
+        "callbacks is a function. It must be a list, even for a single Callback, "
+        "such as [SaveSamples()].",
     ),
     "names in a dict": (
         lambda: make(names={"kernel": ("embed", "mlp")}),
@@ -329,7 +329,7 @@ def test_mistake_raises_with_remedy(name: str) -> None:
 
 def test_model_with_more_arguments_raises() -> None:
     message = (
-        "cannot be called with rngs alone: missing a required argument: 'in_features'. "
+        "cannot be called with only rngs: missing a required argument: 'in_features'. "
         "Pass lambda rngs: Model(..., rngs=rngs)."
     )
     with pytest.raises(TypeError, match=f"^model=.* {re.escape(message)}"):

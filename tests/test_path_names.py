@@ -405,7 +405,8 @@ with warnings.catch_warnings():
         f"[1].{simulated}",
         "ParallelWarning: FSDP() takes all devices, and JAX has found one, of platform "
         "'cpu': nothing is split. To try it on 8 simulated ones, call simulate_devices("
-        "8) before anything that touches a device; give sizes of 1 if one is meant.",
+        "8) before anything that touches a device; give sizes of 1 if you mean "
+        "one device.",
     ], done.stderr
 
 

@@ -392,8 +392,8 @@ class Scaled(nnx.Module):
 
 
 HALVED_ALONE = (
-    "runs a Stack on two halves of a device's rows, and finds none that it can split: "
-    "nothing overlaps. It needs an even number of rows on each device"
+    "runs a Stack on two halves of a device's rows, but finds no Stack that it can "
+    "split: nothing overlaps. It needs an even number of rows on each device"
 )
 
 

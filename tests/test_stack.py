@@ -189,9 +189,9 @@ class Tied(nnx.Module):
 def test_shared_variable_within_block_raises() -> None:
     message = (
         "A block of the stack holds the same Variable in several places: ['up.kernel'] "
-        "are elsewhere in it too. Stacked blocks would silently untie them. Give each "
-        "module a separate Variable, or keep the shared one outside the stack and pass "
-        "it to the blocks as an argument."
+        "also occur elsewhere in it. Stacked blocks would silently untie them. Give "
+        "each module a separate Variable, or keep the shared one outside the stack and "
+        "pass it to the blocks as an argument."
     )
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Tied, 2, rngs=nnx.Rngs(0))

@@ -261,7 +261,7 @@ def test_undeletable_old_step_warns(run: Path, monkeypatch: pytest.MonkeyPatch) 
         manager.save_groups(6, make_groups(6), META)
         message = (
             rf"An older checkpoint in '{run}' could not be deleted: step 2 \(OSError: "
-            r".*Device or resource busy\). The newer ones are saved"
+            r".*Device or resource busy\). The newer checkpoints are saved"
         )
         with pytest.warns(UserWarning, match=message):
             manager.wait()

@@ -260,7 +260,7 @@ def test_only_weights_can_be_restored_within_fit(tmp_path: Path) -> None:
         trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=2)
         return trainer
 
-    message = "restore() in the middle of a fit, which counts its steps"
+    message = "restore() was called in the middle of a fit, which counts its steps"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         fit(RollBack())
     assert saved_steps(tmp_path) == {2, 4}  # the fit is saved before the error ends it

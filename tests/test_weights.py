@@ -261,7 +261,7 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
         ),
         ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
         ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),
-        ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be as of einops"),
+        ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be a pattern of einops"),
         (
             [("layers.0.kernel", "w", "a -> a"), *SCALED[1:]],
             r"pattern makes dims \(a\)",

@@ -44,8 +44,8 @@ class Collective:
             all-gather, and the input of all other kinds. Several operands are summed.
             This is the size of the data, not the communication volume, which depends on
             the algorithm. For a ragged-all-to-all it is the smaller side: devices
-            cannot send or receive more than this in the mean, and the larger side has
-            room for more than the mean.
+            cannot send or receive more than this on average, and the larger side has
+            room for more than the average.
         count: Number of executions in a run of the program, counting all trips of
             loops.
         dtypes: The element types of the data.

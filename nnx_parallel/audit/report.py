@@ -42,8 +42,8 @@ class Report:
             expensive branch, by FLOPs and then by bytes in collectives.
         unknown_loops: Loops whose trip count depends on data. Their bodies count once.
             Further rounds of `MoE`, which balanced tokens do not need, do not count.
-        custom_calls: Executions, by target, of kernels with unknown FLOPs, which do not
-            count.
+        custom_calls: Number of executions, by target, of kernels whose FLOPs are
+            unknown and not counted.
         opcodes: Number of instructions in the text, by opcode; an instruction in a loop
             counts once. Programs that differ here are different.
         temporary_bytes: Scratch memory. This and the next two are `None` for a text.
@@ -65,7 +65,7 @@ class Report:
     output_bytes: int | None
 
     def count(self, kind: str | None = None) -> int:
-        """Counts executions in a run of collectives of a kind in `KINDS`, or of all.
+        """Counts a run's executions of collectives of one kind in `KINDS`, or of all.
 
         Raises:
             ValueError: If the kind is unknown.

@@ -110,7 +110,7 @@ def start_checksums(
 
 
 class Place(NamedTuple):
-    """The name of an array and its parts on devices; does not refer to the array."""
+    """The name, sharding and shape of an array; it holds no reference to the array."""
 
     name: str
     sharding: jax.sharding.Sharding
@@ -229,7 +229,7 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
     """Returns a compiled function from a global array to the hash of each shard."""
     out = P(*mesh.axis_names)  # one element on each device, in the shape of the mesh
 
-    # Replicas have equal hashes without a sum over them; `check_vma` cannot prove that.
+    # Replicas compute equal hashes from equal data; `check_vma` cannot prove that.
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     def hash_shard(shard: jax.Array) -> jax.Array:
         dims = []
@@ -289,7 +289,7 @@ def _words(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
-    if info(x.dtype).bits < 8:  # it has no bitcast to a byte; float32 holds its values
+    if info(x.dtype).bits < 8:  # no bitcast to bytes exists; float32 is exact
         return x.astype(jnp.float32).view(jnp.uint32)
     if x.dtype.itemsize >= 4:
         return jax.lax.bitcast_convert_type(x, jnp.uint32)  # (..., words) if wider
@@ -345,11 +345,11 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
     async def load(
         self, directory: ocp.path.Path, abstract_checkpointable: None = None
     ) -> Awaitable[PendingChecksums]:
-        """Is not supported; `read_checksums` reads them."""
+        """Always raises; `read_checksums` reads the checksums instead."""
         raise NotImplementedError(f"'{directory}' is read by `read_checksums`.")
 
     async def metadata(self, directory: ocp.path.Path) -> None:
-        """Returns nothing, because Orbax takes an error here for missing metadata."""
+        """Does nothing; an error here would tell Orbax that metadata is missing."""
 
     def is_handleable(self, checkpointable: Any) -> bool:
         """Returns True for objects that `save` can write."""

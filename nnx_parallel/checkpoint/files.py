@@ -63,7 +63,7 @@ _STEP_METADATA = {
 
 
 class LiteralPath(_GPath):
-    """A path whose name is not a pattern: a directory may be called ``lr=[0.1,0.2]``.
+    """A path that `glob` takes literally, since a name may be ``lr=[0.1,0.2]``.
 
     Orbax finds the files of all processes with `glob`, in order to merge them. `glob`
     treats ``[``, ``*`` and ``?`` in the directory's name as a pattern. A save would
@@ -214,7 +214,8 @@ def _judge(path: LiteralPath) -> tuple[str | None, bool]:
     except (FileNotFoundError, NotADirectoryError):
         is_step, problem = False, "has no metadata left"
     except ValueError as error:
-        # A directory with the file's name does not show that this is a checkpoint.
+        # A directory that is called like the metadata file is not a sign of a
+        # checkpoint.
         is_step = (path / METADATA).is_file()
         problem = f"has metadata that cannot be parsed ({error})"
     else:
@@ -229,10 +230,10 @@ def _judge(path: LiteralPath) -> tuple[str | None, bool]:
 def is_ours(step_path: LiteralPath) -> bool | None:
     """Returns True if this library wrote a step's directory that has no metadata.
 
-    A step of this library has the file of checksums, or the directory of that file next
-    to files or directories with Orbax's names. Returns False if there are only Orbax's
-    names, because the directory may be another program's checkpoint. Returns ``None``
-    if there are no such names, because the directory holds no part of a checkpoint.
+    A step of ours holds the file of checksums, or the directory of this file together
+    with files that Orbax named. Returns False if there are only files that Orbax named,
+    because they may be another program's checkpoint. Returns ``None`` if nothing in the
+    directory looks like a part of a checkpoint.
     """
     if not step_path.is_dir():
         return None
@@ -322,7 +323,7 @@ def discard_unfinished(directory: str) -> None:
 
 
 def delete_remains(directory: str) -> list[str]:
-    """Deletes the files that killed deletions left; returns a line for each failure."""
+    """Deletes the remains of interrupted deletions; returns a line for each failure."""
     problems = []
     if not is_url(directory):
         for name in filter(is_deleted, os.listdir(directory)):

@@ -79,7 +79,8 @@ class CheckpointManager:
         frozen: Paths of parameters that are not trained.
 
     Attributes:
-        options: The given options; a directory has become a `Checkpoint`.
+        options: The given options, as a `Checkpoint` even if only a directory was
+            given.
         description: The given description.
         directory: A path, or a URL such as ``gs://...``.
         local_directory: The directory, if it is not a URL. Other files can go there.
@@ -298,8 +299,8 @@ class CheckpointManager:
                 failed in the background: then this save does not begin, unless
                 ``on_save_error="warn"``.
         """
-        # `self.saved` waits for the last save. Without this wait, Orbax would replace
-        # its inner checkpointer.
+        # `self.saved` waits for the last save, because Orbax replaces its inner
+        # checkpointer if a save begins before the last one has ended.
         saved, (_, orbax) = self.saved, self._open()
         directory, latest = saved.directory, max(saved.steps, default=None)
         check_step(directory, step, latest, overwrite=overwrite)
@@ -307,8 +308,9 @@ class CheckpointManager:
         check_groups(groups)
         metrics = {name: float(x) for name, x in (metrics or {}).items()}
         header = make_header(step, groups, meta, metrics, base or {})
-        # The directory is checked before anything is read there. An unavailable disk is
-        # a failed save, but a process that is lost during the check is not.
+        # The directory is checked before anything is read there. If the disk is
+        # unavailable, the save has failed, and a fit may go on. If a process is lost
+        # during the check, the error is raised as it is.
         try:
             check_writable(directory, lambda: self._prepare(directory, replaced))
         except CheckpointDirectoryError as error:
@@ -338,8 +340,8 @@ class CheckpointManager:
 
         try:
             # The save begins in this thread. A save of 513 MB in another thread, from
-            # pinned host copies, delayed the steps by 90 ms instead of 160 ms, but the
-            # next call did not know of the save.
+            # pinned host copies, delayed the steps by 90 ms instead of 160 ms, but
+            # Orbax's next call, in the main thread, did not wait for that save.
             save.start(begin)
         except CheckpointSaveError:
             self._clean_after_failure()
@@ -376,7 +378,7 @@ class CheckpointManager:
             self._join_save()
 
     def poll(self) -> None:
-        """Reports a failure like `wait` but does not wait; processes may differ."""
+        """Reports a failure like `wait`, without waiting; may raise on one process."""
         with self._reporting_failures():
             if self._save is not None and self._save.error is None:
                 self._save.check()
@@ -403,8 +405,8 @@ class CheckpointManager:
         for problem in save.problems:
             warn_user(
                 f"An older checkpoint in '{self.directory}' could not be deleted: "
-                f"{problem}. The newer ones are saved, and training goes on; it takes "
-                "space until it is deleted."
+                f"{problem}. The newer checkpoints are saved, and training goes on. "
+                "The older one takes space until it is deleted."
             )
 
     def _clean_after_failure(self) -> None:
@@ -433,7 +435,7 @@ class CheckpointManager:
         *,
         read_only: bool = False,
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """Returns the newest intact state, the metadata, and a line per corrupt step.
+        """Returns the newest intact state, the metadata, and notes on corrupt steps.
 
         Returns ``None`` if there is no directory or no checkpoint in it. All processes
         call this. The errors are the same as for `CheckpointReader.restore_newest`.
@@ -464,7 +466,7 @@ class CheckpointManager:
         return not self.saved.corrupt_steps and self.latest_step == step
 
     def set_aside(self, step: int) -> str:
-        """Moves the steps after ``step`` into a directory; returns a line, or "".
+        """Moves the steps after ``step`` into a directory; returns a message, or "".
 
         Raises:
             CheckpointDirectoryError: If the directory cannot be written, or another run

@@ -234,8 +234,8 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
 
     Args:
         where: The files that are read, for messages.
-        steps: The saved steps, for messages. Without them, only errors that may pass
-            are turned; any other error is raised unchanged.
+        steps: The saved steps, for messages. Without them, only transient errors are
+            converted; any other error is raised unchanged.
 
     Raises:
         CheckpointReadError: If the files are corrupt.

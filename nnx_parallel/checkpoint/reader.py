@@ -74,7 +74,8 @@ class CheckpointReader:
             checkpoint's optimizer with it.
 
     Attributes:
-        options: The given options; a directory has become a `Checkpoint`.
+        options: The given options, as a `Checkpoint` even if only a directory was
+            given.
         directory: A path, or a URL such as ``gs://...``.
 
     Raises:
@@ -323,8 +324,8 @@ class CheckpointReader:
                     notes = self._pass_over(problems, step, quarantines=quarantines)
                     if "ema" in wanted and "ema" not in found[0]:
                         notes.append(
-                            "The checkpoint has no moving average: it starts from the "
-                            "parameters."
+                            "The checkpoint has no moving average, so the average "
+                            "starts from the parameters."
                         )
                     return found, notes
                 problems[step] = str(found)
@@ -397,8 +398,8 @@ class CheckpointReader:
                 raise DisagreementError(
                     f"Processes 0 and {process} see different checkpoints in "
                     f"'{self.directory}': steps {spelt[0]} and {theirs}. Give a "
-                    "directory that all machines share; if it is one, its listing was "
-                    "late: start again."
+                    "directory that all machines share; if they share this one, its "
+                    "listing was late: start again."
                 )
 
     def restore_state(
@@ -442,9 +443,9 @@ class CheckpointReader:
         if "ema" in stored.groups and "ema" not in wanted:
             warn_user(
                 f"{where} has a moving average of the parameters, and this Trainer "
-                "keeps no average: it is left out, and lost once the steps that have "
-                "it are deleted. To go on with it, pass ema_decay to the Trainer; to "
-                "keep it as well, save in another directory.",
+                "keeps no average: the saved average is not read, and is lost once "
+                "the steps that have it are deleted. To continue it, pass ema_decay "
+                "to the Trainer. To preserve it, save in another directory.",
             )
         is_new = "ema" in wanted and "ema" not in stored.groups
         return {name: x for name, x in wanted.items() if not is_new or name != "ema"}

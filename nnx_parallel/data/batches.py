@@ -363,7 +363,7 @@ def is_same_content(found: Mark, saved: Mark, other: Mark, *, row: int) -> bool:
 
 
 def is_same_array(found: list, saved: list, has_same_size: bool, row: int = 1) -> bool:
-    """Returns True if two arrays' marks agree; sizes that differ compare one end."""
+    """Returns True if two arrays' marks agree; compares one end if the sizes differ."""
     if has_same_size:
         return found[0] == saved[0]
     return all(f == s for f, s in zip(found[row], saved[row], strict=False))

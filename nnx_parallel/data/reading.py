@@ -64,7 +64,8 @@ class Position:
         num_dropped: Number of smaller batches that were left out so far.
         epoch: Number of the pass over the data.
         pass_rows: Number of rows of this pass that were read, including this batch.
-        first: Mark of the first batch; of this pass, if passes are numbered.
+        first: Mark of the first batch of the data, or of this pass if passes are
+            numbered.
         mark: Mark of this batch.
     """
 
@@ -228,10 +229,10 @@ class Cursor:
             raise DataError(
                 f"{type(self.data).__name__} cannot return to the position that was "
                 f"saved: {type(error).__name__}: {error}. The position is "
-                f"{str(state)[:200]}; `get_state` of other data, or of another version "
-                "of it, has returned it. Resume with the same kind of data. To begin "
-                "other data at its start, first call fit with the earlier data and "
-                "num_steps= the step of the checkpoint, which reads nothing."
+                f"{str(state)[:200]}; it came from `get_state` of other data, or of "
+                "another version of this data. Resume with the same kind of data. To "
+                "begin other data at its start, first call fit with the earlier data "
+                "and num_steps= the step of the checkpoint; that call reads nothing."
             ) from error
 
     def take(self) -> Read:
@@ -343,8 +344,8 @@ class Cursor:
     def first_of(self, read: Read, epoch: int, first: Mark | None) -> Mark | None:
         """Returns the first batch's mark, if ``read`` comes after pass ``epoch``.
 
-        If passes are numbered, each pass has a first batch; otherwise ``first`` remains
-        once it is known.
+        If passes are numbered, each pass has a first batch; otherwise ``first`` stays
+        the same once it is known.
         """
         is_first = first is None or (read.epoch != epoch and self.is_numbered)
         return mark_of(read.batch) if is_first else first
@@ -450,7 +451,7 @@ class DataState:
     _cursor: Cursor | None = field(default=None, init=False)
 
     def pass_over(self, data: Any, num_steps: int, step: int) -> None:
-        """Records that a fit of ``data`` to ``num_steps`` was done before this process.
+        """Records a fit of ``data`` to ``num_steps`` that an earlier process has done.
 
         The position belongs to this data, unless a later fit to more steps moved it.
         """
@@ -460,7 +461,10 @@ class DataState:
         self._passed = num_steps
 
     def passed_steps(self, num_steps: int) -> int:
-        """Returns the last step of ``num_steps`` that a restart passes over, or 0."""
+        """Returns the last step of a fit of ``num_steps`` that a restart skips.
+
+        Returns 0 if a restart does not skip it.
+        """
         earlier = self._passed + num_steps
         return earlier if self._data is None and earlier <= self.first_step else 0
 
@@ -744,7 +748,7 @@ class DataState:
 
 
 def _begins_alike(found: Mark, first: Mark) -> bool:
-    """Returns True if all arrays agree; sizes that differ compare the first rows."""
+    """Returns True if all arrays agree; compares the first rows if the sizes differ."""
     has_same_size, pairs = found[0] == first[0], zip(found[1:], first[1:], strict=False)
     return len(found) == len(first) and all(
         is_same_array(f, s, has_same_size) for f, s in pairs

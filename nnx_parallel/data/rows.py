@@ -139,7 +139,7 @@ class SmallerBatches:
         return DROPPED
 
     def count_dropped(self, *, is_first: bool) -> None:
-        """Notes that a batch was left out; ``is_first`` if none was used before it."""
+        """Notes that a batch was left out; ``is_first``: none was used before it."""
         self.num_dropped += 1
         # A resumed run may have smaller batches throughout: the next batch decides.
         self.num_rows = 0 if is_first else self.num_rows

@@ -18,7 +18,7 @@ COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
 CLUSTER = "NNX_PARALLEL_CLUSTER"
-"""Set it where JAX can ask the cluster but no variable says so, as on a TPU VM."""
+"""Variable to set where JAX can ask a cluster but no other variable says so (TPUs)."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),

@@ -26,7 +26,7 @@ STATE = distributed.global_state
 """State of JAX's coordination service: its address and, once started, its client."""
 
 TAGGED = "NNX_PARALLEL_TAGGED"
-"""Variable with the process id of a launcher that tags its processes' lines."""
+"""Environment variable with the process id of a launcher that tags every line."""
 
 PEER_LOST = 75
 """Exit code of a process that ends because another process is lost: try again."""
@@ -47,14 +47,15 @@ _RESUME = (
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
-# Packages whose frames may be between a script's and this package's in a call stack.
+# Packages whose frames may be between the script and this package in a call stack.
 _LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
 
 # The first thread that ends the process takes this lock, and never releases it. So only
 # the first reason is printed, not later reasons that it caused.
 _ending = threading.Lock()
-# Sends the exit message to the other processes; `str` does nothing. The message
-# ``None`` says that the others end for the same reason.
+# Sends the exit message to the other processes, after `install`. Until then it is
+# `str`, which does nothing. The message ``None`` says that the others end for the same
+# reason.
 _notify: Callable[[str | None], object] = str
 
 
@@ -197,7 +198,7 @@ def _is_of_collective(error: BaseException | None) -> bool:
 
 
 def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:
-    """Ends this process because another is lost; ``reason`` is its exit message.
+    """Ends this process because another is lost; ``reason``: the other's exit message.
 
     First calls ``drain``, which waits until the others have received the reason.
     """
@@ -340,8 +341,8 @@ class Termination:
         self._previous = previous
         self._is_watching = True
         self._install(signal.SIGTERM, self._record)
-        # If SIGINT is ignored, as under nohup, or the user handles it, that stays as it
-        # is.
+        # If SIGINT is ignored, as under nohup, or the user handles it, its handling
+        # stays unchanged.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
             _show_interrupts_as_lines()
@@ -369,7 +370,8 @@ class Termination:
             warnings.warn(
                 f"A handler of SIGTERM, {_name(found)}, was installed during the fit. "
                 "It swallows the notice of a preemption: the run will not save before "
-                "it is ended. Install it before the fit, which then calls both.",
+                "it is ended. Install the handler before the fit; then both handlers "
+                "are called.",
                 stacklevel=2,
             )
 
@@ -397,7 +399,7 @@ class Termination:
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Raises a Ctrl-C or an exit that came during the block, not later errors.
+    """Raises a Ctrl-C or exit that came during the block, in place of any later error.
 
     An interrupt may get lost: JAX's callback of the garbage collector swallows it, and
     libraries raise other errors from it. So an exception that a signal handler raises
@@ -452,7 +454,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """Returns the line that Python runs, which is what a traceback of a hang shows."""
+    """Returns the line that Python is running, as a traceback of a hang shows it."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

@@ -88,8 +88,8 @@ def cross_entropy(
     label's logit.
 
     Args:
-        logits: ``(*leading, vocab)``, any floating-point dtype; summed in float64
-            if they have it, otherwise in float32.
+        logits: ``(*leading, vocab)``, any floating-point dtype. Sums are in float64 for
+            float64 logits, and otherwise in float32.
         labels: int ``(*leading)``, from 0 to vocab - 1. Any other label gives NaN,
             unless its weight is 0.
         weights: ``(*leading)``; 0 leaves a label out. By default each label counts 1.
@@ -323,7 +323,7 @@ class _ChunkPlan:
         return carry, jax.tree.map(lambda x: x[None], outputs)
 
     def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
-        """Computes losses, and the gradient of their weighted sum by the logits."""
+        """Computes losses, and the gradient of their weighted sum for the logits."""
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)
@@ -335,7 +335,7 @@ class _ChunkPlan:
         losses, normaliser, is_class, is_label = _token_losses(logits, labels)
         scale = jnp.where(is_class, weights, 0.0)[..., None]
         softmax = jnp.exp(logits - normaliser[..., None])
-        # Derivatives by the logits: d(normaliser) = softmax, and
+        # Derivatives with respect to the logits: d(normaliser) = softmax, and
         # d(normaliser**2) = 2 normaliser * softmax.
         slope = jnp.where(is_label, softmax - 1, softmax)
         if self.z_loss:

@@ -87,7 +87,7 @@ class LoggerGroup:
             self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
-        """Tells loggers that show the last step that the run ends at this step."""
+        """Tells loggers that display the run's last step that it is now this step."""
         for logger in self._active():
             if isinstance(logger, ConsoleLogger):
                 self._call(logger, logger.shorten, num_steps)

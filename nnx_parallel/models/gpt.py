@@ -260,8 +260,8 @@ def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
 class Block(nnx.Module):
     """Attention and MLP, whose outputs are added to the residual stream.
 
-    Either the MLP runs after attention. Then each has a norm before it and, with
-    ``post_norms``, another norm after it. Or both run in parallel from one norm [2].
+    If the MLP runs after attention, each has a norm before it and, with ``post_norms``,
+    another norm after it. Otherwise both run in parallel from one norm [2].
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:

@@ -218,7 +218,7 @@ class GPTConfig:
         if pattern is not None and (not pattern or not set(pattern) <= set(kinds)):
             raise ValueError(
                 f"GPTConfig.layer_kinds is {pattern!r}; it must be a tuple of {kinds}, "
-                "one of each layer of a pattern that repeats, or None."
+                "one for each layer of a repeating pattern, or None."
             )
         rope, experts = self.positions == "rope", self.experts is not None
         has_mlps = not experts or self.dense_layers > 0
@@ -282,7 +282,7 @@ class GPTConfig:
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses; other experts' do not count."""
+        """Number of parameters that a token uses; only the experts it goes to count."""
         return self.num_params - self._num_idle_params
 
     @property

@@ -47,7 +47,7 @@ The link to the host needs about a tenth of a millisecond for a part, which is l
 enough to reach the full rate."""
 
 _LANES = 128
-"""Elements in a row of a TPU's registers; dim 0 lies along it in a narrower array."""
+"""Lanes of a TPU's vector registers; a narrower array has its dim 0 along the lanes."""
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),

@@ -147,7 +147,7 @@ class PartitionedJaxpr:
             after)``, of flat dicts by path, traced with `record`.
 
     Attributes:
-        call: The call of the stack, of whose arrays only the shapes are used.
+        call: The call of the stack; only the shapes of its arrays are used.
         traced: The function, without the equation that calls the stack.
         layer_paths: Path of each of the stack's arrays, by the layer's key.
         entering: The arrays that enter the stack.
@@ -387,8 +387,8 @@ def check_unassigned(paths: Iterable[Path]) -> None:
         raise PipelineError(
             f"The model assigns trained parameters while it runs: {assigned}. Under a "
             "Pipeline other microbatches are in flight, which would use the old values "
-            "or the new ones as the schedule has it. Assign them between steps, keep "
-            "changing values in an nnx.Variable of another kind, or use FSDP or "
+            "or the new ones, depending on the schedule. Assign them between steps, "
+            "keep changing values in an nnx.Variable of another kind, or use FSDP or "
             "TensorParallel, which run one microbatch after the other."
         )
 

@@ -1,9 +1,10 @@
 """Runs a loss that was written for one device as a pipeline.
 
-One scan over the ticks of a schedule's table runs everything. A tick of training runs
-the prologue of the microbatch that enters, a forward slot of every stage, the epilogue,
-and its gradients, of the microbatch that leaves the stack, a backward slot of every
-stage, and the prologue's backward pass for the microbatch whose cotangents come back.
+One scan over the ticks of a schedule's table runs everything. A tick of training runs,
+in this order: the prologue of the microbatch that enters; a forward slot of every
+stage; the epilogue of the microbatch that leaves the stack, with its gradients; a
+backward slot of every stage; and the prologue's backward pass for the microbatch whose
+cotangents come back.
 """
 
 import math

@@ -388,8 +388,9 @@ class _ComputedIndices(Origins):
         outputs = None if name == "while" else self.nested(inputs, eqn)
         if outputs is not None:
             return outputs
-        # A loop of unknown length counts, and other primitives take their operands in a
-        # different order, so any operand may be an index.
+        # A loop of unknown length may compute an index from its counter. Other
+        # primitives take their operands in a different order. So any operand may be an
+        # index.
         for inner in jex.jaxprs_in_params(eqn.params):
             self([any_input] * len(inner.invars), inner)
         return [any_input] * len(eqn.outvars)

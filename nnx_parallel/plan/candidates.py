@@ -47,7 +47,7 @@ AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 # A ring hides its hops behind products if a device has a few thousand tokens.
 _RING_TOKENS = 2048
 _MOST_STAGES, _MOST_MICROBATCHES = 16, 16
-# Largest share of the time that stages may wait for stages with a layer more.
+# Largest share of the time that stages may wait for stages with one more layer.
 _MOST_IDLE = 0.25
 
 

@@ -4,8 +4,8 @@ Parameters, optimizer state and batch are counted shard by shard, from the shape
 shardings that the step is compiled with. The rest of the memory is an untuned sum:
 kept residuals, gradients, gathered weights, and one layer computed again. The sum ranks
 candidates and drops candidates that cannot fit; a compiler decides among the others.
-Bytes sent follow from the specs in which arrays are stored and used, and count for the
-collective that sends the least.
+Sent bytes follow from the specs in which arrays are stored and used. They are counted
+for the collective that sends the fewest bytes.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Estimate:
 
     @functools.cached_property
     def _split_sequence(self) -> tuple[int, int]:
-        """Devices that split positions, along all axes and without `tensor`."""
+        """Number of devices that split positions: by all axes, and without `tensor`."""
         along = as_tuple(self.layout.claims.activations.get("seq"))
         others = tuple(axis for axis in along if axis != "tensor")
         return self.size(along), self.size(others)
@@ -303,7 +303,7 @@ class Estimate:
 
     @property
     def _staged_copy_bytes(self) -> float:
-        """Bytes of a stage's weights besides the stored shards: gathered, or moved."""
+        """Bytes of a stage's gathered or moved weights, besides the stored shards."""
         total = 0.0
         for x, place in self._staged:
             here = place.in_stage()

@@ -44,8 +44,8 @@ class Hardware:
         machine_size: Number of devices that fast links join; ``None``: all devices of a
             slice.
         source: The page with the figures.
-        compiler: Arguments of ``get_topology_desc``, of which ``name`` is its name of
-            the device; empty if no compiler runs without the device.
+        compiler: Arguments of ``get_topology_desc``; their ``name`` is the compiler's
+            name for the device. Empty if no compiler runs without the device.
         devices_per_chip: Number of JAX devices for each chip in the name of a slice.
             The other figures are for one device.
         kinds: Beginnings of ``device_kind`` of JAX's devices of this hardware.
@@ -347,8 +347,8 @@ class Topology:
         """For each dim of a slice's torus, True if a link joins its ends [1].
 
         If a slice consists of whole cubes of 4 x 4 x 4 chips, optical switches close
-        its torus in all dims. v5e and v6e are wired in 16 x 16 chips: a side of 16 is
-        closed.
+        its torus in all dims. v5e and v6e are wired in blocks of 16 x 16 chips, so a
+        dim of 16 chips is closed.
 
         References:
             [1] Austin et al., "How to Scale Your Model", 2025, part 2,

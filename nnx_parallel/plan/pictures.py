@@ -116,9 +116,9 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
             f"({owners_of(costs)})"
         )
         y += 22
-    limit = f"The line: {format_bytes(usable)}, the memory of a device for a program."
+    limit = f"The line is at {format_bytes(usable)}, which a program gets of a device."
     if usable > full:
-        limit = f"A program gets {format_bytes(usable)} of a device."
+        limit = f"A program gets {format_bytes(usable)} of a device's memory."
     if any(not costs.is_compiled for _, _, costs in entries):
         limit += " ~ marks estimates by formulas."
     marks.append(note(0, y + 16, limit, "soft"))

@@ -45,7 +45,7 @@ class Shortage:
         """Reads an error's text and the device; ``None`` if no limit is known.
 
         ``state`` is the bytes of the step's arguments. They are added to the
-        temporaries, which is all that the TPU compiler reports.
+        temporaries, because the TPU compiler reports only the temporaries.
         """
         number = r"([\d.]+)([KMGT])"
         exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)

@@ -172,7 +172,7 @@ class Lane:
         name: ``products``, ``memory``, or the mesh axes of transfers.
         work: Number of FLOPs or bytes.
         speed: Least and most FLOP/s or bytes/s by the data sheet, at full use.
-        hidden: Seconds of it during products, at worst and at best.
+        hidden: Seconds in which it runs during products, at worst and at best.
         exposed: Seconds that the step waits for it, at worst and at best. For
             ``products`` these are all their seconds, bubble included.
     """

@@ -266,7 +266,7 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
 
 
 def _with_room(topology: Topology) -> Topology:
-    """Returns the topology with more memory, by the possible error of formulas."""
+    """Returns the topology, its memory enlarged by the possible error of formulas."""
     hardware = topology.hardware
     more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
     return replace(topology, hardware=more)
@@ -357,7 +357,7 @@ def _open_notes(
     return [
         f"compiled steps take {min(ratios):.2f} to {max(ratios):.2f} times the "
         f"formulas' time; {len(rest):,} that were not compiled could be faster than "
-        "the first, if their fastest estimates are corrected by this"
+        "the first, if their fastest estimates are corrected by these ratios"
     ]
 
 

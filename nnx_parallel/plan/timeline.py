@@ -83,8 +83,8 @@ def run_schedule(
         clock: Cycles per second.
         transfer: Seconds of a collective.
         kernel_seconds: Seconds of a kernel.
-        peak: FLOP/s of products, for products that are then faster than the compiler's
-            estimate; 0: always use the estimate.
+        peak: FLOP/s of products. A product takes its time at this peak if that is less
+            than the compiler's estimate; 0: always use the estimate.
     """
     module = parse(text)
     walk = _TimeWalk(

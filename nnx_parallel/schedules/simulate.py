@@ -24,7 +24,7 @@ class LiveRanges(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """The most values that one stage keeps at once."""
+        """Maximum number of values that one stage keeps at once."""
         if not self.start.size:
             return 0
         change = np.zeros((self.stage.max() + 1, self.end.max() + 2), np.int64)
@@ -97,8 +97,8 @@ class Simulation:
     Attributes:
         total_time: Time of a step, in the unit of the costs.
         efficiency: The stages' mean work divided by ``total_time``.
-        peak_stage_inputs: The most chunk inputs that a stage keeps at once between
-            forward and backward.
+        peak_stage_inputs: Maximum number of chunk inputs that a stage keeps at once
+            between forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
         costs: Seconds of one microbatch on one stage, by kind of slot.
         timeline: When every slot runs. A slot ends before its tick does if its chunk

@@ -224,9 +224,9 @@ class Table:
             backward_input: The same for the gradient of the input.
             backward_weight: The same for the gradient of the parameters.
             num_layers: Layers of the stack. If the number of chunks of all stages does
-                not divide it, costs are those of a stage with the mean number of
-                layers, and a slot takes the time of the chunk with most layers.
-                ``None``: all chunks have the same number of layers.
+                not divide it, costs count for a stage with the mean number of layers,
+                and a slot takes the time of the chunk with most layers. ``None``: all
+                chunks have the same number of layers.
             input_bytes: Bytes of a chunk's input that waits for its forward slot.
             saved_bytes: Bytes that a chunk keeps for a microbatch from forward to
                 backward.
@@ -395,8 +395,8 @@ def _check_ticks(ticks: Ticks) -> None:
         early = actual < earliest
         if not early.any():
             continue
-        # The error names the first slot in time, because later slots may be early only
-        # because of this slot.
+        # The error names the first slot in time, because later slots may break the rule
+        # only as a result of this slot.
         first = int(np.where(early, actual, actual.max() + 1).argmin())
         virtual, microbatch = divmod(first, actual.shape[1])
         tick = int(earliest[virtual, microbatch])

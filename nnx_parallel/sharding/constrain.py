@@ -221,8 +221,8 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
             )
         if part.halves and "halves" not in split:
             warn_user(
-                f"{part.owner} runs a Stack on two halves of a device's rows, and "
-                "finds none that it can split: nothing overlaps. It needs an even "
+                f"{part.owner} runs a Stack on two halves of a device's rows, but "
+                "finds no Stack that it can split: nothing overlaps. It needs an even "
                 "number of rows on each device, and layers without dropout, state, "
                 "masks or losses of experts, in no Pipeline. Otherwise use "
                 "sequence=True.",

@@ -33,7 +33,7 @@ from nnx_parallel.sharding.tree import (
 
 Names = tuple[str, ...]
 
-_NONE: tuple[Any, Any] = (None, None)  # keywords without a call, and no program
+_NONE: tuple[Any, Any] = (None, None)  # keywords and program before the first call
 _OTHER_SIGNATURE = "The program was resolved for another signature."
 _PLACEMENTS = ("in_shardings", "out_shardings", "constrain_args", "annotations")
 

@@ -149,7 +149,7 @@ class Claims:
         zero: Axes that split training state which the computation gathers at use.
         rules: Explicit rules of the user, which decide before names and `FSDPRules`.
         overlap: How products that gather or scatter overlap with their transfers.
-            ``None``: as XLA's partitioner writes them.
+            ``None`` leaves this to XLA's partitioner.
         halves: True if a `Stack` runs two halves of the rows at once.
         sequence: The axis of long sequences, and attention's exchange over it.
         experts: The axis of experts, and their exchange. The first axis of ``zero``
@@ -374,7 +374,7 @@ class Layout:
         return axes, "name " + ", ".join(found) if found else ""
 
     def _splits_layers(self, info: ArrayInfo) -> bool:
-        """True if the name ``layers`` of an array's dim splits the dim."""
+        """True if the strategy gives an array's dim named ``layers`` a mesh axis."""
         if self.claims.execution is None:
             return "layers" in self.claims.logical  # `check_spec` refuses a misfit
         size = math.prod(self.mesh.shape[a] for a in self.axes_of("layers"))

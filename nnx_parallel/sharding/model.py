@@ -212,7 +212,7 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
             signature.bind(*args, **keywords)
     except TypeError as error:
         raise TypeError(
-            f"model={model_fn} cannot be called with rngs alone: {error}. {remedy}"
+            f"model={model_fn} cannot be called with only rngs: {error}. {remedy}"
         ) from None
     model = build(*args, **keywords)
     if not isinstance(model, nnx.Module):

@@ -181,10 +181,11 @@ def resolve_leaves(
     except (ValueError, TypeError) as error:
         raise PlacementTreeError(
             f"The placements of `{root or 'the tree'}` do not fit it: {error}. They "
-            "are one rule, spec, sharding or None for all of it, or a tree that starts "
-            f"like it: {jax.tree.structure(tree)}."
+            "are one rule, spec, sharding or None for all of it, or a tree prefix of "
+            f"its structure: {jax.tree.structure(tree)}."
         ) from None
-    # Outside the `try`: if a rule raises an error, the two trees may still fit.
+    # This is outside the `try`, so that a rule's error is not reported as trees that do
+    # not fit.
     return [
         sharding
         for keys, entry, below in parts
@@ -277,8 +278,9 @@ def _warn_replicated(
         kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
         found = []
         for info, path in infos:
-            # Smaller arrays are replicated on purpose. All dims are free, because in a
-            # tree one rule decides about an array, and names do not claim dims.
+            # Smaller arrays are replicated on purpose. All dims count as free: in a
+            # tree one rule decides about an array, so no other rule and no name has
+            # taken a dim.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")

@@ -128,7 +128,7 @@ class Evaluation:
         if self.loss is not None and not callable(self.loss):
             raise TypeError(
                 f"Evaluation.loss is {kind_of(self.loss)}. It must be a function "
-                "loss(model, batch), as the loss is."
+                "loss(model, batch), like the Trainer's loss."
             )
         if not callable(self.params) and self.params not in (None, "params", "ema"):
             raise ValueError(
@@ -143,7 +143,7 @@ class Faults:
     """Detection of faults, and the reaction to them; ``Trainer(faults=...)``.
 
     Attributes:
-        on_non_finite: Effect of a step whose loss or gradients are not finite.
+        on_non_finite: Reaction to a step whose loss or gradients are not finite.
             ``"raise"`` ends the fit. With ``"skip"``, or a `SkipSteps` with a limit,
             the step changes nothing. A batch whose loss has weight 0 never changes
             anything.
@@ -279,7 +279,7 @@ _BACKEND_KINDS: dict[str, tuple[Any, str]] = {
     "compiler_options": (
         Mapping,
         "a dict of XLA's options, such as {'xla_tpu_scoped_vmem_limit_kib': 65536}, "
-        "whose values may be None to leave one of the library's out",
+        "where None removes an option that the library sets",
     ),
 }
 """The valid types of each argument of `Backend`, and their description."""
@@ -366,8 +366,8 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
     is_valid, kind, example = elements
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(
-            f"{name} is {kind_of(value)}. It must be a list, also of a single "
-            f"{kind}, such as {example}."
+            f"{name} is {kind_of(value)}. It must be a list, even for a single {kind}, "
+            f"such as {example}."
         )
     # Elements of an iterator are not checked: the iterator would be empty afterwards.
     for i, element in enumerate(value if isinstance(value, list | tuple) else ()):

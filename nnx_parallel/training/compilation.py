@@ -84,37 +84,42 @@ def _on_sparse_cores(name: str, reason: str, *, value: bool = True) -> CompilerO
 TABLE: tuple[CompilerOption, ...] = (
     _on_sparse_cores(
         f"{_OFFLOAD}all_gather",
-        "SparseCores gather parameters while the TensorCore multiplies. Of all bytes "
-        "under FSDP(64) on v5p 86.5 % are hidden with all six, and 39.2 without this.",
+        "SparseCores gather parameters while the TensorCore multiplies. Under "
+        "FSDP(64) on v5p, 86.5 % of the bytes are hidden with all six options, and "
+        "39.2 % without this one.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}2d_all_gather",
-        "The same over two dims of the torus: on v6e 84.1 %, and 40.1 without.",
+        "The same for gathers over two dims of the torus: on v6e 84.1 %, and 40.1 % "
+        "without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}3d_all_gather",
-        "The same over three, as an axis of 64 chips has: 41.2 % without.",
+        "The same for gathers over three dims, as an axis of 64 chips has: 41.2 % "
+        "without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}reduce_scatter",
-        "SparseCores add up and scatter gradients: 67.3 % without.",
+        "SparseCores add up and scatter gradients: 67.3 % without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}nd_reduce_scatter",
-        "The same over several dims; without, they are all-reduces of twice the bytes.",
+        "The same over several dims; without this option, they are all-reduces of "
+        "twice the bytes.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}all_reduce",
         "SparseCores add up arrays that are not scattered, such as activations under "
-        "tensor parallelism: 47.4 % without under FSDP(64).",
+        "tensor parallelism: under FSDP(64), 47.4 % without this option.",
     ),
     CompilerOption(
         name="xla_jf_spmd_threshold_for_windowed_einsum_mib",
         value=1_000_000,
         kinds=_SPARSE_CORES,
-        reason="No product is a ring of smaller ones, which send in between: fewer "
-        "estimated cycles, and less is hidden. TensorParallel(4, sequence=True), "
-        "FSDP(16) on v5p: 2,054 million and 32 %, with rings 2,426 and 53 %.",
+        reason="Keeps the compiler from splitting products into rings of smaller ones "
+        "that send in between. This takes fewer estimated cycles and hides less: for "
+        "TensorParallel(4, sequence=True) and FSDP(16) on v5p 2,054 million and 32 %, "
+        "against 2,426 million and 53 % with rings.",
         source="docs/benchmarks.md, How it is measured",
     ),
     CompilerOption(

@@ -66,10 +66,10 @@ def check_length(num_steps: object, num_epochs: object) -> int:
     elif num_steps is None and num_epochs is None:
         found = "neither num_steps nor num_epochs"
     elif num_epochs is None:
-        rule = ": all updates of the run, those before included"
+        rule = ": all updates of the run, including earlier ones"
         return check_count("num_steps", num_steps, 0, rule)
     else:
-        rule = ": all passes over the data, those before included"
+        rule = ": all passes over the data, including earlier ones"
         return 0 * check_count("num_epochs", num_epochs, 1, rule)
     raise ValueError(
         f"fit got {found}. It takes one of them: num_steps, the number of updates, or "
@@ -383,7 +383,8 @@ def explain_non_finite(
         return (
             f"The first batch has labels from {found.lowest} to {found.highest}, but "
             f"the logits have {found.num_classes} classes: valid labels are 0 to "
-            f"{found.num_classes - 1}. Give labels to leave out a weight of 0. {kept}"
+            f"{found.num_classes - 1}. To leave out a label, give it the weight 0. "
+            f"{kept}"
         )
     broken = broken_arrays(state)
     # If parameters are not finite, their averages and moments follow from that.

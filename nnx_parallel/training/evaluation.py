@@ -535,7 +535,7 @@ def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
-    """Returns the parameters or their average, which may raise a `ValueError`."""
+    """Returns the parameters, or their average; raises a `ValueError` without one."""
     if not ema:
         return state.params
     if state.ema is None:

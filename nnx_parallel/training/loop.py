@@ -43,7 +43,7 @@ from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch
 
-SIGTERM = "SIGTERM, as a machine sends before it is taken away"
+SIGTERM = "SIGTERM, which a machine sends before it is taken away"
 _SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
 
 _STEPS_TO_FIRST_METRICS = 4

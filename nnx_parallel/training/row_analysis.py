@@ -243,7 +243,7 @@ def _meeting(values: Sequence[RowValue]) -> RowValue:
 
 
 def _joint(call: _Call) -> Kind:
-    """Returns the kind of a function of sums; if it is an array, it is not judged."""
+    """Returns the kind of a function of sums, which is ``unknown`` for an array."""
     return "joint" if _shape(call.eqn.outvars[0]) == () else "unknown"
 
 

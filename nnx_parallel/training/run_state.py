@@ -406,9 +406,9 @@ class RunState:
             )
         if self._is_counting and not weights_only:
             raise CheckpointError(
-                "restore() in the middle of a fit, which counts its steps from the "
-                "state that it began with. Call trainer.stop(reason), and restore and "
-                "fit again after that; or restore weights_only=True."
+                "restore() was called in the middle of a fit, which counts its steps "
+                "from the state that it began with. Call trainer.stop(reason), and "
+                "restore and fit again after that; or restore weights_only=True."
             )
         own = self.checkpoints
         where = own.options if directory is None else directory

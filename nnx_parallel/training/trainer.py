@@ -383,7 +383,8 @@ class Trainer:
             DataError: If data cannot be iterated over, has no length, or lasts for only
                 one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
-            BatchShapeError: If a batch does not divide, or if its shape changes.
+            BatchShapeError: If the rows of a batch do not divide over devices and
+                microbatches, or if the shape of batches changes.
         """
         self._run.begin("fit")
         # `stop` uses the loop: a callback may call it during the fit.
@@ -500,8 +501,8 @@ class Trainer:
                 ``Checkpoint(keep_best=...)`` of the run that saved it. ``None`` takes
                 the latest step.
             directory: The directory to read; by default the Trainer's checkpoint
-                directory. A `Checkpoint` with another ``keep_best`` decides with that
-                which step is the best.
+                directory. Pass a `Checkpoint` with another ``keep_best`` to rank the
+                steps by that metric.
             weights_only: Restore only parameters and other variables; optimizer, step
                 and data stay as they are. `load_weights` reads weights that another
                 program has saved.

@@ -37,7 +37,7 @@ class OptimizerRow(NamedTuple):
     Attributes:
         bytes_per_device: Bytes of each device's shard, in device or host memory.
         why_whole: Reason why every device holds the whole array although the optimizer
-            state of its parameter is split; empty if it is not such an array.
+            state of its parameter is split; empty for any other array.
         memory_kind: ``"device"``, or ``"pinned_host"`` for the host's memory.
         owner: Path of the parameter that it belongs to; empty if it belongs to none.
     """
@@ -419,7 +419,8 @@ def _warn_of_one_device(layout: Layout) -> None:
         remedy = "Check which devices this process may see (CUDA_VISIBLE_DEVICES)"
     warn_user(
         f"{claims.owner} takes all devices, and JAX has found one, of platform "
-        f"{platform!r}: nothing is split. {remedy}; give sizes of 1 if one is meant.",
+        f"{platform!r}: nothing is split. {remedy}; give sizes of 1 if you mean one "
+        "device.",
         ParallelWarning,
     )
 
@@ -456,7 +457,7 @@ def describe_model(
     for path, variable in variables_of(abstract):
         info, place = array_info(path, variable), placements[path]
         is_floating = jnp.issubdtype(info.dtype, jnp.floating)
-        # The dtype becomes the one in which the training state will hold the array.
+        # The training state will hold the array in this dtype.
         if precision and is_floating and (info.is_param or path in trained):
             info = replace(info, dtype=precision.params or info.dtype)
         size = shard_bytes(layout, info.shape, info.dtype, place.stored)

@@ -241,7 +241,7 @@ def _check_places(
         start += math.prod(tensor.shape) * tensor.dtype.itemsize
     if start != size:
         raise WeightsError(
-            f"{str(path)!r} has {size:,} bytes, but its header tells of {start:,}: it "
+            f"{str(path)!r} has {size:,} bytes, but its header describes {start:,}: it "
             f"is {'cut short' if size < start else 'longer than its arrays'}."
         )
 

@@ -81,8 +81,8 @@ class Rule:
         found = _PART.fullmatch(pattern)
         if found is None:
             raise WeightsError(
-                f"The pattern of `{ours}` is {pattern!r}. It must be as of einops: "
-                "'their dims -> our dims', perhaps after 'part 1 of 3: '."
+                f"The pattern of `{ours}` is {pattern!r}. It must be a pattern of "
+                "einops: 'their dims -> our dims', perhaps after 'part 1 of 3: '."
             )
         part, count, left, right, given = found.groups()
         sizes = tuple((n, int(x)) for n, x in re.findall(r"(\w+)=(\d+)", given or ""))
@@ -115,7 +115,8 @@ class Rule:
             if dim != names[0] and math.prod(given.get(n, 0) for n in names) != size:
                 raise WeightsError(
                     f"Dim {dim} of `{self.ours}` has size {size}; its pattern gives "
-                    f"{given or 'no sizes'}: write ', name=size' of each behind it."
+                    f"{given or 'no sizes'}: write ', name=size' for each dim that it "
+                    "joins, after the pattern."
                 )
         if len(dims) != len(ours):
             raise WeightsError(

@@ -28,7 +28,7 @@ from jax import Array
 from nnx_parallel.precision import sum_dtype
 
 BLOCK = 512
-"""Most queries, and most keys, of a block."""
+"""Maximum number of queries, and of keys, in a block."""
 
 
 class Tokens(NamedTuple):
@@ -53,7 +53,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """The keys that a query sees by their distance, and the settings of scores.
+    """Which keys a query sees, given their distance, and how scores are computed.
 
     Attributes:
         scale: Factor of the products of queries and keys.
@@ -61,7 +61,7 @@ class Pattern:
         window: Number of keys that a query sees to the left and to the right of its
             position. ``None``: all of them.
         softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``.
-        block: Most queries and most keys of a block.
+        block: Maximum number of queries and of keys in a block.
     """
 
     scale: float
@@ -183,7 +183,7 @@ class Grid:
     def scores(
         self, query: Array, key: Array, q_tokens: Tokens, k_tokens: Tokens, mask: Any
     ) -> tuple[Array, Array | float]:
-        """Computes the scores of a block, and their derivative by the product.
+        """Computes a block's scores and their derivatives with respect to ``q @ k``.
 
         A score is -inf if the query does not see the key.
         """
@@ -423,7 +423,7 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def with_sinks(part: Partial, sinks: Array | None) -> Partial:
-    """Merges attention with a sink for each head: a logit ``(heads,)`` of value 0."""
+    """Adds to each head a key whose logit is the head's sink and whose value is 0."""
     if sinks is None:
         return part
     out, lse = part

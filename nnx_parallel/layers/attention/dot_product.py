@@ -1,4 +1,4 @@
-"""Scaled dot-product attention over named heads, by the kernel of the platform.
+"""Scaled dot-product attention, with the fused kernel of the platform if there is one.
 
 To XLA's partitioner a fused kernel is one opaque operation, for which it would gather
 all operands. But heads and rows of the batch are independent. So each device calls the
@@ -112,7 +112,7 @@ def per_shard(
     *,
     splits_seq: bool = False,
 ) -> Array:
-    """Calls a kernel on each device, for its rows and heads of a call of `attention`.
+    """Runs a kernel on each device, on the device's shard of the rows and heads.
 
     With ``splits_seq``, queries that the layout splits along the sequence stay split,
     and the kernel gets their positions. It always gets the keys of all positions.
@@ -150,8 +150,8 @@ def attention(
 
     Heads are independent, so heads that are split over ``tensor`` need no
     communication. A fused kernel runs on each device's rows and heads, under any
-    strategy, and holds no scores [3]. The backward pass computes the kernel again,
-    under every remat policy except the policy that keeps everything.
+    strategy, and holds no scores [3]. The backward pass runs the kernel's forward pass
+    again, unless the remat policy keeps all activations.
 
     The implementation ``xla`` works in blocks if there are packed documents, windows,
     soft caps, sinks, or more than 2048 x 2048 scores. Like a kernel, it then makes no
@@ -180,7 +180,7 @@ def attention(
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
             both, or ``xla`` for plain operations. ``None``: the platform's kernel if it
             takes these arguments, otherwise ``xla``. No implementation lets a query see
-            more keys than these arguments allow. A table of the site lists the
+            more keys than these arguments allow. A table in the documentation lists the
             arguments that each implementation takes.
 
     Returns:
@@ -281,8 +281,8 @@ def check_call(call: AttentionCall) -> None:
         if not is_met or call.mask.dtype != bool:
             raise ValueError(
                 f"A mask of shape {jnp.shape(call.mask)} and dtype {call.mask.dtype}; "
-                f"it must be bool {(batch, heads, *lengths)}, or 1 where it is the "
-                "same for all."
+                f"it must be bool {(batch, heads, *lengths)}, where any dim may also "
+                "be 1, to broadcast."
             )
 
 

@@ -1,4 +1,4 @@
-"""Implementations of attention; each obeys an argument or refuses it by name.
+"""Implementations of attention; an error names each argument that one cannot obey.
 
 No implementation lets a query see more keys than the arguments allow.
 """
@@ -20,7 +20,7 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
 
 AT_ONCE = 2048
-"""Most queries, and most keys, for which plain operations hold all scores at once.
+"""Most queries or keys for which plain operations hold all scores at once.
 
 The scores and their softmax are kept for the backward pass. With more queries or keys
 they would be most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, against
@@ -254,7 +254,7 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
         # jax.nn takes lengths of rows (docs/library-notes.md, "Attention").
         yield "segments; it takes rows of one document"
     if call.window is not None and (not call.causal or queries != keys):
-        yield f"window={call.window}; it takes one with causal=True, of self-attention"
+        yield f"window={call.window}; it needs causal=True and self-attention"
     if call.window is not None and call.mask is not None:
         yield "a window and a mask; it takes one of the two"
     yield from _unsupported(call, "softcap", "sinks")

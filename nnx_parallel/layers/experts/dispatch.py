@@ -37,9 +37,9 @@ A further round is a function ``(index, given, operands)``.
 
 
 def round_rows(expected: float, most: int) -> int:
-    """Returns the rows that a round has room for: a few more than ``expected``.
+    """Returns how many rows a round has room for: a few more than ``expected``.
 
-    It is at most ``most``.
+    The number is at most ``most``.
     """
     rows = math.ceil(expected * (1 + SLACK))
     # Kernels of grouped products take tiles of 128 rows. A small number of rows is
@@ -63,12 +63,13 @@ def sum_rounds(
     Args:
         first: The first round. It must be hashable, and must not close over traced
             values.
-        further: The rounds that balanced tokens do not need, with the same conditions.
+        further: The rounds that balanced tokens do not need, under the same conditions.
         num_further: int32 scalar, the number of further rounds. It must be equal on
             devices that communicate in a round. ``None`` if further rounds cannot
             occur: then there is no loop.
         given: A pytree of integers.
-        operands: A pytree of arrays to differentiate by.
+        operands: A pytree of arrays, with respect to which the sum can be
+            differentiated.
     """
     if num_further is None:
         return first(given, operands)
@@ -160,7 +161,7 @@ def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
     Args:
         chosen: The choices. A number of at least ``num_experts`` means no expert.
         num_experts: Number of experts.
-        num_rows: The most rows that can have an expert.
+        num_rows: Maximum number of rows that can belong to experts.
     """
     flat = chosen.reshape(-1)
     choice = jnp.argsort(flat)  # a stable sort: an expert's tokens stay in order

@@ -95,7 +95,7 @@ class RowExchange(NamedTuple):
             num_local: The number of experts of a device.
             first: The index of the first row of this round, among the rows of a
                 receiver.
-            num_rows: The most rows that a receiver gets in a round.
+            num_rows: Maximum number of rows that a receiver gets in a round.
         """
         num_devices = counts.shape[0]
         # (from, to, expert of the receiver)

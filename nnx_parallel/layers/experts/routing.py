@@ -153,7 +153,7 @@ class Experts:
         return self.balance_loss > 0 or self.z_loss > 0
 
     def capacity(self, seq_len: int) -> int | None:
-        """Returns the most tokens of a sequence that an expert takes."""
+        """Returns the maximum number of tokens that an expert takes of a sequence."""
         if self.capacity_factor is None:
             return None
         share = seq_len * self.top_k / self.num_experts

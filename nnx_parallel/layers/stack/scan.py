@@ -188,7 +188,8 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
 def _with_array_args(call: StackCall) -> StackCall:
     """Moves arguments that are not arrays into the function of the call.
 
-    Remat would trace them. So a mode, ``training=True``, stays a Python value.
+    Remat would trace them as arguments. In the function, a mode such as
+    ``training=True`` stays a Python value.
     """
     leaves, tree = jax.tree.flatten(call.args)
     are_arrays = [isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves]
@@ -344,7 +345,7 @@ class _PrefetchedLayers:
         return {k: _place(x, self.used[k]) for k, x in shards.items()}
 
     def _finish(self, x: list, ahead: dict) -> tuple[list, dict]:
-        """Returns ``x`` and the gathered parameters, when both are complete.
+        """Returns ``x`` and the gathered parameters, through a barrier that joins them.
 
         In the carry, the next layer's parameters get the buffer of the present layer's
         parameters. Without this barrier they would be gathered into that buffer, and

@@ -388,7 +388,7 @@ def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
 
 
 def _is_of_no_row(a: Any, x: jax.Array) -> bool:
-    """True if no dim of an array can be rows, except for random keys."""
+    """True if no dim of an array can be rows; False for random keys."""
     keys = (jax.dtypes.prng_key, jnp.unsignedinteger)
     is_key = any(jnp.issubdtype(jnp.result_type(a), kind) for kind in keys)
     return not is_key and all(size % len(x) for size in jnp.shape(a))
@@ -454,7 +454,7 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
         shared = sorted(found.keys() - set(map(dotted, once)))
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
-            "are elsewhere in it too. Stacked blocks would silently untie them. Give "
-            "each module a separate Variable, or keep the shared one outside the stack "
-            "and pass it to the blocks as an argument."
+            "also occur elsewhere in it. Stacked blocks would silently untie them. "
+            "Give each module a separate Variable, or keep the shared one outside the "
+            "stack and pass it to the blocks as an argument."
         )
