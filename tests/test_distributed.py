@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import AuthenticationError
@@ -245,6 +246,54 @@ def test_invalid_step_timeout_raises() -> None:
         Watchdog(0)
     with pytest.raises(ValueError, match=re.escape(message)):
         Faults(step_timeout=0)
+
+
+@pytest.mark.parametrize(
+    ("processes", "step_seconds", "awaited", "limit"),
+    [
+        (1, [60.0], "step", None),
+        (2, [], "step", 1800),
+        (2, [0.5], "step", 600),
+        (2, [60.0, 70.0, 3000.0], "step", 1400),
+        (2, [0.5], "batch of the evaluation", 1800),
+    ],
+)
+def test_default_step_timeout_follows_median(
+    monkeypatch: pytest.MonkeyPatch,
+    processes: int,
+    step_seconds: list[float],
+    awaited: str,
+    limit: float | None,
+) -> None:
+    monkeypatch.setattr(runtime, "process_count", lambda: processes)
+    assert Watchdog(Faults().step_timeout, step_seconds).limit(awaited) == limit
+    assert Watchdog(5, step_seconds).limit(awaited) == 5
+    assert Watchdog(None, step_seconds).limit(awaited) is None
+
+
+@pytest.mark.parametrize(("timeout", "counts"), [("auto", False), (0.1, True)])
+def test_only_default_step_timeout_leaves_out_data(
+    monkeypatch: pytest.MonkeyPatch, timeout: Any, counts: bool
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(runtime, "_AUTO_SECONDS", 0.1)
+    monkeypatch.setattr(runtime, "process_count", lambda: 2)
+    monkeypatch.setattr(runtime.faulthandler, "dump_traceback", lambda **_: None)
+    monkeypatch.setattr(runtime, "_ending", threading.Lock())
+    monkeypatch.setattr(runtime, "_end", lambda *_: ended.set())
+    watchdog = Watchdog(timeout, [1e-3])
+
+    def read() -> Iterator[int]:
+        for step in range(2):
+            assert ended.wait(0.5) is (counts and step > 0)
+            yield step
+
+    for step in watchdog.reading(read()):
+        watchdog.arm(step)
+    assert ended.is_set() is counts
+    watchdog.arm(2)
+    assert ended.wait(5)
+    watchdog.disarm()
 
 
 def can_listen(host: str) -> bool:

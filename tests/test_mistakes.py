@@ -293,7 +293,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a timeout in words": (
         lambda: make(faults=Faults(step_timeout="5m")),  # pyright: ignore[reportArgumentType]
         "step_timeout='5m'. It must be a positive number of seconds, or None to watch "
-        "nothing.",
+        "nothing, or 'auto'.",
     ),
     "one step to profile": (
         lambda: make(debugging=Debugging(profile=5)),  # pyright: ignore[reportArgumentType]

@@ -352,6 +352,7 @@ def test_watchdog_pauses_while_evaluation_compiles() -> None:
 
     class Clock(Watchdog):
         def __init__(self) -> None:
+            super().__init__(None)
             self.events: list[str] = []
 
         def arm(self, step: int, awaited: str = "step") -> None:

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nnx_parallel.distributed.messages import join
-from nnx_parallel.distributed.runtime import process_index
+from nnx_parallel.distributed.runtime import EXCHANGE_SECONDS, process_index
 from nnx_parallel.errors import DisagreementError
 
-_EXCHANGE_SECONDS = 1800.0  # another process may compile or restore meanwhile
 _MAX_LINES = 20
 _MAX_CHARACTERS = 200
 
@@ -53,7 +52,7 @@ def count_step() -> None:
 
 
 def reserve_allgather(
-    name: str, timeout_seconds: float = _EXCHANGE_SECONDS
+    name: str, timeout_seconds: float = EXCHANGE_SECONDS
 ) -> Callable[[Any], list]:
     """Reserves the next exchange of a name, which another thread can make later.
 

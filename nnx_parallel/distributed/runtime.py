@@ -3,17 +3,20 @@
 import contextlib
 import faulthandler
 import logging
+import math
 import os
 import re
 import signal
+import statistics
 import sys
 import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import jax
 
@@ -21,6 +24,8 @@ import jax
 # `jax.process_count()` start a backend, after which `jax.distributed.initialize`
 # refuses to run. Only this module reads it.
 from jax._src import distributed, xla_bridge
+
+T = TypeVar("T")
 
 STATE = distributed.global_state
 """State of JAX's coordination service: its address and, once started, its client."""
@@ -37,9 +42,17 @@ INTERRUPT = "Ctrl-C"
 HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
 
+EXCHANGE_SECONDS = 1800.0
+"""How long a process waits for another one, which may compile or restore meanwhile."""
+
 _REASON_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 _WATCHDOG_GRACE_SECONDS = 5.0
+_WATCHDOG_POLL_SECONDS = 1.0
+# The limit of a step under `step_timeout="auto"`: this time, which is the default of
+# NCCL in PyTorch, or longer if 20 steps like the last ones take longer.
+_AUTO_SECONDS = 600.0
+_AUTO_STEPS = 20
 # jax 0.12 raises the status of a failed collective as a `ValueError`.
 _STATUS = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED): ")
 _RESUME = (
@@ -247,6 +260,18 @@ def _end(text: str, notify: Callable[[], object], code: int) -> None:
         os._exit(code)
 
 
+StepTimeout = float | Literal["auto"] | None
+
+
+class _Armed(NamedTuple):
+    """A clock that runs: its end by `time.monotonic`, and what the error names."""
+
+    deadline: float
+    limit: float  # seconds
+    step: int
+    awaited: str
+
+
 class Watchdog:
     """Ends the process if a step takes too long, and prints the stack of every thread.
 
@@ -254,49 +279,111 @@ class Watchdog:
     https://github.com/jax-ml/jax/issues/38503
 
     Args:
-        timeout_seconds: Longest duration of a step, or of a batch of an evaluation;
-            ``None`` means no limit.
+        timeout_seconds: Longest duration of a step, or of a batch of an evaluation.
+            ``"auto"`` derives it, if there are several processes; ``None`` means no
+            limit.
+        step_seconds: Durations of the last steps, from which ``"auto"`` derives it.
 
     Raises:
         ValueError: If the time is not positive.
     """
 
-    def __init__(self, timeout_seconds: float | None) -> None:
+    def __init__(
+        self, timeout_seconds: StepTimeout, step_seconds: Collection[float] = ()
+    ) -> None:
+        self._is_auto = timeout_seconds == "auto"
         is_number = isinstance(timeout_seconds, int | float)
-        if timeout_seconds is not None and not (is_number and timeout_seconds > 0):
+        is_limit = is_number and timeout_seconds > 0
+        if timeout_seconds is not None and not (self._is_auto or is_limit):
             raise ValueError(
                 f"step_timeout={timeout_seconds!r}. It must be a positive number of "
-                "seconds, or None to watch nothing."
+                "seconds, or None to watch nothing, or 'auto'."
             )
-        self._timeout = timeout_seconds
-        self._timer: threading.Timer | None = None
+        self._timeout, self._step_seconds = timeout_seconds, step_seconds
+        self._changed = threading.Condition()
+        self._armed: _Armed | None = None
+        self._thread: threading.Thread | None = None
+
+    def limit(self, awaited: str = "step") -> float | None:
+        """Returns the limit in seconds as of now; ``None`` if there is no limit."""
+        if not isinstance(self._timeout, str):
+            return self._timeout
+        if process_count() == 1:
+            return None
+        if awaited != "step" or not self._step_seconds:
+            return EXCHANGE_SECONDS
+        return max(_AUTO_SECONDS, _AUTO_STEPS * statistics.median(self._step_seconds))
 
     def arm(self, step: int, awaited: str = "step") -> None:
         """Restarts the clock; the error names ``awaited`` and the last step."""
-        if self._timeout is None:
+        limit = self.limit(awaited)
+        if limit is None:
             return
-        self.disarm()
-        self._timer = threading.Timer(self._timeout, self._end, (step, awaited))
-        self._timer.daemon = True
-        self._timer.start()
-        # The timer's thread needs the interpreter's lock. A C call that never releases
-        # the lock stops every Python thread; then `faulthandler` ends the process.
-        limit = self._timeout + _WATCHDOG_GRACE_SECONDS
-        file = sys.__stderr__ or sys.stderr
-        faulthandler.dump_traceback_later(limit, exit=True, file=file)
+        with self._changed:
+            self._armed = _Armed(time.monotonic() + limit, limit, step, awaited)
+            if self._thread is None:
+                name = "nnx_parallel.watchdog"
+                self._thread = threading.Thread(target=self._watch, name=name)
+                self._thread.daemon = True
+                self._thread.start()
 
     def disarm(self) -> None:
         """Stops the clock: for compilation and for a checkpoint."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            faulthandler.cancel_dump_traceback_later()
+        with self._changed:
+            if self._armed is not None and not self._is_auto:
+                faulthandler.cancel_dump_traceback_later()
+            self._armed = None
+            self._changed.notify()
 
-    def _end(self, step: int, awaited: str) -> None:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context that a derived limit does not count; a given limit counts it.
+
+        The data and the hooks of a run may take any time on all processes. If only one
+        process takes long, the limits of the others apply: `EXCHANGE_SECONDS` where
+        they wait for its batch, the limit of a step where they wait in a step.
+        """
+        armed = self._armed if self._is_auto else None
+        if armed is not None:
+            self._armed = armed._replace(deadline=math.inf)
+        yield
+        if armed is not None:
+            self.arm(armed.step, armed.awaited)
+
+    def reading(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yields the batches; the clock is `paused` while they are awaited."""
+        iterator, end = iter(batches), object()
+        while True:
+            with self.paused():
+                batch = next(iterator, end)
+            if batch is end:
+                return
+            yield cast(T, batch)
+
+    def _watch(self) -> None:
+        with self._changed:
+            while self._armed is not None:
+                left = self._armed.deadline - time.monotonic()
+                if left <= 0:
+                    self._end(self._armed)
+                    break
+                if not self._is_auto:
+                    # This thread needs the interpreter's lock. A C call that never
+                    # releases the lock stops it; then `faulthandler` ends the process.
+                    # It has one timer, which under "auto" is left to the script.
+                    limit = left + _WATCHDOG_GRACE_SECONDS
+                    file = sys.__stderr__ or sys.stderr
+                    faulthandler.dump_traceback_later(limit, exit=True, file=file)
+                # `arm` does not notify this thread, so that it costs a step nothing.
+                self._changed.wait(min(left, _WATCHDOG_POLL_SECONDS))
+            self._thread = None
+
+    def _end(self, armed: _Armed) -> None:
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr)
+        name = "step_timeout='auto'" if self._is_auto else "step_timeout"
         reason = (
-            f"No {awaited} has ended for {self._timeout:g} s (step_timeout) after step "
-            f"{step} was dispatched; the stack of every thread is above"
+            f"No {armed.awaited} has ended for {armed.limit:g} s ({name}) after step "
+            f"{armed.step} was dispatched; the stack of every thread is above"
         )
         if _ending.acquire(blocking=False):
             _end(f"{reason}. {_RESUME}", lambda: _notify(reason), HUNG)

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.distributed.runtime import Watchdog
+from nnx_parallel.distributed.runtime import StepTimeout, Watchdog
 from nnx_parallel.errors import grouped, kind_of, suggests_names
 from nnx_parallel.metrics import Mean
 from nnx_parallel.optimizers.muon import muon
@@ -150,7 +150,12 @@ class Faults:
         step_timeout: Limit in seconds. It applies to a step with its data and
             ``on_step_end``, and to a batch of the fit's evaluation. If the limit is
             exceeded, the process prints all stacks and ends. Compilation, the first
-            batch, checkpoints and ``on_eval_end`` do not count.
+            batch, checkpoints and ``on_eval_end`` do not count. The default,
+            ``"auto"``, sets no limit for one process. For several processes, a step
+            may take 20 times the median of the last 8 steps, but at least 600 s.
+            Batches of an evaluation, and the first two steps, may take 1,800 s. The
+            process's waits for data and its ``on_step_end`` do not count under
+            ``"auto"``. ``None`` sets no limit.
         check_replicas_every: Steps between comparisons of the devices' copies; 0 means
             never.
 
@@ -163,7 +168,7 @@ class Faults:
     """
 
     on_non_finite: OnNonFinite = "raise"
-    step_timeout: float | None = None
+    step_timeout: StepTimeout = "auto"
     check_replicas_every: int = 0
 
     def __post_init__(self) -> None:

@@ -315,7 +315,8 @@ class Programs:
         arrays = (self._params(state, ema), state.variables, state.key)
         total, found = list[Any](), Means()
         rearm()
-        for index, batch in enumerate(self._batches(data, stop_reason)):
+        batches = watchdog.reading(self._batches(data, stop_reason))
+        for index, batch in enumerate(batches):
             if batch is None:
                 return {}
             leaves, structure = jax.tree.flatten(batch)

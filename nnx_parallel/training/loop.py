@@ -100,7 +100,8 @@ class Loop:
         )
         # A trace is a file, and a trial run writes no files.
         self._tracer = Tracer(None if is_trial else profile, directory)
-        self._watchdog = Watchdog(self.faults.step_timeout)
+        timeout, durations = self.faults.step_timeout, self._recorder.step_seconds
+        self._watchdog = Watchdog(timeout, durations)
         self._termination = Termination(saves=self.run.checkpoints.options is not None)
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
@@ -228,7 +229,7 @@ class Loop:
             run.counting_steps(),
         ):
             stack.callback(self._watchdog.disarm)
-            for item in batches:
+            for item in self._watchdog.reading(batches):
                 if item.stop_reason is not None:
                     # All processes stop here, so none waits in a step for the others.
                     self._agreed_stop = item.stop_reason
@@ -452,5 +453,6 @@ class Loop:
             # This is checked as soon as the names are known, instead of at the first
             # save, which may come hours later.
             self.run.checkpoints.check_best(metrics, f"step {step}")
-        for callback in self.callbacks:
-            callback.on_step_end(self.trainer, step, metrics)
+        with self._watchdog.paused():
+            for callback in self.callbacks:
+                callback.on_step_end(self.trainer, step, metrics)

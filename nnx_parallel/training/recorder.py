@@ -168,6 +168,7 @@ class Recorder:
             ends the run.
         is_state_finite: Function that is called after a bad step. It returns True if
             the state is still finite.
+        step_seconds: Durations of the last 8 steps, without evaluations and saves.
     """
 
     logger: LoggerGroup
@@ -184,7 +185,7 @@ class Recorder:
         self._last_row: dict[str, float] = {}
         self._last_finite: dict[str, float] = {}
         self._last_time: float | None = None
-        self._durations: deque[float] = deque(maxlen=8)
+        self.step_seconds: deque[float] = deque(maxlen=8)
         self._extra: dict[str, float] = {}
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
@@ -254,8 +255,8 @@ class Recorder:
         rates = {"data_wait_seconds": wait_seconds}
         # The first step has no rates, because its time includes earlier work.
         if before is not None and self.throughput is not None:
-            self._durations.append(self._last_time - before)
-            rates |= self.throughput.rates(statistics.fmean(self._durations))
+            self.step_seconds.append(self._last_time - before)
+            rates |= self.throughput.rates(statistics.fmean(self.step_seconds))
         return rates
 
     def skip_message(self) -> str:

@@ -198,6 +198,20 @@ def test_fault_ends_all_processes(settings: dict, code: int, lines: list[str]) -
     )  # start-up included: without this library jax waits 98 to 301 s
 
 
+def test_stuck_device_ends_all_by_default() -> None:
+    """The run does not end at step 8, where data and hooks are slow."""
+    fault = {"kind": "stuck", "process": 0, "step": 12, "slow_step": 8}
+    ended = launch({"model": "linear", "steps": 40, "step_seconds": 3, "fault": fault})
+    assert ended.code in (HUNG, PEER_LOST), ended.text
+    found = re.search(
+        r"No step has ended for 3 s \(step_timeout='auto'\) after step (\d+) was ",
+        ended.text,
+    )
+    assert found is not None, ended.text
+    assert int(found[1]) >= 12, ended.text
+    assert ended.seconds < 30
+
+
 def test_failed_save_on_one_process_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run"), "every": 20}
     ended = launch(break_process("disk", checkpoint=saved))

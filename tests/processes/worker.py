@@ -36,7 +36,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.checkpoint import orbax_compat
-from nnx_parallel.distributed import messages
+from nnx_parallel.distributed import messages, runtime
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
@@ -52,6 +52,8 @@ CONFIG = GPTConfig.tiny(
     vocab_size=64, seq_len=8, num_layers=2, embed_dim=32, num_heads=4
 )
 NUM_ROWS = 8
+SLOW_SECONDS = 4.0
+STUCK = threading.Event()
 MODELS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "gpt": lambda rngs: GPT(CONFIG, rngs=rngs),
     "linear": lambda rngs: nnx.Linear(8, 8, rngs=rngs),
@@ -80,6 +82,7 @@ class Settings:
         evaluates: True if the run ends with an evaluation.
         give_up_seconds: When a save that has failed on one process is given up.
         notice_seconds: When a process that waits for another asks where it is.
+        step_seconds: The least limit of a step under ``step_timeout="auto"``.
     """
 
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
@@ -94,6 +97,7 @@ class Settings:
     evaluates: bool = False
     give_up_seconds: int = orbax_compat.GIVE_UP_SECONDS
     notice_seconds: float = 20.0
+    step_seconds: float = 600.0
 
 
 def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
@@ -125,6 +129,8 @@ class Batches:
             rows = tokens if fault.get("kind") == "global" else tokens[self._rows]
             if fault.get("kind") == "alike":
                 rows = tokens[:4]
+            if fault.get("kind") == "stuck" and step == fault["slow_step"]:
+                time.sleep(SLOW_SECONDS)
             if fault.get("kind") == "shape":
                 rows = rows[:, :-2]
             yield {"tokens": rows}
@@ -147,6 +153,7 @@ class Fault(Callback):
 
     def __init__(self, settings: Settings) -> None:
         self._fault = active_fault(settings)
+        self._slow_step = settings.fault.get("slow_step")  # of all processes
 
     def on_fit_start(self, trainer: Any) -> None:
         if self._fault.get("kind") == "disk":  # nothing longer can be written
@@ -160,6 +167,8 @@ class Fault(Callback):
         if step == self._fault.get("heal_at"):
             time.sleep(2)  # background writes have failed by now
             limit_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        if step == self._slow_step:
+            time.sleep(SLOW_SECONDS)
         if step == self._fault.get("raise_at"):  # a second one
             raise ValueError("this process has had enough")
         if step != self._fault.get("step"):
@@ -173,6 +182,8 @@ class Fault(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
         if kind == "stop":
             trainer.stop("one process is content")
+        if kind == "stuck":
+            STUCK.set()
         if kind == "hang":
             threading.Event().wait()
         if kind == "exit":
@@ -216,9 +227,22 @@ def squares(model: Any, batch: Any) -> jax.Array:
     return ((model(tokens[:, :-1]) - tokens[:, 1:]) ** 2).mean()
 
 
+def stuck_squares(model: Any, batch: Any) -> jax.Array:
+    """`squares`, which a device never ends once `STUCK` is set."""
+
+    def wait() -> None:
+        if STUCK.is_set():
+            threading.Event().wait()
+
+    jax.debug.callback(wait)  # only process 0 calls it
+    return squares(model, batch)
+
+
 def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trainer:
     """The trainer of a run."""
-    is_gpt = settings.model == "gpt"
+    loss = next_token_loss if settings.model == "gpt" else squares
+    if settings.fault.get("kind") == "stuck":
+        loss = stuck_squares
     is_odd = active_fault(settings).get("kind") == "optimizer"
     checkpoint = None
     saves = active_fault(settings).get("kind") != "unsaved"
@@ -227,7 +251,7 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
     return Trainer(
         model=MODELS[settings.model],
         optimizer=optax.adamw(0.02 if is_odd else 0.01),
-        loss=next_token_loss if is_gpt else squares,
+        loss=loss,
         strategy=strategy,
         num_microbatches=2,
         checkpoint=checkpoint,
@@ -276,6 +300,7 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds
     messages._NOTICE_SECONDS = settings.notice_seconds  # pyright: ignore[reportPrivateUsage]
+    runtime._AUTO_SECONDS = settings.step_seconds  # pyright: ignore[reportPrivateUsage]
     found = run(settings)
     if settings.out is not None and jax.process_index() == 0:
         Path(settings.out).write_text(json.dumps(found))
