@@ -193,7 +193,7 @@ def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Arra
 
 
 def _from_device(x: Any) -> Any:
-    """Returns a constant, wherever it is, as an argument for programs on the mesh."""
+    """Converts a constant to an argument that programs on the mesh accept."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         # The user has put it onto one device, which programs on the mesh would refuse.

@@ -36,8 +36,8 @@ class Loop(NamedTuple, Generic[Total]):
 
     Attributes:
         body: The repeated computation.
-        condition: The computation that decides whether to go on. It is executed once
-            more than the body.
+        condition: The computation that decides whether to go on. It is executed one
+            time more often than the body.
         trips: Executions of the body.
         is_known: False if the number of trips depends on data, and `trips` is an
             assumption.

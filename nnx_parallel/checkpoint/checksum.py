@@ -367,7 +367,7 @@ def read_checksums(step_directory: str, header_digest: str) -> Checksums:
     """
     content = read_json(LiteralPath(step_directory) / PART / CHECKSUMS)
     if not matches(content, _CONTENT) or content.get("digest") != digest(content):
-        raise ValueError("Its checksums differ from the saved ones.")
+        raise ValueError("Its file of checksums is damaged.")
     if content["header"] != header_digest:
         raise ValueError("Its checksums were saved with another header.")
     return content["values"]

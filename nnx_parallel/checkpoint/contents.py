@@ -152,7 +152,7 @@ def to_write(groups: Groups) -> dict[str, dict[str, jax.Array]]:
 
     Orbax copies arrays with ``np.asarray`` before a save returns. For an array in host
     memory, ``np.asarray`` gives a view instead of a copy. A step that gets the array as
-    a donated argument would overwrite that memory, or refuse to take it. So arrays in
+    a donated argument would overwrite that memory, or could not reuse it. So arrays in
     host memory are copied within host memory, one shard at a time.
     """
     return {

@@ -50,8 +50,8 @@ _SIGNS = ("_METADATA", "manifest.ocdbt", "ocdbt.process_", CHECKSUMS)
 _METADATA_FILES = (METADATA, *_SIGNS, "_sharding", "process_")
 
 
-# The class of all paths, local or in an object store. Orbax exports only its abstract
-# base class.
+# The class of Orbax's paths, local or in an object store. Orbax exports only its
+# abstract base class.
 _GPath: Any = type(ocp.path.Path("/"))
 
 
@@ -107,7 +107,7 @@ def is_url(path: str) -> bool:
 
 
 def parse_step(name: str) -> int | None:
-    """Returns the step of a directory with this name; ``None`` for ``0020``, ``²``."""
+    """Returns the step of a directory of this name; ``None`` for ``0020`` or ``²``."""
     is_number = name.isascii() and name.isdecimal()
     return int(name) if is_number and name == str(int(name)) else None
 

@@ -16,8 +16,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs ``launch``, ``plan``, ``inspect`` or ``doctor``.
 
     Args:
-        arguments: The arguments after the program's name; by default those of this
-            process.
+        arguments: The arguments after the program's name; by default the arguments of
+            this process.
 
     Returns:
         The exit code; 2 if the run cannot be started.

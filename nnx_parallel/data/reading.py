@@ -45,7 +45,7 @@ class Read(NamedTuple):
     Attributes:
         batch: The batch.
         epoch: Number of the pass that the batch belongs to.
-        state: Position of the data after the batch, as JSON can hold it.
+        state: Position of the data after the batch, as a JSON value.
     """
 
     batch: Any
@@ -59,8 +59,8 @@ class Position:
 
     Attributes:
         num_rows: Rows of the batch in this process.
-        state: Position of the data after this batch, as JSON can hold it; ``None`` if
-            the data is not resumable.
+        state: Position of the data after this batch, as a JSON value; ``None`` if the
+            data is not resumable.
         num_dropped: Number of smaller batches that were left out so far.
         epoch: Number of the pass over the data.
         pass_rows: Number of rows of this pass that were read, including this batch.
@@ -86,7 +86,7 @@ class Expected:
         first: Mark of the first batch.
         last: Mark of the batch that was used last.
         next: Mark of the batch after ``last``, if it was read.
-        is_restored: True if the data has returned to a position in this pass.
+        is_restored: True if the data was moved to a saved position in this pass.
     """
 
     first: Mark | None = None
@@ -692,7 +692,7 @@ class DataState:
         self.first_step = step - (epoch + 1) * per_pass + left
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the position as JSON can hold it. All processes must call this."""
+        """Returns the position as JSON values. All processes must call this."""
         following = self.marks[2]
         if self._cursor is not None and self._cursor.ahead:
             following, _ = self._cursor.ahead[0]

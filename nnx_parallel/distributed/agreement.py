@@ -75,8 +75,8 @@ def check_consistent(what: str, fields: Fields) -> None:
     """Checks that all processes have the same JSON values, given by name.
 
     Raises:
-        DisagreementError: On all processes, if the values of a process differ from
-            those of process 0. The message quotes ``what``, and names the process, the
+        DisagreementError: On all processes, if the values of a process differ from the
+            values of process 0. The message quotes ``what``, and names the process, the
             field and both values.
     """
     fields = json.loads(json.dumps(fields))  # tuples arrive as lists

@@ -83,7 +83,7 @@ def process_count() -> int:
 
 
 def has_backend() -> bool:
-    """Returns True if JAX has counted its devices; then no device can be added."""
+    """Returns True if JAX has counted its devices, after which none can be added."""
     return bool(xla_bridge.backends_are_initialized())
 
 

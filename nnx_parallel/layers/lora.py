@@ -113,7 +113,7 @@ class AdaptedSource:
         return model
 
     def read_arrays(self, arrays: Mapping) -> dict:
-        """Reads the arrays that the source has in files; empty if it has none."""
+        """Reads the arrays that the source has in files, which may be none."""
         source: Any = self.source
         return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 

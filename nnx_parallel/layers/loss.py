@@ -25,7 +25,7 @@ from nnx_parallel.sharding.specs import dim_axes
 
 
 class LabelRange(NamedTuple):
-    """The least and greatest label in one call of a loss, without labels of weight 0.
+    """The smallest and largest label in one call of a loss, without labels of weight 0.
 
     A lookup in a table is observed too. Then the labels are tokens, unless ``name``
     says otherwise, and the classes are the table's rows.
@@ -323,7 +323,7 @@ class _ChunkPlan:
         return carry, jax.tree.map(lambda x: x[None], outputs)
 
     def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
-        """Computes losses, and the gradient of their weighted sum for the logits."""
+        """Computes losses, and the derivatives of their weighted sum by logit."""
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)

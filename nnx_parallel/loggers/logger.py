@@ -168,7 +168,7 @@ class JSONLinesLogger:
             self._file = io.FileIO(self.path, "a", opener=open_regular)
         except ValueError as error:
             raise LogFileError(
-                f"Cannot log to a file that is not one: {error} Or choose another path."
+                f"Cannot log to this path: {error} Or choose another path."
             ) from None
         self._step = first_step
 

@@ -271,7 +271,7 @@ _MOST = 128
 """Largest dim in the comparison; smaller dims would get no factors from Adafactor."""
 
 _TOLERANCE = 1e-4
-"""Least difference to report, as a share of an array's largest update.
+"""Smallest difference to report, as a share of an array's largest update.
 
 Differences by rounding are far smaller.
 """
@@ -284,7 +284,7 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
     comparison uses small arrays of two layers, one array of each name and shape.
 
     There is no warning if an optimizer draws random numbers, because its updates cannot
-    be compared. There is also none for matrices that Muon updates, because their
+    be compared. There is also no warning for matrices that Muon updates, because their
     dimension numbers describe the stacked array, and Muon treats layers as a batch.
     """
     muons = _by_muon(plan.abstract.opt_state)

@@ -180,7 +180,7 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
     """Makes ``optax.contrib.muon`` [1] with matrices that are spread over the devices.
 
     Arguments, results and state are the same as in Optax, so that `muon` can restore
-    checkpoints of Optax's Muon, and the reverse. Only the place of the computations
+    checkpoints of Optax's Muon, and vice versa. Only the place of the computations
     differs.
 
     The iterations of Newton and Schulz need complete matrices. Under Optax's Muon, the

@@ -309,7 +309,7 @@ class PartitionedJaxpr:
     def _split_constants(
         self, atoms: Sequence[Any], from_inputs: set[jex.Var]
     ) -> tuple[list, dict[int, Any]]:
-        """Returns the arrays that enter the stack, and arguments that need no input.
+        """Returns arrays that enter the stack, and arguments that each stage computes.
 
         Tables and masks are cheaper to compute on each stage than to send. The stack's
         input always enters. An array that has been placed on the mesh enters too,

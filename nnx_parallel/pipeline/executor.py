@@ -9,7 +9,7 @@ collective-permute in a branch hangs or gives wrong numbers, in jax 0.10 and 0.1
 partitioner makes such collective-permutes too, from shifts and convolutions.
 
 The named scope of a branch is the slot's kind, for audits and profiles. ``ppermute``
-sends activations to the next stage, and cotangents to the stage before.
+sends activations to the next stage, and cotangents to the previous stage.
 """
 
 from collections.abc import Callable
@@ -226,7 +226,7 @@ class Executor:
     def backward(
         self, layers: Layers, state: TickState, cotangents: list, tick: TickSlots
     ) -> tuple[TickState, list]:
-        """Runs the backward slots of a tick, and the transfer to the stage before.
+        """Runs the backward slots of a tick, and the transfer to the previous stage.
 
         Takes the cotangents of values that have left the stack in this tick; returns
         the state with new memory and gradients, and the cotangents of values that

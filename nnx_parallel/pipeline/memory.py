@@ -283,8 +283,8 @@ class StageMemory:
         cotangents: Slots for cotangents that wait for their backward slot.
         inputs: Slots for activations that wait for their forward slot.
         pending: Slots for values that wait for a weight gradient.
-        received: Activations that the stage before sent in the last tick.
-        returned: Cotangents that the stage after sent in the last tick.
+        received: Activations that the previous stage sent in the last tick.
+        returned: Cotangents that the next stage sent in the last tick.
         stash: Slots for values that wait for a backward slot.
     """
 

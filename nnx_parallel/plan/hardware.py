@@ -108,7 +108,7 @@ def _tpu(
             bfloat16 pass.
         array: Width of a systolic array, and multiplications per cycle of all arrays.
             The clock is derived from these and the published FLOP/s.
-        memory: GiB, GB/s.
+        memory: Size in GiB, and bandwidth in GB/s.
         links: GB/s of all links in both directions together, the number of links, and
             GB/s of the network.
         source: The page.
@@ -151,7 +151,7 @@ def _gpu(
         kind: See `Hardware.kinds`.
         tflops: TFLOP/s in bfloat16, in TF32 (JAX's default for float32), and in 8-bit
             floating point. On all these GPUs int8 is twice as fast as bfloat16.
-        memory: GB, GB/s.
+        memory: Size in GB, and bandwidth in GB/s.
         links: GB/s in both directions together, and GB/s of the network. The network is
             one adapter for each GPU, as in the maker's systems; data sheets of chips do
             not have this figure.
@@ -394,7 +394,7 @@ class Topology:
         return described.devices
 
     def bandwidth(self, size: int, inner: int) -> tuple[float, float]:
-        """Returns least and most bytes/s of a device in a ring over a mesh axis.
+        """Returns a device's lowest and highest bytes/s in a ring over a mesh axis.
 
         Args:
             size: Size of the axis, or product of the sizes of several axes of one

@@ -133,7 +133,7 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
 
 
 def draw_timeline(plan: Plan, entry: Entry | None = None) -> Figure:
-    """Draws the step in time: products, or slots of a pipeline, and transfers.
+    """Draws a step over time: products or slots of a pipeline, and transfers.
 
     The upper part is the best case: memory traffic, and transfers that may be hidden,
     run during products. The lower part is the worst case: everything runs one after the

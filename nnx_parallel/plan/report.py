@@ -67,7 +67,7 @@ class Entry:
         return self.costs is not None and self.costs.is_compiled
 
     def mfu(self, topology: Topology, dtype: str) -> tuple[float, float]:
-        """Returns least and most model FLOP/s, as shares of the peak."""
+        """Returns the lowest and highest model FLOP/s, as shares of the peak."""
         if self.costs is None or self.time is None:
             return 0.0, 0.0
         peak = topology.hardware.peak(self.dtype or dtype)

@@ -171,7 +171,7 @@ class Lane:
     Attributes:
         name: ``products``, ``memory``, or the mesh axes of transfers.
         work: Number of FLOPs or bytes.
-        speed: Least and most FLOP/s or bytes/s by the data sheet, at full use.
+        speed: Lowest and highest FLOP/s or bytes/s by the data sheet, at full use.
         hidden: Seconds in which it runs during products, at worst and at best.
         exposed: Seconds that the step waits for it, at worst and at best. For
             ``products`` these are all their seconds, bubble included.
@@ -196,7 +196,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Least and most seconds of a step.
+    """The range of a step's seconds.
 
     Attributes:
         fast: Seconds at best: every assumption has its better value, and everything

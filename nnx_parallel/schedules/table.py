@@ -1,4 +1,4 @@
-"""Tables: pipeline schedules as data, checked when made, with their memory slots."""
+"""Tables: pipeline schedules as data, checked when built, and their memory slots."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Table:
         num_microbatches: Microbatches in one step.
         num_chunks: Chunks of consecutive layers that every stage holds.
         forward: The slots that run a chunk on a microbatch.
-        backward_input: The slots that compute the gradient of a chunk's input, for
-            which the stage before waits. A table for evaluation does not have them.
+        backward_input: The slots that compute the gradient of a chunk's input, which
+            the previous stage waits for. A table for evaluation does not have them.
         backward_weight: The slots that compute the gradient of a chunk's parameters,
-            for which no stage waits.
+            which no stage waits for.
         name: Name in titles. Equality of tables ignores it.
 
     Raises:
@@ -261,14 +261,14 @@ class Buffers:
     """
 
     num_inputs: int  # slots for inputs that wait for their forward slot
-    receive_input: Ints  # written at a tick's start, from the stage before
+    receive_input: Ints  # written at a tick's start, from the previous stage
     feed_input: Ints  # written by a new microbatch; only the first stage
     forward_input: Ints  # read by the forward slot
     num_saved: int  # slots for inputs that wait for their backward slot
     forward_saved: Ints  # written by the forward slot
     backward_saved: Ints  # read by the backward input slot
     num_cotangents: int  # slots for cotangents that wait for their backward slot
-    receive_cotangent: Ints  # written at a tick's start, from the stage after
+    receive_cotangent: Ints  # written at a tick's start, from the next stage
     feed_cotangent: Ints  # written by the part after the stack; only the last stage
     backward_cotangent: Ints  # read by the backward input slot
     num_pending: int  # slots for values that wait for a weight gradient; 0 if not split

@@ -248,7 +248,8 @@ class Claims:
         along = in_order(tuple(each.axis for each in owned if each), mesh)
         return replace(
             self,
-            # In the mesh's order: if not all axes divide the rows, the outer axes do.
+            # The axes are in the mesh's order. If not all of them divide the rows, the
+            # outer axes split the rows.
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
             # The user's rule for a name holds for activations too. Outer axes split

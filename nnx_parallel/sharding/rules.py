@@ -326,7 +326,7 @@ def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
-    """Returns the rules of a chain and of chains inside it, or a rule by itself."""
+    """Returns the rules of a chain and of chains inside it, or the one given rule."""
     if not isinstance(rules, ChainRules):
         return (rules,)
     return tuple(member for rule in rules.rules for member in members(rule))

@@ -316,7 +316,7 @@ _LISTS: dict[str, _Elements] = {
 def check_arguments(
     model: object, optimizer: object, loss: object, arguments: Mapping[str, Any]
 ) -> None:
-    """Raises an error if an argument of a Trainer has the wrong type; names it.
+    """Raises an error that names an argument of a Trainer if its type is wrong.
 
     Args:
         model: The argument ``model``.

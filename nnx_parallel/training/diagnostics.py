@@ -327,7 +327,7 @@ def check_replicas(state: Any, step: int) -> None:
 def _are_sound(
     finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Tests that each array of ``finite`` is finite and no array of ``numbers`` NaN."""
+    """Tests that arrays in ``finite`` are finite, and arrays in ``numbers`` not NaN."""
     sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
     return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
 

@@ -243,7 +243,8 @@ class Loop:
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # One statement: the old, donated state must not be visible after.
+                    # This is one statement, so that no name refers to the old, donated
+                    # state.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.
@@ -436,7 +437,8 @@ class Loop:
 
     def _save_before(self, error: Exception, step: int) -> None:
         """Saves the trained state before an evaluation's error ends the fit."""
-        # Several processes save nothing: the others may still wait in the evaluation.
+        # With several processes nothing is saved, because the others may still wait in
+        # the evaluation.
         if not self.run.checkpoints.options or not self._is_alone:
             return
         try:

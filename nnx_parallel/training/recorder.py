@@ -341,7 +341,7 @@ def _is_finite(row: Values) -> bool:
 
 @dataclass
 class Tracer(contextlib.AbstractContextManager):
-    """Writes one `jax.profiler` trace of the steps from ``start`` to before ``stop``.
+    """Writes one `jax.profiler` trace of the steps from ``start`` to ``stop - 1``.
 
     Steps are counted from 0, as in ``range``. The trace goes into ``profile`` in the
     directory, by default the working directory.

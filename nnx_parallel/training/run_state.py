@@ -433,7 +433,7 @@ class RunState:
         self.is_fresh, self._is_assigned = is_fresh, False
 
     def base(self) -> Mapping[str, jax.Array]:
-        """Returns the model's arrays, which a checkpoint may name only by checksum."""
+        """Returns the model's arrays, of which a checkpoint may hold only checksums."""
         return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:

@@ -73,7 +73,8 @@ class StepOptions:
 
     Attributes:
         num_microbatches: Number of parts of the batch whose gradients are accumulated.
-        remat: The values that the forward pass keeps, unless the model says so itself.
+        remat: The values that the forward pass keeps, unless the model chooses them
+            itself.
         compiler_options: Options that override the library's `compiler_options`.
         skip: The rule that skips bad steps; ``None`` if a bad step ends the run.
     """

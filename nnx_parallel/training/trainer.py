@@ -61,8 +61,8 @@ class Trainer:
         optimizer: An Optax transformation, or a function that takes the abstract model
             and returns one (for masks and dimension numbers).
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
-            scalar or a `Mean`, or a tuple of this and a dict of metrics: scalars,
-            `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
+            scalar or a `Mean`, or a tuple of either and a dict of metrics, which are
+            scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         devices: The devices to use; by default all devices.
         num_microbatches: Number of parts of each batch whose gradients are accumulated.
@@ -75,7 +75,7 @@ class Trainer:
         names: Names of the model's dims by path, for a model that has no names.
         precision: The dtypes.
         remat: The values that a `Stack` keeps for the backward pass, unless the model
-            says so itself.
+            chooses them itself.
         ema_decay: Decay of an exponential moving average of the parameters. If it is
             given, the average is used to evaluate, predict and rank checkpoints.
         checkpoint: A directory or a `Checkpoint`; ``fit`` resumes from it without
@@ -504,7 +504,7 @@ class Trainer:
                 directory. Pass a `Checkpoint` with another ``keep_best`` to rank the
                 steps by that metric.
             weights_only: Restore only parameters and other variables; optimizer, step
-                and data stay as they are. `load_weights` reads weights that another
+                and data do not change. `load_weights` reads weights that another
                 program has saved.
             rewind: Continue from this step of the Trainer's directory. Later steps, and
                 a copy of ``metrics.jsonl``, are moved to ``rewound-STEP-ID`` in it.
@@ -526,15 +526,15 @@ class Trainer:
         `CheckpointManager` (pass one step), or Orbax's v1 functions. It holds
         ``nnx.state(model)``, a part of this state, or the state as a pure dict
         (``nnx.to_pure_dict``). Each device reads only its shards. Floating-point arrays
-        are cast to the model's dtypes. Optimizer, step and data stay as they are. A
-        moving average starts from the new parameters.
+        are cast to the model's dtypes. Optimizer, step and data do not change. A moving
+        average starts from the new parameters.
 
         Args:
             path: Directory of the checkpoint.
             only: Filter of the Variables to read; by default all except random streams.
                 The checkpoint must have all of them, in their shapes. Other Variables
-                stay as they are. For example, pass ``nnx.Param`` if the checkpoint has
-                no batch statistics.
+                do not change. For example, pass ``nnx.Param`` if the checkpoint has no
+                batch statistics.
 
         Raises:
             CheckpointMismatchError: If an array differs, or is only in the model or

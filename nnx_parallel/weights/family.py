@@ -63,7 +63,7 @@ class Family:
 
 
 def nearest(fields: Values, families: Sequence[Family]) -> Family:
-    """Returns the last family with the same positions and the most marks."""
+    """Returns the last family with the same ``positions`` and the most marks."""
     alike = [
         family
         for family in families

@@ -162,8 +162,8 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         if parts != list(range(max(group[0].num_parts, 1))):
             ours = ", ".join(f"`{rule.ours}`" for rule in group)
             raise WeightsError(
-                f"{group[0].theirs!r} is parts {parts} of {ours}. An array is one of "
-                "ours, or holds parts from 0 on, each once."
+                f"{group[0].theirs!r} is parts {parts} of {ours}. An array must be one "
+                "array of ours, or hold each part from 0 on exactly once."
             )
     if missing := sorted(shapes.keys() - rules.keys()):
         raise WeightsError(

@@ -72,7 +72,7 @@ class Pattern:
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """Returns the least and greatest distance from a key to a query that sees it.
+        """Returns the smallest and largest distance from a key to a query that sees it.
 
         ``None``: no limit.
         """
@@ -248,7 +248,7 @@ class Grid:
 
 
 def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
-    """Returns the least and greatest valid value of each block and row.
+    """Returns the smallest and largest valid value of each block and row.
 
     The range is empty if nothing is valid.
     """

@@ -63,7 +63,8 @@ def sum_rounds(
     Args:
         first: The first round. It must be hashable, and must not close over traced
             values.
-        further: The rounds that balanced tokens do not need, under the same conditions.
+        further: The further rounds, which balanced tokens do not need. The conditions
+            of ``first`` hold here too.
         num_further: int32 scalar, the number of further rounds. It must be equal on
             devices that communicate in a round. ``None`` if further rounds cannot
             occur: then there is no loop.

@@ -34,7 +34,7 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
     if not blocks or period < 1 or len(blocks) % period:
         raise StackError(
             f"A stack of {len(blocks)} blocks with period {period}: it needs at least "
-            "1 block, and as many as a multiple of the period."
+            "1 block, and their number must be a multiple of the period."
         )
     _check_unshared(blocks, period)
     for i, block in enumerate(blocks):

@@ -180,8 +180,8 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
             return place if is_kept else None
         case "squeeze" if place.is_stacked and eqn.params["dimensions"] == (0,):
             return place.of_layer()
-    # The output is stored too if it has the layers: after slices of layers, and after
-    # elementwise operations, such as noise.
+    # The output keeps the stored shards if it still has the dim of layers, as after
+    # slices of layers and elementwise operations (noise, for example).
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     dims, outs = {x.shape[1:] for x in avals if x.ndim}, avals[len(eqn.invars) :]
     is_of_layers = len(dims) == 1 and [x.ndim > 0 for x in outs] == [True]

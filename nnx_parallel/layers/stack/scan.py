@@ -230,7 +230,7 @@ class _PrefetchedLayers:
     The scan carries the gathered parameters up to the first kernel of a layer. While
     the layer runs, it gathers the same parameters of the next layer, and nothing in the
     present layer waits for them. The next layer is the following layer in the forward
-    pass, and the layer before in the backward pass. A layer gathers its other
+    pass, and the preceding layer in the backward pass. A layer gathers its other
     parameters during its products [1, 2]. Its residuals are found as in a stage of a
     pipeline.
 
