@@ -178,7 +178,7 @@ def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
 
 
 def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Array]:
-    """Returns, by index, outputs that are values already in place; each value once."""
+    """Returns, by index, known outputs that are already placed; each value once."""
     indices: dict[jex.Var, int] = {}
     for index, atom in enumerate(outputs):
         if not isinstance(atom, jex.Literal) and atom in values:
@@ -328,7 +328,7 @@ def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None
 
 
 class _Signatures:
-    """Signatures of equations, which are equal if the equations compute the same."""
+    """Signatures of equations: equal if the equations compute the same values."""
 
     def __init__(self) -> None:
         self._of_jaxprs: dict[int, Hashable] = {}  # by id, within one trace

@@ -58,10 +58,10 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
-# From the slowest interconnect to the fastest, and so from least to most communication
-# in a step: a pipeline sends the activations between stages, data parallelism sends all
-# gradients, FSDP sends parameters too, and the other strategies send activations in
-# each layer.
+# The order is from the slowest interconnect to the fastest, and so from the least to
+# the most communication in a step: a pipeline sends the activations between stages,
+# data parallelism sends all gradients, FSDP sends parameters too, and the other
+# strategies send activations in each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 
@@ -156,7 +156,7 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
     slow network.
 
     Raises:
-        MeshShapeError: If the outer axes do not divide into the slices.
+        MeshShapeError: If no parts of the axes multiply to the number of slices.
 
     Example:
         >>> slice_sizes({"data": 2, "fsdp": 8, "tensor": 4}, 4)
@@ -318,8 +318,8 @@ def explaining_axes() -> Iterator[None]:
             raise UnknownAxisError(
                 f"{found} The model names axes of another mesh. In place of "
                 "jax.lax.with_sharding_constraint call nnx_parallel.constrain, which "
-                "understands tp, dp and the like and takes an axis that the mesh lacks "
-                "for one of size one; or build the model without shardings."
+                "understands tp, dp and the like and treats an axis that the mesh "
+                "lacks as one of size one; or build the model without shardings."
             ) from error
         if "of type Auto" in found or is_without_mesh(error):
             raise MeshAxisTypeError(
@@ -337,7 +337,7 @@ def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
 
     Raises:
         MeshAxisTypeError: If an axis is not ``AxisType.Auto``.
-        UnknownAxisError: If the strategy's axes are not exactly the mesh's.
+        UnknownAxisError: If the strategy and the mesh have different axes.
         MeshShapeError: If a size that the strategy states differs from the mesh's.
     """
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

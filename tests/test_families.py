@@ -327,7 +327,7 @@ def test_missing_settings_use_transformers_defaults() -> None:
 BAD = [
     (
         {"model_type": "deepseek_v3"},
-        "has model_type 'deepseek_v3'. A GPT is made of one of",
+        "has model_type 'deepseek_v3'. A GPT can be read from one of",
     ),
     (
         {"hidden_act": "relu"},

@@ -158,7 +158,7 @@ def test_parameter_counts_match_published_models() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("vit", {"model_type": "deit"}, "model_type 'deit'. A ViT is made of 'vit'."),
+    ("vit", {"model_type": "deit"}, "model_type 'deit'. A ViT can be read from 'vit'."),
     ("vit", {"hidden_act": "relu"}, "has hidden_act='relu'. A ViT has no counterpart"),
     ("vit", {"qkv_bias": False}, "it must be True, or absent"),
     ("resnet", {"depths": [10**9]}, "has depths=[1000000000]. It must be a list of"),

@@ -200,7 +200,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (nest_deeply, "is nested too deeply: JSON is read up to 100 levels"),
     (poison, "has values that are not finite"),
     (with_entry(data_offsets=[4, 516]), "has unused bytes before"),
-    (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Those that are read: F64"),
+    (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Supported dtypes: F64"),
     (with_entry(shape=[3]), r"has 512 bytes, but shape \(3,\) of F32 needs 12"),
     (with_entry(shape=[-1]), r"has shape \[-1\]"),
     (with_entry(shape="x"), "has no dtype, shape and offsets"),

@@ -38,8 +38,8 @@ class Collective:
     """One collective instruction.
 
     Attributes:
-        kind: One of `KINDS`. The start and the done of an asynchronous collective are
-            one collective.
+        kind: One of `KINDS`. The start and the done of an asynchronous collective count
+            as one collective.
         bytes_each: Bytes per device and execution of the larger side: the output of an
             all-gather, and the input of all other kinds. Several operands are summed.
             This is the size of the data, not the communication volume, which depends on

@@ -80,7 +80,7 @@ class StoredCheckpoint:
 # The layout on disk does not depend on the strategy. All arrays of the model are in one
 # group, whether they are trained or not. So a run that trains other arrays finds them.
 _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
-_PROGRESS = ("step", "key", "loss_scale")  # one group; others have separate ones
+_PROGRESS = ("step", "key", "loss_scale")  # in one group; others are separate
 
 
 def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:

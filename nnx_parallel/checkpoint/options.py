@@ -288,7 +288,7 @@ def best_rule(options: Checkpoint) -> list[str] | None:
 
 
 def with_rule(options: Checkpoint, rule: object) -> Checkpoint:
-    """Returns the options; without a rule, they get a checkpoint's `best_rule`."""
+    """Returns the options, with a checkpoint's `best_rule` if they have no rule."""
     match options.keep_best, rule:
         case None, [str(metric), "min" | "max" as mode]:
             return dataclasses.replace(options, keep_best=metric, best_mode=mode)

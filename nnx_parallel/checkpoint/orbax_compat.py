@@ -268,7 +268,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns True if an error has a cause that may pass, outside of the files.
+    """Returns True if an error has a temporary cause, outside of the files.
 
     Examples are exhausted memory or file handles, a disk or network that does not
     answer, and a directory without permission.

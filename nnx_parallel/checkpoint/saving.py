@@ -29,7 +29,7 @@ def save_error(step: int, directory: str, error: BaseException) -> CheckpointSav
 
 
 class BackgroundSave(logging.Filter):
-    """A save in progress and its result; also a filter of the log of its thread.
+    """A save in progress and its result; also the log filter that sees its errors.
 
     With several processes, Orbax reports a failure only after a barrier. Some processes
     never reach this barrier, so Orbax waits until 20 minutes after the start of the

@@ -397,13 +397,13 @@ class GPTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
-        """Returns GPT-2's parts with a vocabulary of bytes and 0.2 M parameters."""
+        """Returns a small GPT-2 with a vocabulary of bytes and 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
         return replace(base, **overrides)
 
     @classmethod
     def tiny_llama(cls, **overrides: Any) -> GPTConfig:
-        """Returns Llama's parts in the size of `tiny`; key heads have 2 query heads."""
+        """Returns a Llama of the size of `tiny`; 2 query heads share each key head."""
         parts = llama.LLAMA.parts
         base = cls.tiny(num_kv_heads=2, mlp_dim=128, rope_theta=500_000.0, **parts)
         return replace(base, **overrides)

@@ -367,7 +367,7 @@ def _stacked_differences(
     found: dict[Path, float] = {}
     if as_stack.draws or as_list.draws:
         return found
-    for scale in (1e-3, 1.0, 1e3):  # below and above the limit of an optimizer
+    for scale in (1e-3, 1.0, 1e3):  # gradients below and above a clipping limit
         for ours, theirs in zip(as_stack.run(scale), as_list.run(scale), strict=True):
             for path, x, layers in zip(paths, ours, theirs, strict=True):
                 own = np.stack(layers)

@@ -306,7 +306,7 @@ class Layout:
         return not claims and self.mesh.shape.keys().isdisjoint(named)
 
     def sharding(self, spec: P) -> NamedSharding:
-        """Returns the spec on this mesh, or inside a manual region on its mesh."""
+        """Returns a sharding on this mesh, or on the mesh of a surrounding region."""
         # JAX refuses to mix values on the two meshes, and values in a manual region
         # have the region's mesh (docs/library-notes.md, "Partly manual regions").
         return NamedSharding(mesh_here(self.mesh), spec)

@@ -90,7 +90,8 @@ class Trainer:
         backend: Mesh, host memory, and options of the compiler.
 
     Raises:
-        MeshShapeError: If the strategy's sizes do not multiply to the devices.
+        MeshShapeError: If the strategy's sizes do not multiply to the number of
+            devices.
         ParallelError: If the strategy cannot place the model; the message says where.
 
     Example:
@@ -349,8 +350,8 @@ class Trainer:
         """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
 
         Earlier updates count. If nothing has been trained yet and there is a
-        checkpoint, the fit starts from the newest one. It saves as the `Checkpoint`
-        says, and at the end.
+        checkpoint, the fit starts from the newest one. It saves at the intervals of the
+        `Checkpoint`, and at the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the

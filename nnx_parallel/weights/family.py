@@ -89,7 +89,7 @@ def read_fields(
     if kind not in kinds:
         known = f"one of: {', '.join(kinds)}" if kinds[1:] else repr(*kinds)
         raise ValueError(
-            f"config.json has model_type {kind!r}. A {model} is made of {known}."
+            f"config.json has model_type {kind!r}. A {model} can be read from {known}."
         )
     family = families[kinds.index(kind)]
     for key, valid in family.valid.items():
@@ -258,7 +258,8 @@ def block_entries(
     Args:
         theirs: Start of the names in files, with ``{}`` for the number of the block.
         layers: Names of layers in files, by our names. Experts have a second ``{}``.
-        biased: Last parts of names of layers that have a bias; ``None`` means all.
+        biased: Layers that have a bias, by the last part of their names; ``None`` means
+            all.
         patterns: Patterns of kernel and bias, where they differ from `torch.nn.Linear`.
     """
     found = []

@@ -213,7 +213,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
             )
     if code not in DTYPES:
         raise WeightsError(
-            f"{where} has dtype {code}. Those that are read: {', '.join(DTYPES)}."
+            f"{where} has dtype {code}. Supported dtypes: {', '.join(DTYPES)}."
         )
     numbers = [*shape, first, last]
     if not all(type(n) is int and 0 <= n < 2**60 for n in numbers):

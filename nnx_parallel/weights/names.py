@@ -90,7 +90,7 @@ class Rule:
 
     @property
     def num_stacked(self) -> int:
-        """Number of our leading dims (layers, experts) that their names count."""
+        """Number of our leading dims (layers, experts) that their names enumerate."""
         return self.theirs.count("{}")
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:

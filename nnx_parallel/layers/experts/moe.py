@@ -210,8 +210,8 @@ class MoE(nnx.Module):
             divided by the mean, in the layer with the largest ratio.
             ``router_entropy`` is a `Mean` over layers, in nats. ``dropped_share``, only
             with a capacity, is the share of choices that were dropped.
-            ``expert_loads``, ``router_entropies`` and ``dropped_shares`` are the same
-            for each layer, ``(layers,)``.
+            ``expert_loads``, ``router_entropies`` and ``dropped_shares`` are arrays
+            ``(layers,)`` with these values of each layer.
         """
         counts = self.counts[...]  # (..., experts)
         num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)

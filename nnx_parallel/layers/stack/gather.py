@@ -111,7 +111,7 @@ def _run(
         if moved is None and not (is_loop or is_checkpoint):
             plain.append(eqn)
             continue
-        # A cast whose operand is known does not interrupt `plain`, so that these
+        # If a cast's operand is known, `plain` is not computed yet, so that its
         # equations stay together.
         if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
             later = inputs_of(eqns[i:], outs)
