@@ -415,8 +415,8 @@ def test_stale_model_raises_donated_array_error() -> None:
     trainer.fit(batches, 1)
     message = (
         "of a model that trainer.model returned is gone: a step since then has taken "
-        "its memory for the new state. Take trainer.model anew after each step and fit;"
-        " to keep a model as it is, copy it before: jax.tree.map(jnp.copy, "
+        "its memory for the new state. Read trainer.model again after each step and "
+        "fit. To keep a model unchanged, copy it first: jax.tree.map(jnp.copy, "
         "trainer.model)."
     )
 

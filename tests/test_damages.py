@@ -332,7 +332,8 @@ def test_group_name_outside_directory_raises(saved: Path, tmp_path: Path) -> Non
 )
 def test_invalid_data_position_raises(position: dict) -> None:
     message = (
-        "It must hold first_step and num_steps, integers, and states and marks, lists."
+        "It must hold the integers first_step and num_steps, and the lists states "
+        "and marks."
     )
     with pytest.raises(DataError, match=re.escape(message)):
         DataState.from_json(position)

@@ -535,7 +535,7 @@ def test_fit_continues_with_another_batch_size(tmp_path: Path) -> None:
     trainer = make_trainer(see, tmp_path, loggers=[logger])
     trainer.fit(split(ROWS), num_epochs=2)
     assert see.seen == [15, 23, 31, 39, 47, 7, 15, 23, 31, 39, 47]
-    assert "Batches of 8 rows, 16 before: the data goes on at row 16." in said
+    assert "Batches have 8 rows now and had 16: the data goes on at row 16." in said
 
 
 INTERRUPTED = ("loader", "generator", "with_state", "stateful", "grain_iter")

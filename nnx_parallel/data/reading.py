@@ -399,7 +399,8 @@ def order_problem(data: object, step: int, found: str) -> str:
         f"{found}. Each batch is used once, in order. If the order has changed (an "
         "unseeded shuffle or augmentation, or a loader that was read before), seed it "
         "and create it again. To begin other data at its start, first call "
-        f"fit(earlier_data, num_steps={step}) in a new process, which reads nothing."
+        f"fit(earlier_data, num_steps={step}) in a new process; that call reads "
+        "nothing."
     )
 
 
@@ -650,7 +651,7 @@ class DataState:
         if is_resized:
             self._resize(cursor, step, last_batch)
             self.note = (
-                f"Batches of {new} rows, {old} before: the data goes on at row "
+                f"Batches have {new} rows now and had {old}: the data goes on at row "
                 f"{self.pass_rows * shares}."
             )
         elif cursor.is_numbered and self._is_whole_pass(cursor.data):
@@ -724,8 +725,8 @@ class DataState:
         if not numbers or not isinstance(states, list) or not _are_marks(marks):
             raise DataError(
                 f"The checkpoint's metadata gives the position in the data as "
-                f"{dict(saved)}. It must hold first_step and num_steps, integers, and "
-                "states and marks, lists."
+                f"{dict(saved)}. It must hold the integers first_step and num_steps, "
+                "and the lists states and marks."
             )
         state = None
         if len(states) == jax.process_count():

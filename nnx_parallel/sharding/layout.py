@@ -438,7 +438,7 @@ class Layout:
                 continue  # a name already gives the axis to a dim
             along = tuple(a for a in zero.along if not any(a in dim for dim in axes))
             dim, why = zero.rules.choose_dim(info, axes, self.mesh, along)
-            if dim is None and along:  # then at least the first axis splits a dim
+            if dim is None and along:  # the first axis may still divide a dim
                 along = ()
                 dim, why = zero.rules.choose_dim(info, axes, self.mesh)
             reasons.append(why)

@@ -243,8 +243,7 @@ class Loop:
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # This is one statement, so that no name refers to the old, donated
-                    # state.
+                    # In one statement, so that no name keeps the old, donated state.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.

@@ -69,9 +69,9 @@ class _Gone:
     def error(self) -> DonatedArrayError:
         return DonatedArrayError(
             f"`{dotted(self._path)}` of a model that trainer.model returned is gone: "
-            "a step since then has taken its memory for the new state. Take "
-            "trainer.model anew after each step and fit; to keep a model as it is, "
-            "copy it before: jax.tree.map(jnp.copy, trainer.model)."
+            "a step since then has taken its memory for the new state. Read "
+            "trainer.model again after each step and fit. To keep a model unchanged, "
+            "copy it first: jax.tree.map(jnp.copy, trainer.model)."
         )
 
 
@@ -180,7 +180,7 @@ class RunState:
     metrics: dict[str, float] = field(default_factory=dict)
     is_fresh: bool = True
     report: Callable[[str], object] = str
-    _read_step: int | None = None  # in this run's directory, if the first use read it
+    _read_step: int | None = None  # the step that the first use of `state` read
     _is_assigned: bool = False  # True if the user assigned arrays to a model
     _excused: frozenset[str] | None = None  # arrays not finite when the fit began
     _state: TrainState | None = None
@@ -319,8 +319,9 @@ class RunState:
             if assigned := ", ".join(f"`{dotted(p)}`" for p in handed.assigned()):
                 raise StateStructureError(
                     f"Assigned to a model of an earlier step: {assigned}. The steps "
-                    "since then have donated its other arrays, and do not see it. Take "
-                    "trainer.model again after each step, and assign to that."
+                    "since then have donated its other arrays, and do not see these "
+                    "values. Take trainer.model again after each step, and assign to "
+                    "that."
                 )
         self._used_up = [handed for handed in used_up if handed.is_alive]
 
