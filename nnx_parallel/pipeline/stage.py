@@ -99,7 +99,7 @@ class Stage:
             self._residuals = LayerWithResiduals(self._layer_vjp, layer, x, args)
             if self.is_split:
                 saved = [v.aval for v in self._residuals.saved]
-                # x replaces its cotangent, which has the same shape and dtype.
+                # x stands in for its cotangent, which has the same shape and dtype.
                 kept = (layer.fixed, saved, args, x)
                 self._backward_parts = SplitBackward(
                     self._layer_backward, layer.trained, kept

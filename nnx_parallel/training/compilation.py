@@ -194,7 +194,7 @@ def check_compiler_options(options: Mapping[str, Any] | None) -> None:
 def accepted_options(
     mesh: Mesh, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the `compiler_options` that the compiler accepts, and errors of the rest.
+    """Returns accepted `compiler_options`, and the compiler's errors about the others.
 
     Warns once about options in ``overrides`` that the compiler refuses.
     """

@@ -105,13 +105,13 @@ def make_train_step(
     Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm`` and the
     metrics of the loss. With ``optax.inject_hyperparams`` there is ``learning_rate``. A
     model with experts also has arrays ``(layers,)``, such as
-    ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. Without them:
-    ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
+    ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This leaves them
+    out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
-    is_told = False  # told once, for any number of traced shapes
+    is_told = False  # warned once, even if several shapes are traced
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         offload = plan.offload and plan.offload.activations
@@ -179,7 +179,7 @@ def check_padding(
     """
     forward = in_context(plan.layout, _forward(plan, loss))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the trace of the step will give them
+        warnings.simplefilter("ignore")  # the trace of the step will show them
         key = jax.random.fold_in(state.key, state.step)
         traced = trace(
             forward, state.params, state.variables, batch, key, inlined=is_call
@@ -255,7 +255,7 @@ def changes_by_microbatches(
         return trace(forward, state.params, state.variables, join(some, shared), key)
 
     with warnings.catch_warnings(), using_runner(run_one_layer):
-        warnings.simplefilter("ignore")  # the trace of the step will give them
+        warnings.simplefilter("ignore")  # the trace of the step will show them
         traces = [with_rows(2), with_rows(4)]
     given = state.params, state.variables, join([ROWS] * len(rows), shared), key
     known = [x if x is ROWS else SHARED for x in jax.tree.leaves(given)]
@@ -325,8 +325,8 @@ class AccumulateMicrobatches(Execution):
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
         if plan.offloads_optimizer:
-            # The last cast is reversed here. Otherwise the loop of the update would
-            # read twice the bytes.
+            # This undoes JAX's last cast of the gradients. Otherwise the loop of the
+            # update would read twice the bytes.
             grads = cast_floating(grads, plan.precision.compute)
         return grads, variables, means
 

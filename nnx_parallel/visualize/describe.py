@@ -471,8 +471,8 @@ def describe_model(
             dtype = sum_dtype(info.dtype)
             average += shard_bytes(layout, info.shape, dtype, place.stored)
     if optimizer is not None:
-        # The state is computed as shapes, which works for any transformation, also
-        # those that are not Optax's.
+        # The state is computed as shapes, which works for any transformation, even one
+        # that is not from Optax.
         tx = as_transformation(optimizer, abstract)
         opt_state = jax.eval_shape(tx.init, nest(stored))
     optimizer_rows = optimizer_rows_of(opt_state, stored, placements, layout)
