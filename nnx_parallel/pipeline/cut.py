@@ -65,8 +65,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     if not all(map(is_inexact, x)):
         raise PipelineError(
             f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
-            "Pipeline it must be floating-point, for its gradient travels back: pass "
-            "indices and masks as further arguments of the blocks."
+            "Pipeline it must be floating-point, because its gradient travels back: "
+            "pass indices and masks as further arguments of the blocks."
         )
     if call.has_out:
         raise PipelineError(

@@ -283,11 +283,11 @@ _gather.defvjp(lambda x, *specs: (_gather(x, *specs), None), _gather_backward)
 
 
 def saves_all_but_gathers(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy that keeps real residuals except gathered parameters.
+    """A `jax.checkpoint` policy that keeps residuals except gathered parameters.
 
     A device then holds the gathered parameters of only the present layer. The policy
     keeps the input of a gather, which is a shard of the same parameter. It recognises
-    a gather as a sharding constraint. Complex values are computed again
+    a gather as a sharding constraint. Complex values are computed again too
     (`without_complex`).
     """
     if _makes_complex(primitive, avals, params):
@@ -330,7 +330,7 @@ def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
 
 
 def check_names(names: tuple[str | None, ...]) -> None:
-    """Refuses names of dims in which one name occurs twice, when a layer is built."""
+    """Refuses names of a new layer's dims in which one name occurs twice."""
     for name in names:
         if name is not None and names.count(name) > 1:
             free = [n for n in LOGICAL_AXES if n not in names]

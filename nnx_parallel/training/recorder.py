@@ -121,7 +121,7 @@ class History(dict[str, np.ndarray]):
     def __missing__(self, name: str) -> np.ndarray:
         if not self:
             raise KeyError(
-                f"{name!r}: the fit had no step to do, for all were done before it."
+                f"{name!r}: the fit did no step, because all were done before it."
             )
         raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
@@ -137,7 +137,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row; missing values are NaN, also earlier values of new names."""
+        """Adds a row; missing values are NaN, including earlier values of new names."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
