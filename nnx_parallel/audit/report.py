@@ -267,7 +267,7 @@ def audit(
 
 
 def flops_of(compiled: jax.stages.Compiled) -> float:
-    """Returns only `Report.flops` of a compiled program, in half of the time."""
+    """Returns `Report.flops` of a compiled program, in half of the time of `audit`."""
     module = parse(_text_of(compiled))
     return CostWalk(module).program().flops
 

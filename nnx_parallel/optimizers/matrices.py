@@ -1,4 +1,4 @@
-"""Functions of complete matrices, such as Muon's, if every device holds only shards.
+"""Applies functions of complete matrices, such as Muon's, where devices hold shards.
 
 For N matrices on W devices, one all-to-all gives each device about N / W complete
 matrices. The device works on them without communication, and a second all-to-all

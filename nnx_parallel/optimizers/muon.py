@@ -185,8 +185,8 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
 
     The iterations of Newton and Schulz need complete matrices. Under Optax's Muon, the
     partitioner splits each product, or computes it on every device. Here each device
-    computes its share of the matrices, by work, as [2] does for copies of the
-    parameters. One all-to-all gathers matrices, all iterations run without
+    computes its share of the matrices, with about equal work, as [2] does for copies of
+    the parameters. One all-to-all gathers matrices, all iterations run without
     communication, and one all-to-all returns the results. Both transfers are in the
     dtype of the momentum. The momentum and all other arrays stay in the parameters'
     shards.
@@ -201,8 +201,8 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
 
     Raises:
         OptimizerError: If the numbers do not divide an array into matrices, if they do
-            not fit the parameters, if a rate is not a number, or if the preconditioning
-            is unknown.
+            not fit the parameters, if a learning rate is neither a number nor a
+            schedule, or if the preconditioning is unknown.
         TypeError: If Optax's function has no such argument.
 
     Example:

@@ -41,8 +41,8 @@ def make_slots(count: int, tree: Any) -> Any:
 
     A stage without a slot writes its result to the spare slot. It does not write the
     old value back to a slot, because it would have to read that value, and XLA copies a
-    whole buffer if one fusion reads and writes a slot (v5p: 0.4 of 3.7 GiB, and two
-    copies of the stash a tick).
+    whole buffer if one fusion reads and writes a slot (measured on a v5p: 0.4 of 3.7
+    GiB, and two copies of the stash in each tick).
     """
     # (count + 1, ...); docs/library-notes.md, "Arrays and buffers"
     return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
@@ -216,8 +216,8 @@ class MeshSlots(NamedTuple):
     """Slots of the whole mesh in a tick: arrays of shape (ticks,) for all ticks.
 
     Attributes:
-        any_backward_input: True if some stage has such a slot. The next two fields are
-            the same for their kinds.
+        any_backward_input: True if some stage has a slot of the kind
+            ``backward_input``. The next two fields say the same of two other kinds.
         enters: The microbatch that enters the stack, or -1.
         leaves: The microbatch that leaves the stack, or -1.
         returns: The microbatch whose cotangents come back to the stack's input, or -1.

@@ -92,7 +92,7 @@ class PipelineSchedule(Execution):
         return Staged(path, division.is_even)
 
     def describe(self, model: nnx.Module, mesh: Mesh) -> tuple[str, ...]:
-        """Returns notes on layers shared unevenly, and stacks around the pipeline."""
+        """Returns notes on uneven shares of layers and on stacks outside the stages."""
         return describe_stacks(model, self.stack, self._parts(mesh))
 
     def _parts(self, mesh: Mesh) -> tuple[int, int]:
@@ -264,7 +264,7 @@ class PipelinedFunction:
         """
         if self.table.is_forward_only:
             raise ScheduleError(
-                f"The table {self.table.name!r} has no backward slots: it is one for "
+                f"The table {self.table.name!r} has no backward slots: it is for "
                 "evaluation. Training needs both."
             )
         ends, executor, layers = self._ends, self._executor, self._layers()
@@ -314,7 +314,7 @@ class PipelinedFunction:
         state: TickState,
         slots: TickSlots,
     ) -> tuple[TickState, None]:
-        """Runs all slots of a tick in order, on layers from before the step."""
+        """Runs all slots of a tick in order, with the layers as before the step."""
         ends, executor, mesh = self._ends, self._executor, slots.mesh
         entering, in_flight, variables = ends.enter(
             mesh.enters, state.prologue_variables, state.in_flight

@@ -146,7 +146,7 @@ class Estimate:
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
     def local_bytes(self, rows: Residual) -> float:
-        """Returns bytes of a value with rows, for one microbatch on a device."""
+        """Returns the bytes of `rows` on one device if the batch is one microbatch."""
         parts, (along, others) = self._named_parts(rows.dims), self._split_sequence
         if self.per_row.positions in rows.dims or not rows.dims:
             parts *= others if parts > 1 else along
@@ -181,7 +181,7 @@ class Estimate:
 
     @functools.cached_property
     def hidden_bytes(self) -> float:
-        """Bytes of a microbatch's residual stream on a device, unsplit by `tensor`."""
+        """Bytes of a microbatch's hidden states on a device without a `tensor` axis."""
         context = self.size(self.layout.sequence_axes)
         elements = self.rows * self.per_row.positions * self.per_row.width / context
         return elements * self.width

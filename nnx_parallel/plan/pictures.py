@@ -116,7 +116,7 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
             f"({owners_of(costs)})"
         )
         y += 22
-    limit = f"The line is at {format_bytes(usable)}, which a program gets of a device."
+    limit = f"The line is at {format_bytes(usable)}, the memory that a program gets."
     if usable > full:
         limit = f"A program gets {format_bytes(usable)} of a device's memory."
     if any(not costs.is_compiled for _, _, costs in entries):
@@ -458,7 +458,7 @@ class _Scale(NamedTuple):
         return cls((left, right), (min(attained[0], peak / 10) / 4, peak * 2))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Returns the place in the picture of a point of the axes."""
+        """Returns where in the picture ``x`` FLOP/byte and ``y`` FLOP/s are."""
         across, up = (
             math.log(value / low) / math.log(high / low)
             for value, (low, high) in zip((x, y), self, strict=True)
@@ -538,7 +538,7 @@ class _Scale(NamedTuple):
         attained: Range,
         colours: dict[str, str],
     ) -> tuple[Marks, Marks]:
-        """Draws names, to be placed under the roofs, and the step under each roof."""
+        """Draws each lane's name, and separately the step's bar under each roof."""
         names: Marks = []
         marks: Marks = []
         ends: list[float] = []  # ends of the words of each line

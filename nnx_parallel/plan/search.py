@@ -348,7 +348,7 @@ def _fastest(done: Sequence[Entry], topology: Topology) -> Entry | None:
 def _open_notes(
     alive: Sequence[Entry], done: Sequence[Entry], topology: Topology
 ) -> list[str]:
-    """Returns a note on candidates that the compiler has not decided."""
+    """Returns a note on uncompiled candidates that could still be the fastest."""
     roomy = _with_room(topology)
     rest = [e for e in could_win(alive, done, topology) if e.fits(roomy)]
     ratios = _ratios(done)

@@ -172,8 +172,8 @@ def abstract_model(
             model = nnx.eval_shape(build)
     name_layers(model)
     _check_names(model)
-    # Values that a pass before the training has sown are dropped, because every further
-    # pass would add to them.
+    # Values that earlier passes have sown are dropped, because every further pass would
+    # add to them.
     nnx.pop(model, nnx.Intermediate)
     _check_constants(model, source, rngs)
     if names is not None:

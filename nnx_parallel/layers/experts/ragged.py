@@ -36,9 +36,9 @@ from nnx_parallel.precision import sum_dtype
 NUM_CHUNKS = 2
 """Number of chunks of a device's tokens, which travel separately.
 
-With more chunks, products hide more of the exchanges. But each chunk also adds partly
-filled tiles of 128 rows to the grouped products: one for each expert of a device after
-the first.
+With more chunks, products hide more of the exchanges. But each chunk after the first
+also adds a partly filled tile of 128 rows to the grouped products for each expert of
+the device.
 """
 
 
