@@ -284,7 +284,8 @@ class Block(nnx.Module):
     ) -> Stream | tuple[Stream, Cache | None]:
         """Maps (batch, seq, embed) to the same shape.
 
-        If a cache is given, returns it too, with the keys and values of ``stream``.
+        If a cache is given, returns it too, with the keys and values of ``stream``
+        added.
         """
         x, losses = _split(stream)
         normed = self.attention_norm(x)
@@ -293,8 +294,9 @@ class Block(nnx.Module):
             attended = self.attention_post_norm(attended)
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
-            # The gradient of this norm's output is a sum over up and gate. The norm's
-            # input and its scale both need the sum, which is computed only once.
+            # The gradient of this norm's output is the sum of the gradients from up and
+            # gate. The norm's input and its scale both need the sum, which is computed
+            # only once.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(

@@ -194,8 +194,8 @@ class Plan:
             lines += [f"memory of the first candidate: {owners}", "", self.code]
         else:
             lines.append(
-                "Nothing fits. Take more devices or fewer rows a step; the first line "
-                "needs the least memory."
+                "Nothing fits. Take more devices or fewer rows a step; the first "
+                "candidate needs the least memory."
             )
         return "\n".join(lines)
 

@@ -107,7 +107,7 @@ class _TimeWalk(Walk[Work]):
     peak: float
 
     def computation(self, name: str, arguments: Known) -> Work:
-        """Returns the work of a computation, within which its transfers end."""
+        """Returns the work of a computation, including the waits for its transfers."""
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
@@ -295,8 +295,8 @@ def _transfer_seconds(
     return seconds
 
 
-# Number of products with the width of a head for each score, by parts of the names of
-# Splash's kernels.
+# For each score, the number of products with the width of a head. The keys are parts of
+# the names of Splash's kernels.
 _SCORES = {"dkv": 4, "dq": 3, "fwd": 2}
 _BLOCK = re.compile(r'block_kv\\?": ?(\d+)')
 

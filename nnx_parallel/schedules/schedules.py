@@ -17,8 +17,8 @@ class Schedule(abc.ABC):
     In this library's schedules a microbatch moves on to the next stage in every tick,
     so that no microbatches queue. The schedules differ in how long stages wait and how
     many values they keep. ``S`` is the number of stages, ``M`` the number of
-    microbatches and ``V`` the number of chunks. Efficiencies assume that all slots cost
-    the same.
+    microbatches and ``V`` the number of chunks. A subclass's formulas give the ticks of
+    microbatch ``m`` on stage ``s``. Efficiencies assume that all slots cost the same.
 
     Attributes:
         chunks: Number of chunks of consecutive layers that every stage holds. A
@@ -106,8 +106,8 @@ class Interleaved(Schedule):
     ``S`` divides ``M``, and less if the last group of ``S`` microbatches is not full.
     The input of every chunk is sent, which is ``V`` times the communication, and a
     stage keeps at most ``(V + 1) * S - 1`` of these inputs. Microbatches go around in
-    groups, as in the circular pipelines of praxis and MaxText. Choose it when ``M``
-    cannot be several times ``S``.
+    groups, as in the circular pipelines of praxis and MaxText. Choose this schedule
+    when ``M`` cannot be several times ``S``.
 
     Layers are stored in their natural order, as with every schedule. Once a step a
     stage sends the parameters that it stores (in the dtype of the computation) to the
@@ -190,7 +190,7 @@ class Fixed(Schedule):
     def __post_init__(self) -> None:
         if self.given.is_forward_only:
             raise ScheduleError(
-                f"The table {self.given.name!r} has no backward slots: it is one for "
+                f"The table {self.given.name!r} has no backward slots: it is for "
                 "evaluation. Training needs both."
             )
         # `chunks` is not an argument here, and the dataclass is frozen.

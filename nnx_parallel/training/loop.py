@@ -148,7 +148,7 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
-        # This comes before any collective of a checkpoint, which the options decide.
+        # This comes first, because the options decide which collectives a save runs.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -243,7 +243,7 @@ class Loop:
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # In one statement, so that no name keeps the old, donated state.
+                    # This is one statement, so that no name keeps the donated state.
                     run.state, metrics = self._step(run.state, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.
