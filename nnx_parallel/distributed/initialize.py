@@ -18,7 +18,7 @@ COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
 CLUSTER = "NNX_PARALLEL_CLUSTER"
-"""Variable to set where JAX can ask a cluster but no other variable says so (TPUs)."""
+"""Variable that says that JAX can find the processes, if no other does (TPUs)."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),
@@ -70,7 +70,7 @@ def initialize(
         local_device_ids: Devices of this machine that belong to this process.
         start_seconds: Longest wait for all processes to start.
         heartbeat_seconds: Silence after which a process counts as dead. The death of a
-            process is noticed at once anyway; this is for machines that vanish.
+            process is noticed at once anyway; this time is for machines that vanish.
         shutdown_seconds: Longest time that a process that has ended waits for the
             others.
 

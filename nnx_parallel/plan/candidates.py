@@ -136,7 +136,8 @@ def enumerate_candidates(
             (``"own"`` or ``"mixed_bfloat16"``).
 
     Raises:
-        PlanError: If ``fix`` has an invalid name or value, or nothing divides.
+        PlanError: If ``fix`` has an invalid name or value, or if no strategy divides
+            the rows over the devices.
     """
     fix = dict(fix or {})
     check_fix(fix)

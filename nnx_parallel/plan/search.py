@@ -84,7 +84,7 @@ def plan(
 
     Raises:
         PlanError: If there is no batch; if the topology, a fixed value or ``compile``
-            is invalid; or if nothing divides.
+            is invalid; or if no strategy divides the rows over the devices.
 
     Example:
         >>> import jax, optax

@@ -109,12 +109,12 @@ def cheapest_dim(
     """
     last = len(shape) - 1
 
-    # A gather puts whole tiles one after the other; it copies other shards. If shards
-    # of the last dim have a multiple of 8 columns, XLA lays out columns as rows: the
-    # gather is cheap, but a product with the transpose is a little slower. Estimated
-    # cycles of 4 layers of Llama 2 7B over 64 v5p chips, with kernels (4096, 11008) and
-    # (11008, 4096): split to 172 columns and 172 rows, 372 million; to 64 rows and 172
-    # rows, 332 million; to 64 rows and 64 columns, 318 million.
+    # A gather joins shards that are whole tiles without a copy; it copies other shards.
+    # If shards of the last dim have a multiple of 8 columns, XLA lays out columns as
+    # rows: the gather is cheap, but a product with the transpose is a little slower.
+    # Estimated cycles of 4 layers of Llama 2 7B over 64 v5p chips, with kernels (4096,
+    # 11008) and (11008, 4096): split to 172 columns and 172 rows, 372 million; to 64
+    # rows and 172 rows, 332 million; to 64 rows and 64 columns, 318 million.
     def rank(dim: int) -> int:
         shard = shape[dim] // size
         if dim == last:
