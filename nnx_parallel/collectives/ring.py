@@ -46,7 +46,8 @@ TokenExchange = Literal["gather", "ragged"]
 
 - ``gather``: each device gets the tokens of all devices. The outputs are summed and
   scattered back.
-- ``ragged``: each token travels to the devices of its experts, and the outputs back.
+- ``ragged``: each token travels to the devices of its experts, and its outputs travel
+back.
 """
 
 
@@ -170,9 +171,9 @@ class Ring:
                 # XLA's scheduler for TPUs starts a hop as late as it can. Then 5 to
                 # 10 % of all bytes would travel after the last product. With this
                 # barrier each product waits for the hop before it, and hides the next
-                # hop. No bytes are exposed, for 1.7 % more temporaries (v5p, 4 chips).
-                # The hops do not wait for products, because then XLA would not merge
-                # the rings of products that share an input.
+                # hop. Then no bytes are exposed, at the cost of 1.7 % more temporaries
+                # (v5p, 4 chips). The hops do not wait for products, because then XLA
+                # would not merge the rings of products that share an input.
                 here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
             # The sum for a device starts at the next device along the ring. Its last

@@ -57,7 +57,7 @@ class Schedule:
         others: Seconds of other operations, by the compiler's estimate.
         kernels: Seconds of kernels at the peak of the systolic arrays; the compiler
             does not estimate them.
-        waits: Seconds by axes in which the chip only waits for transfers, for the two
+        waits: Seconds in which the chip only waits for transfers, by axes, for the two
             values of ``products``.
     """
 

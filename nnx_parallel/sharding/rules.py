@@ -202,7 +202,7 @@ class FSDPRules:
     min_size: int = 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, str):  # elsewhere the minimum size is first
+        if not isinstance(self.axis, str):  # perhaps a min_size, by position
             raise RuleError(
                 f"FSDPRules got {self.axis!r} for its axis, the name of a mesh axis. "
                 "Other arguments go by keyword: FSDPRules(min_size=2**20)."
