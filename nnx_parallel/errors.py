@@ -87,28 +87,11 @@ def suggests_names(taker: T) -> T:
         return taker  # pyright: ignore[reportReturnType]
     parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # Some takers, such as Composite, accept any number of positional arguments, so they
-    # never get too many.
-    is_limited = len(known) == len(parameters)
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
 
     @functools.wraps(taker)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if is_limited and (extra := args[len(positional) + 1 :]):
-            by_name = [name for name in known if name not in positional]
-            found = kind_of(extra[0])
-            if not positional:
-                raise TypeError(
-                    f"{title} takes no positional arguments, and got {found}. Pass all "
-                    f"by name, such as {by_name[0]}=."
-                )
-            rest = f"Pass all others by name, such as {by_name[0]}=." if by_name else ""
-            raise TypeError(
-                f"{title} takes {', '.join(positional)} by position, and got {found} "
-                f"after them. {rest}".rstrip()
-            )
         for name in kwargs:
             if name not in known:
                 remedy = _remedy(title, name)

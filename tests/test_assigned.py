@@ -22,7 +22,6 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import (
-    DonatedArrayError,
     ParallelWarning,
     PipelineError,
     StackError,
@@ -405,7 +404,7 @@ def test_changed_static_attributes_warn() -> None:
         trainer.evaluate(batches)
 
 
-def test_stale_model_raises_donated_array_error() -> None:
+def test_stale_model_raises() -> None:
     batches = make_batches(2)
     trainer = make_trainer(lambda rngs: nnx.BatchNorm(4, rngs=rngs), ema_decay=0.9)
     old: Any = trainer.model
@@ -413,12 +412,6 @@ def test_stale_model_raises_donated_array_error() -> None:
     copied: Any = jax.tree.map(jnp.copy, old)
     expected = copied(batches[0]["x"])
     trainer.fit(batches, 1)
-    message = (
-        "of a model that trainer.model returned is gone: a step since then has taken "
-        "its memory for the new state. Read trainer.model again after each step and "
-        "fit. To keep a model unchanged, copy it first: jax.tree.map(jnp.copy, "
-        "trainer.model)."
-    )
 
     def assign(model: Any) -> None:
         model.scale[...] = 1.0
@@ -433,10 +426,8 @@ def test_stale_model_raises_donated_array_error() -> None:
     ]
     for model in kept:
         for use in uses:
-            with pytest.raises(DonatedArrayError, match=re.escape(message)):
+            with pytest.raises(RuntimeError, match="Array has been deleted"):
                 use(model)
-    with pytest.raises(DonatedArrayError, match=re.escape(f"`scale` {message}")):
-        old.scale[...].sum()
     # A copy, a model that is read again, and the fit work as before.
     np.testing.assert_array_equal(copied(batches[0]["x"]), expected)
     present: Any = trainer.model

@@ -183,13 +183,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "data to evaluate on by position": (
         lambda: CALL.fit(make(), [BATCH], 1, [BATCH]),
-        "Trainer.fit takes data, num_steps by position, and got a list after them. "
-        "Pass all others by name, such as num_epochs=.",
+        "Trainer.fit() takes from 2 to 3 positional arguments but 4 were given",
     ),
     "a strategy by position": (
         lambda: CALL(Net, SGD, loss, FSDP()),
-        "Trainer takes model, optimizer, loss by position, and got a FSDP after them. "
-        "Pass all others by name, such as strategy=.",
+        "Trainer.__init__() takes 4 positional arguments but 5 were given",
     ),
     "the length of a fit in the constructor": (
         lambda: CALL(Net, SGD, loss, max_epochs=3),

@@ -207,14 +207,10 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
     inner = inspect.unwrap(getattr(function, "func", function))
     if not inspect.isfunction(inner):
         return []
-    # `co_names` also has the names of attributes, and a global may have the same name.
-    # That does no harm, because a value counts only if it is the model itself.
-    code = inner.__code__
-    found = [(n, inner.__globals__[n]) for n in code.co_names if n in inner.__globals__]
-    for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # the variable has no value yet
-            found.append((name, cell.cell_contents))
-    return found
+    with contextlib.suppress(ValueError):  # a variable has no value yet
+        found = inspect.getclosurevars(inner)
+        return [*found.globals.items(), *found.nonlocals.items()]
+    return []
 
 
 def warn_of_attributes(

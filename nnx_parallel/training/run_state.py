@@ -48,40 +48,6 @@ Kind = Literal["params", "ema", "eval"]
 """The parameters of a model that the user is given; `Judged` computes ``"eval"``."""
 
 
-class _Gone:
-    """Replaces an array of a model that a step has donated; reading it raises an error.
-
-    It is a pytree node that cannot be flattened. A Variable flattens its value when it
-    is read, and `jit` flattens its arguments.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise self.error()
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        raise self.error()
-
-    def error(self) -> DonatedArrayError:
-        return DonatedArrayError(
-            f"`{dotted(self._path)}` of a model that trainer.model returned is gone: "
-            "a step since then has taken its memory for the new state. Read "
-            "trainer.model again after each step and fit. To keep a model unchanged, "
-            "copy it first: jax.tree.map(jnp.copy, trainer.model)."
-        )
-
-
-def _refuse(gone: _Gone) -> Any:
-    raise gone.error()
-
-
-jax.tree_util.register_pytree_node(_Gone, _refuse, lambda _, children: children)
-
-
 class HandedModel:
     """A model that was given to the user, and the arrays that it had at that time."""
 
@@ -91,7 +57,6 @@ class HandedModel:
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
         self._params, self._plain = _params_of(model), plain_attributes(model)
-        self._ended: dict[Path, nnx.Variable] = {}  # whose arrays were donated
 
     @property
     def is_alive(self) -> bool:
@@ -105,16 +70,13 @@ class HandedModel:
         self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
 
     def assigned(self) -> dict[Path, Any]:
-        """Returns arrays that the user has replaced since then, except random streams.
+        """Returns the `replaced` arrays, and checks the rest of the model.
 
         Raises:
             StateStructureError: If a parameter was removed or added.
         """
         if (model := self._model()) is None:
             return {}
-        if self._ended:
-            present = {path: v.get_raw_value() for path, v in self._ended.items()}
-            return {p: x for p, x in present.items() if not isinstance(x, _Gone)}
         if changed := sorted(map(dotted, self._params ^ _params_of(model))):
             raise StateStructureError(
                 f"Parameters of trainer.model were removed or added: {changed}. A run "
@@ -123,6 +85,12 @@ class HandedModel:
             )
         before, self._plain = self._plain, plain_attributes(model)
         warn_of_attributes(before, self._plain, "trainer.model")
+        return self.replaced()
+
+    def replaced(self) -> dict[Path, Any]:
+        """Returns the arrays that the user has replaced, except random streams."""
+        if (model := self._model()) is None:
+            return {}
         # A stream advances when the model draws from it. If the user samples between
         # two steps, the random numbers of the run must not change.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
@@ -134,15 +102,13 @@ class HandedModel:
         }
 
     def end(self) -> None:
-        """Replaces each array by an object that raises an error: a step donated it."""
-        if (model := self._model()) is None:
-            return
-        assigned = self.assigned()  # their paths are reported later
-        self._ended = dict(variables_of(model))
-        for path, variable in self._ended.items():
-            if path in self._given and path not in assigned:
-                gone: Any = _Gone(path)
-                variable.set_raw_value(gone)
+        """Deletes the arrays that a step has donated, so that reading them raises."""
+        for given in self._given.values():
+            if (array := given()) is not None and array.is_deleted():
+                # The call is needed for jax 0.10, which can crash when it reads an
+                # array that was only donated (docs/library-notes.md, "Arrays and
+                # buffers").
+                array.delete()
 
 
 def _params_of(model: nnx.Module) -> set[Path]:
@@ -316,7 +282,7 @@ class RunState:
         """
         used_up, self._used_up = self._used_up, []
         for handed in used_up:
-            if assigned := ", ".join(f"`{dotted(p)}`" for p in handed.assigned()):
+            if assigned := ", ".join(f"`{dotted(p)}`" for p in handed.replaced()):
                 raise StateStructureError(
                     f"Assigned to a model of an earlier step: {assigned}. The steps "
                     "since then have donated its other arrays, and do not see these "
