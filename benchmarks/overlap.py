@@ -9,29 +9,16 @@ the rows; and FSDP that gathers each layer when it runs, or its first kernel ahe
 from __future__ import annotations
 
 import json
-import math
-import os
-import shlex
-import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
-import jax
-import numpy as np
-import optax
-from flax import nnx
-
 from benchmarks.timing import Table
-from benchmarks.tpu_steps import ENVIRONMENT
-from nnx_parallel import FSDP, Precision, Strategy, TensorParallel
+from benchmarks.tpu_steps import Case, compile_step, last_line
+from nnx_parallel import FSDP, Strategy, TensorParallel
 from nnx_parallel.audit import audit
-from nnx_parallel.audit.transfers import compile_with_text
-from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.plan.hardware import Topology
-from nnx_parallel.sharding.model import abstract_model
-from nnx_parallel.state import plan_state
+from nnx_parallel.models import GPTConfig
 from nnx_parallel.training.compilation import TABLE
-from nnx_parallel.training.step import StepOptions, make_train_step
 
 CHIPS, TOPOLOGY = 4, "v5p:2x2x1"
 ROWS = 8
@@ -53,10 +40,6 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp, prefetch first": FSDP(CHIPS, prefetch="first"),
 }
 SUMS = ("all-reduce", "reduce-scatter")
-
-
-class CompilerMissingError(Exception):
-    """The TPU compiler is not installed."""
 
 
 def measure(rounds: int = 1) -> Table:
@@ -96,43 +79,19 @@ def schedule_of(
         ``sent`` and ``exposed``; of these, ``summed`` and ``summed, exposed`` for sums
         over devices in one collective (FSDP's gradients); and ``temporaries``.
 
-    Raises:
-        CompilerMissingError: If there is no TPU compiler.
     """
     arguments = [name, json.dumps(overrides), json.dumps(sets_options)]
-    command = [sys.executable, "-m", "benchmarks.overlap", *arguments]
-    run = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | ENVIRONMENT,
-    )
-    if run.returncode:
-        is_missing = (known := "No module named 'libtpu'") in run.stderr
-        error = CompilerMissingError if is_missing else RuntimeError
-        found = known if is_missing else run.stderr
-        raise error(f"{shlex.join(command)} failed: {found}")
-    return json.loads(run.stdout.splitlines()[-1])
+    return last_line([sys.executable, "-m", "benchmarks.overlap", *arguments])
 
 
 def compile_and_read(
     strategy: Strategy, config: GPTConfig, *, sets_options: bool
 ) -> dict[str, float]:
     """Compiles the step for abstract TPUs, and adds up its schedule."""
-    devices = Topology.parse(TOPOLOGY).described()
-    layout = strategy.layout(strategy.make_mesh(devices))
-    assert math.prod(layout.mesh.shape.values()) == CHIPS
-    model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    precision = Precision.mixed_bfloat16()
-    plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+    case = Case(config=lambda: config, strategy=strategy, topology=TOPOLOGY, rows=ROWS)
     options = None if sets_options else dict.fromkeys(each.name for each in TABLE)
-    options = StepOptions(compiler_options=options)
-    step: Any = make_train_step(plan, next_token_loss, options)
-    rows = layout.sharding(layout.batch_spec(ROWS))
-    shape = (ROWS, config.seq_len + 1)
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
-    compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
+    text, found = compile_step(case, options)
+    assert found["chips"] == CHIPS
     sent = audit(text).collectives
     sums = [each for each in sent if each.kind in SUMS]
     return {
@@ -140,13 +99,11 @@ def compile_and_read(
         "exposed": sum(each.sent_bytes for each in sent if not each.is_hidden),
         "summed": sum(each.sent_bytes for each in sums),
         "summed, exposed": sum(x.sent_bytes for x in sums if not x.is_hidden),
-        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "temporaries": found["temporaries"],
     }
 
 
 if __name__ == "__main__":
-    from dataclasses import replace
-
     chosen = replace(CONFIG, **json.loads(sys.argv[2]))
     sets_options = json.loads(sys.argv[3])
     found = compile_and_read(STRATEGIES[sys.argv[1]], chosen, sets_options=sets_options)

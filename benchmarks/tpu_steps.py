@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -99,12 +98,7 @@ def compile_step(
     shape = (case.rows, config.seq_len + 1)
     tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=rows)
     start = time.perf_counter()
-    lowered = step.lower(plan.abstract, {"tokens": tokens})
-    compiled, text = compile_with_text(lowered)
-    # The compiler's dump is written before the cycles are known, so jaxlib's text is
-    # better. But jaxlib 0.10 cannot print a program of a newer compiler.
-    with contextlib.suppress(jax.errors.JaxRuntimeError):
-        text = compiled.as_text() or text
+    compiled, text = compile_with_text(step.lower(plan.abstract, {"tokens": tokens}))
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return text, {

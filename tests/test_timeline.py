@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from nnx_parallel.audit.hlo import parse
 from nnx_parallel.errors import PlanError
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions
@@ -45,7 +46,7 @@ def fusion(name: str, operand: str) -> str:
 
 def time_of(text: str) -> tuple[float, float]:
     work = run_schedule(
-        text,
+        parse(text),
         clock=1.0,
         transfer=lambda found: 10.0,
         kernel_seconds=lambda instruction, computation: 0.0,

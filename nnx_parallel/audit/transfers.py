@@ -98,17 +98,20 @@ _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
     """Compiles a program; returns it and its text.
 
-    jaxlib 0.10 cannot print every program of a newer libtpu. With jaxlib before 0.12
-    the text is therefore the compiler's own dump, which lacks the estimates of cycles.
+    jaxlib 0.10 cannot print every program of a newer libtpu. The text of such a program
+    is the compiler's own dump, which lacks the estimates of cycles.
     """
     if jax.__version_info__ >= (0, 12):
         compiled = lowered.compile()
         return compiled, compiled.as_text() or ""
     with tempfile.TemporaryDirectory() as directory:
         compiled = lowered.compile(compiler_options={"xla_dump_to": directory})
-        for file in Path(directory).glob("*.after_optimizations.txt"):
-            return compiled, file.read_text()
-    return compiled, compiled.as_text() or ""
+        try:
+            return compiled, compiled.as_text() or ""
+        except jax.errors.JaxRuntimeError:
+            for file in Path(directory).glob("*.after_optimizations.txt"):
+                return compiled, file.read_text()
+            raise
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ def compile_here(
     start = time.monotonic()
     report, memory = audit(text), compiled.memory_analysis()
     sent = (*report.collectives, *report.unread)
-    schedule = _schedule_of(compiled, topology, layout.mesh, parts.compute_dtype)
+    schedule = _schedule_of(text, topology, layout.mesh, parts.compute_dtype)
     found = Compiled(
         memory={
             "arguments": memory.argument_size_in_bytes,
@@ -270,23 +270,18 @@ def compile_here(
 
 
 def _schedule_of(
-    compiled: Any, topology: Topology, mesh: Mesh, dtype: str
+    text: str, topology: Topology, mesh: Mesh, dtype: str
 ) -> dict[str, Any] | None:
     """Reads the timed schedule of a program for TPUs.
 
-    Returns ``None``, so that formulas give the time, if the text cannot be read, or if
-    this jaxlib cannot print the program because its compiler is newer.
+    Returns ``None``, so that formulas give the time, if the text cannot be read, or has
+    no estimates of cycles. The compiler's dump has none: they come later.
     """
-    if not topology.hardware.clock:
+    if not topology.hardware.clock or "estimated_cycles" not in text:
         return None
     devices, sizes = [*mesh.devices.flat], dict(mesh.shape)
-    unknown = KeyError, IndexError, ValueError, jax.errors.JaxRuntimeError
-    with contextlib.suppress(*unknown):
-        # The compiler's dump does not have the cycles, because it is written before
-        # they are estimated.
-        text = compiled.as_text() or ""
-        if "estimated_cycles" in text:
-            return vars(read_schedule(text, topology, devices, sizes, dtype))
+    with contextlib.suppress(KeyError, IndexError, ValueError):
+        return vars(read_schedule(text, topology, devices, sizes, dtype))
     return None
 
 

@@ -26,7 +26,7 @@ from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
-from nnx_parallel.programs import carried_by_scan, is_call, needed, variables_in, walk
+from nnx_parallel.programs import carried_by_scan, inline, needed, variables_in, walk
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.names import ArrayInfo
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
@@ -237,11 +237,11 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
     return max(shapes, key=lambda shape: shapes[shape])
 
 
-def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
+def count_jaxpr_flops(jaxpr: Any) -> float:
     """Counts FLOPs of products and convolutions of a jaxpr, in all trips of loops.
 
     A conditional counts as its most expensive branch, and a loop of unknown length as
-    one iteration. Equations that no wanted output needs do not count.
+    one iteration. Equations that no output needs do not count.
 
     Example:
         >>> import jax.numpy as jnp
@@ -249,30 +249,23 @@ def count_jaxpr_flops(jaxpr: Any, wanted: Iterable[Any] | None = None) -> float:
         >>> count_jaxpr_flops(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
         256.0
     """
-    outputs = jaxpr.outvars if wanted is None else list(wanted)
-    used: set[Any] = set(variables_in(outputs))
-    total = 0.0
     # A kernel's equations write to references. The jaxpr has no outputs, so `needed`
     # would drop all equations.
-    eqns = needed(jaxpr.eqns, outputs) if jaxpr.outvars else jaxpr.eqns
-    for eqn in reversed(eqns):
-        total += _eqn_flops(eqn, used)
-        used |= set(variables_in(eqn.invars))
-    return total
+    if not jaxpr.outvars:
+        return sum(map(_eqn_flops, jaxpr.eqns))
+    # Calls are inlined, because the recomputation in a gradient has outputs that
+    # nothing reads.
+    body = inline(jaxpr)
+    return sum(map(_eqn_flops, needed(body.eqns, body.outvars)))
 
 
-def _eqn_flops(eqn: jex.JaxprEqn, used: set[Any]) -> float:
+def _eqn_flops(eqn: jex.JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
     if rule := _PRODUCTS.get(name):
         return rule(eqn)
     inner = list(jex.jaxprs_in_params(params))
     if not inner:
         return 0.0
-    if is_call(eqn):
-        # The recomputation in a gradient has outputs that nothing reads.
-        (body,) = inner[:1]
-        pairs = zip(eqn.outvars, body.outvars, strict=True)
-        return count_jaxpr_flops(body, [i for o, i in pairs if o in used])
     if name == "pallas_call":
         return _kernel_flops(eqn, inner)
     counts = [count_jaxpr_flops(body) for body in inner]

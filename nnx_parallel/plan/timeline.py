@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
-from nnx_parallel.audit.hlo import Computation, Instruction, Known, parse
+from nnx_parallel.audit.hlo import Computation, Instruction, Known, Module, parse
 from nnx_parallel.audit.transfers import count_flops, roles_of
 from nnx_parallel.audit.walk import Cost, CostWalk, Loop, Walk
 from nnx_parallel.errors import PlanError
@@ -69,7 +69,7 @@ class Work:
 
 
 def run_schedule(
-    text: str,
+    module: Module,
     *,
     clock: float,
     transfer: Callable[[Collective], float],
@@ -79,14 +79,13 @@ def run_schedule(
     """Runs a scheduled program on two clocks.
 
     Args:
-        text: The program after code generation, with the compiler's estimates.
+        module: The program after code generation, with the compiler's estimates.
         clock: Cycles per second.
         transfer: Seconds of a collective.
         kernel_seconds: Seconds of a kernel.
         peak: FLOP/s of products. A product takes its time at this peak if that is less
             than the compiler's estimate; 0: always use the estimate.
     """
-    module = parse(text)
     walk = _TimeWalk(
         module,
         costs=CostWalk(module),
@@ -223,7 +222,7 @@ def read_schedule(
     hardware = topology.hardware
     if not hardware.clock:
         raise PlanError(f"The clock of {hardware.name} is not known.")
-    peak = hardware.peak(dtype)
+    peak, module = hardware.peak(dtype), parse(text)
 
     def kernel(instruction: Instruction, computation: Computation) -> float:
         flops, dims = attention_flops(instruction, computation)
@@ -231,7 +230,7 @@ def read_schedule(
 
     def run(peak: float) -> Work:
         return run_schedule(
-            text,
+            module,
             clock=hardware.clock,
             peak=peak,
             transfer=_transfer_seconds(topology, devices),
