@@ -50,7 +50,7 @@ class Hardware:
             The other figures are for one device.
         kinds: Beginnings of ``device_kind`` of JAX's devices of this hardware.
         array: Width of a systolic array; 0 if the device has no such array.
-        clock: Cycles per second, in the cycles that the compiler counts; 0 if unknown.
+        clock: Number per second of the cycles that the compiler counts; 0 if unknown.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12

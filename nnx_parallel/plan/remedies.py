@@ -88,8 +88,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
     """Writes advice for a step that needs more memory than a device has.
 
     The advice has the bytes by owner, and the three fastest changes that fit by the
-    formulas of `plan`. Changes of one or two arguments are tried first, then everything
-    that divides.
+    formulas of `plan`. Changes of one or two arguments are tried first, then all
+    candidates that divide the batch over the devices.
 
     Args:
         trainer: The Trainer.
