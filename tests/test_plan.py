@@ -282,7 +282,7 @@ def test_small_model_shows_nonzero_figures(parts: Parts) -> None:
     [
         ("v5q:4x4", "no hardware is called 'v5q'. Did you mean 'v5"),
         ("v5p", "is unknown. Write a slice of TPUs as 'v5p:4x4x4'"),
-        ("h100:4x4", "devices of h100 are counted, with at least 1: 'h100:16'"),
+        ("h100:4x4", "give the number of h100 devices, at least 1: 'h100:16'"),
         (
             "v5p:2x2x3x2",
             "has 4 dims. A slice of v5p has at most 3, such as 'v5p:4x4x4'.",

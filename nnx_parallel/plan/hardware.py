@@ -302,7 +302,7 @@ class Topology:
         is_slice = hardware.platform == "tpu"
         if not count or (len(shape) > 1 or slices > 1) > is_slice:
             raise PlanError(
-                f"topology={name!r}: devices of {kind} are counted, with at least 1: "
+                f"topology={name!r}: give the number of {kind} devices, at least 1: "
                 f"'{kind}:{max(count, 8)}'."
             )
         dims = hardware.num_links // 2  # dims of a torus have two links each

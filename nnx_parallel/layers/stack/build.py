@@ -73,9 +73,9 @@ def _remedy(blocks: Sequence[nnx.Module]) -> str:
         if not any(_difference(*pair) for pair in pairs):
             return f"They repeat after {period}: pass period={period}."
     return (
-        "Hold a number that differs in an nnx.Variable, which is stacked; give an "
-        "attribute that no layer reads the same value in all; or leave blocks of "
-        "another kind out of the stack."
+        "If a number differs, keep it in an nnx.Variable, which is stacked. If no "
+        "layer reads an attribute, give it the same value in all blocks. Leave blocks "
+        "of another kind out of the stack."
     )
 
 
