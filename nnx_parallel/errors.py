@@ -144,7 +144,7 @@ def kind_of(value: object) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the user's line: the innermost line outside the package that calls it.
+    """Warns at the user's line: the innermost line outside this package.
 
     If this runs on a thread of the package, such as the thread that reads data, the
     line is the line at which the main thread waits.
@@ -154,7 +154,8 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     if frame.f_code.co_filename == threading.__file__:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         main = frames.get(threading.main_thread().ident or 0)
-        # The outermost frame is taken, because JAX calls the package while it traces.
+        # The outermost frame is taken, because inner frames may be JAX's: while it
+        # traces, it calls the package.
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno

@@ -90,7 +90,7 @@ _FLOPS = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
 
 # Kernels that compute. Some of them do not state their FLOPs.
 _KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
-_ASYNC = "AsyncCollective"  # beginning of the targets of its custom calls
+_ASYNC = "AsyncCollective"  # start of the names of custom calls in such fusions
 # Opcodes that pass the value of an asynchronous fusion on to its next step.
 _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 

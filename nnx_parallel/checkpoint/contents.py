@@ -181,8 +181,8 @@ def make_header(
     base: Mapping[str, jax.Array],
 ) -> dict[str, Any]:
     """Returns the header that is saved with the arrays, as JSON values."""
-    # JSON turns tuples into lists. It is written and read back here, so that the hash
-    # is of the values that a reader will see.
+    # JSON turns tuples into lists. The metadata is converted to JSON and back here, so
+    # that the hash is of the values that a reader will see.
     try:
         meta = json.loads(json.dumps(meta))
     except (TypeError, ValueError) as error:
@@ -214,7 +214,7 @@ def make_header(
     if base:
         header["base"] = {path: spell(array) for path, array in base.items()}
     text = json.dumps({"custom_metadata": header}).encode()  # as in Orbax's file
-    problem = f"They hold {len(text):,} bytes; at most {MAX_BYTES // 2:,} are read."
+    problem = f"It has {len(text):,} bytes; at most {MAX_BYTES // 2:,} are read."
     if len(text) <= MAX_BYTES // 2:  # the other half is for the entries of Orbax
         problem = ""
         try:
@@ -223,8 +223,9 @@ def make_header(
             problem = str(error)
     if problem:
         raise CheckpointError(
-            f"Cannot save the metadata: it could not be read back. {problem} Save "
-            "fewer arrays, or less metadata (such as the state of the data's iterator)."
+            f"Cannot save the metadata, because it could not be read back. {problem} "
+            "Save fewer arrays, or less metadata (such as the state of the data's "
+            "iterator)."
         )
     # The digest protects the header: Orbax does not notice a flipped bit in JSON.
     return header | {"digest": digest(header)}

@@ -232,7 +232,8 @@ _writing = threading.Lock()
 
 
 def _copy(index: int, source: IO[bytes], target: IO[str]) -> None:
-    # If nothing reads the launcher's output, its processes see a broken pipe, and save.
+    # If nothing reads the launcher's output any more, the run sees a broken pipe, and
+    # saves a checkpoint.
     with source, contextlib.suppress(BrokenPipeError):
         for line in source:
             _write(target, index, line.decode(errors="replace").rstrip("\n"))
@@ -384,7 +385,7 @@ MANIFESTS = {"slurm": slurm, "jobset": jobset, "tpu": tpu}
 
 
 def _name(job: Job) -> str:
-    """Makes a name for Slurm and Kubernetes from the script's; a letter comes first."""
+    """Makes a name that Slurm and Kubernetes accept from the name of the script."""
     stem = re.sub("[^a-z0-9]", "-", Path(job.command[0]).stem.lower())
     name = stem.strip("-")[:40].rstrip("-") or "train"
     return name if name[0].isalpha() else f"run-{name}"

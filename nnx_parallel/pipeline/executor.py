@@ -62,7 +62,7 @@ class Executor:
         return Chunks(self.table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
-        """Runs ``(layers, each, shared) -> (layers, each)`` of a stage on all stages.
+        """Runs a stage's ``(layers, each, shared) -> (layers, each)`` on all stages.
 
         The stages split the ``layers`` dim of arrays in ``layers``, and the leading
         ``stages`` dim of arrays in ``each``. Arrays in ``shared`` are the same for all

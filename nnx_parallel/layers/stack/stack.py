@@ -371,8 +371,8 @@ def _is_of_rows(call: StackCall) -> bool:
     # come from a `jax.vmap` over rows, and then dim 0 enumerates tokens.
     if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 3:
         return False
-    # Other variables cannot be split: they are counters, statistics of a batch, or keys
-    # that draw a mask for all rows.
+    # Variables that are not parameters cannot be split: they are counters, statistics
+    # of a batch, or keys that draw a mask for all rows.
     args = jax.tree.leaves(call.args)
     return not call.others and all(
         _belongs_to_rows(a, x) or _is_of_no_row(a, x) for a in args
@@ -380,9 +380,9 @@ def _is_of_rows(call: StackCall) -> bool:
 
 
 def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
-    """True for ``x``, and for integers of its tokens: segments and positions."""
-    # If the numbers of rows and tokens are equal, a mask between tokens would have the
-    # same shape, so it does not count.
+    """True for ``x``, and for integer arrays with an entry per token, as segments."""
+    # If the numbers of rows and tokens are equal, the array may be a mask between
+    # tokens, which has this shape too, so False is returned.
     is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
     return a is x or (is_of_tokens and not is_inexact(a))
 
