@@ -159,7 +159,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # For `from nnx_parallel import Stack`: an error that says where it is.
+    # `from nnx_parallel import Stack` gets an error that says where `Stack` is.
     if not name.startswith("_") and hasattr(layers, name):
         raise ImportError(
             f"{name} is in nnx_parallel.layers: from nnx_parallel.layers import {name}."

@@ -65,7 +65,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     ``opener`` of `open`.
     """
     try:
-        # First, since opening a device may already act on it.
+        # This check comes first, because opening a device may already act on it.
         check_regular(path)
     except FileNotFoundError:
         if not flags & os.O_CREAT:
@@ -117,7 +117,8 @@ def parse_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]
             nested more than `MAX_DEPTH` deep, or has strings that are not Unicode.
     """
     name = os.fspath(path)
-    # Each value but the first follows one of these; some of them may be in strings.
+    # Each value except the first follows one of these characters. Characters in strings
+    # are counted too, so the count may be too high.
     count = sum(map(content.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
         raise ValueError(

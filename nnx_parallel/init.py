@@ -382,7 +382,7 @@ class _Signatures:
         try:
             hash(value)
         except TypeError:
-            # It is an array or a dict. The equations of a part refer to it, so no other
-            # object can get its id.
+            # The value is an array or a dict. The equations of a part refer to it, so
+            # no other object can get its id.
             return id(value)
         return type(value), value  # the type is needed, as 1, 1.0 and True are equal

@@ -98,7 +98,7 @@ class Mean:
 
     def merge(self, other: Mean) -> Mean:
         """Returns the mean over both batches; adds totals and weights of each term."""
-        # Both come from the same loss, so their terms have the same order.
+        # Both means come from the same loss, so their terms have the same order.
         pairs = zip(self.terms, other.terms, strict=True)
         sums = (
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs

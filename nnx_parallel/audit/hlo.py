@@ -123,7 +123,7 @@ class Instruction:
         """The computation that a fusion, a call or an asynchronous start calls."""
         if name := self.attribute("calls") or self.attribute("to_apply"):
             return name
-        names = self.attribute("called_computations")  # as a custom call has it
+        names = self.attribute("called_computations")  # the attribute of a custom call
         return _operand_name(names.split(",")[0]) if names else None
 
     @property

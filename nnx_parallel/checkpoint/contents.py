@@ -78,7 +78,8 @@ class StoredCheckpoint:
 
 
 # The layout on disk does not depend on the strategy. All arrays of the model are in one
-# group, whether they are trained or not. So a run that trains other arrays finds them.
+# group, whether they are trained or not. So a run that trains another part of the model
+# finds all arrays.
 _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
 _PROGRESS = ("step", "key", "loss_scale")  # in one group; others are separate
 
@@ -132,7 +133,8 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
             elif isinstance(array, jax.Array) and array.is_deleted():
                 problem = "it was donated. Save the step's output, not its input."
             elif 0 in array.shape:
-                # Orbax refuses it in mid-save (library-notes.md, "Orbax: contents").
+                # Orbax would refuse the array in mid-save (library-notes.md, "Orbax:
+                # contents").
                 problem = (
                     f"its shape {array.shape} has no elements. Leave empty arrays out."
                 )

@@ -195,8 +195,8 @@ def _is_alive(path: Path, held: tuple[bytes, int]) -> bool:
 
 def _remove(path: Path, held: tuple[bytes, int]) -> None:
     """Removes the lock of a dead process, unless another process has done so."""
-    # One process at a time does this. A second process would remove the lock that the
-    # first one creates next.
+    # Only one process at a time removes the lock. A second process would remove the new
+    # lock that the first one creates next.
     guard = path.with_name(f"{LOCK}.removing")
     deadline = time.monotonic() + _REMOVE_SECONDS
     while not _create(guard, b""):

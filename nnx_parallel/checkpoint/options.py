@@ -68,7 +68,7 @@ def check_url(url: str) -> None:
             "Storage (gs://bucket/run) and to file systems. Mount another object store "
             "as a file system, and give the path."
         )
-    # gcsfs finds the files to delete there, and treats the name as a pattern.
+    # To find the files to delete, gcsfs treats the name as a pattern.
     if glob.has_magic(url):
         raise CheckpointDirectoryError(
             f"Cannot write checkpoints to '{url}': in an object store a name may hold "

@@ -22,8 +22,8 @@ from nnx_parallel.errors import ParallelError
 from nnx_parallel.mesh import check_versions
 from nnx_parallel.precision import format_bytes
 
-# It runs in a separate process, because a backend may abort, or wait for a device that
-# another process holds.
+# The probe runs in a separate process, because a backend may abort, or wait for a
+# device that another process holds.
 _PROBE = """
 import json, jax
 devices = jax.local_devices()

@@ -322,8 +322,8 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
             return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
 
         dx, gathered = ring.scatter_sum_and_gather(partial_sum, dys, x)
-        # There is one product with the gathered x, not one per hop, so that other axes
-        # that split the batch sum the gradient of w only once.
+        # There is one product with the gathered x, not one per hop. So the gradient of
+        # w is summed only once over other axes that split the batch.
         pairs = zip(ws, dys, strict=True)
         dws = [_w_gradient(gathered, dy, num).astype(w.dtype) for w, dy in pairs]
         return dx.astype(x.dtype), dws

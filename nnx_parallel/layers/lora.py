@@ -272,8 +272,8 @@ def _ndim(variable: nnx.Variable) -> int:
     return variable.get_value().ndim
 
 
-# The cache gives each base class one adapted class. With several, JAX would take two
-# models of the same structure for different ones.
+# The cache gives each base class one adapted class. With several adapted classes, JAX
+# would take two models of the same structure for different ones.
 @cache
 def _adapted(kind: type[nnx.Module]) -> type[nnx.Module]:
     def fill(namespace: dict[str, Any]) -> None:

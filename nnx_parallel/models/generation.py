@@ -73,8 +73,8 @@ def _continue(
     def next_token(
         tokens: jax.Array, start: int | jax.Array, cache: Caches, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        # A copy is used, because values that it changes (counters) must not leave the
-        # trace of the scan.
+        # A copy is used, because values that a pass changes (counters) must not leave
+        # the trace of the scan.
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
         logits, cache = copy.decode(tokens, start, cache)

@@ -316,7 +316,7 @@ def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
         del params
         assert isinstance(state, MuonState)
         mean, mu = _ahead(options, updates, state)
-        # Arrays without dimension numbers are masked here, so none of these is None.
+        # Arrays without dimension numbers are masked here, so no entry is None.
         numbers: Any = _resolved(mean, options.muon_weight_dimension_numbers)
         run = partial(_iterate, options, state.ns_coeffs)
         results = map_matrices(run, mean, numbers)

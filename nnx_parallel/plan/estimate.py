@@ -266,7 +266,7 @@ class Estimate:
         waiting = count.num_inputs + count.num_cotangents + 2
         return {
             "kept activations": (count.num_saved + 1) * stash + chunk + pending,
-            # These are the sums, and the gradients of the layers of one slot.
+            # Summed gradients, and the gradients of the layers that one slot runs.
             "gradients": self.gradient_bytes
             + self._staged_gradient_bytes / execution.schedule.chunks,
             "gathered weights": self.gathered_bytes + self._staged_copy_bytes,

@@ -111,8 +111,8 @@ class _TimeWalk(Walk[Work]):
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
         pending: dict[str, tuple[float, Group]] = {}  # when transfers end
-        # A SparseCore is started before it has its operands; its transfer lasts this
-        # long from the time when it gets them.
+        # A SparseCore is started before it has its operands. Its transfer begins when
+        # it gets them, and lasts this long.
         waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in _ENTERED:

@@ -174,7 +174,7 @@ class Table:
         header = ["", *map(str, range(self.num_ticks))]
         return as_html(header, rows, title=repr(self)[1:-1])
 
-    # It is computed once, because rules, simulations and buffers all read it.
+    # The result is cached, because rules, simulations and buffers all read it.
     @cached_property
     def ticks(self) -> Ticks:
         """The tick of each slot, by virtual stage and microbatch."""
@@ -434,7 +434,8 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
         # Here 1 is not added: within a tick the input slot runs before the weight slot.
         yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
     # One microbatch passes its random state to the next, and gradients are summed in
-    # this order. In another order the numbers would differ from those on one device.
+    # the order of microbatches. In another order the numbers would differ from those on
+    # one device.
     for kind, ticks_of_kind in ticks.by_kind.items():
         after_last = np.pad(ticks_of_kind[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"

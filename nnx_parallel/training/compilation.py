@@ -336,7 +336,8 @@ def facts_of(
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
     facts |= {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    # These options control how a program is compiled; some versions of jax lack some.
+    # These options control how a program is compiled; some versions of jax lack some of
+    # them.
     facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
         (d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0))

@@ -95,8 +95,8 @@ def check_evaluation(data: object, every: object) -> int | None:
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts over."
         )
-    # With several processes, this may be the only one without data. All of them report
-    # that together, later.
+    # With several processes, this may be the only process without data. All processes
+    # report that together, later.
     if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")
     return every
@@ -238,7 +238,7 @@ def agree_on_run(
     if jax.process_count() == 1:
         return
     places = [f"{d.process_index}:{d.id}" for d in plan.layout.mesh.devices.flat]
-    # The versions matter: another one may lower the same step differently.
+    # The versions matter: another version may lower the same step differently.
     fields = {f"version of {name}": found for name, found in versions().items()}
     fields |= {name: loss and hash_code(loss) for name, loss in losses.items()}
     fields |= settings | {

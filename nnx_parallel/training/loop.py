@@ -165,7 +165,7 @@ class Loop:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
-        # A resumed run gets its warning where batches are skipped.
+        # A resumed run gets its warning when batches are skipped.
         if checkpoints.options and run.step == 0:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:

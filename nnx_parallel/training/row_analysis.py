@@ -413,7 +413,7 @@ def _contract(call: _Call) -> RowValue:
         [d for d in range(len(sizes[i])) if d not in (*contracted[i], *batch[i])]
         for i in range(2)
     ]
-    # For each dim of the output, this has the dims of both operands.
+    # `origins` has, for each dim of the output, the dims of a and b that it comes from.
     shared = [*zip(*batch, strict=True)]
     origins = [*shared, *((d, None) for d in free[0]), *((None, d) for d in free[1])]
     dims = frozenset(
@@ -541,7 +541,7 @@ class _Rows(Fold):
         carry, xs = call.ins[first:end], call.ins[end:]
         if grows:
             carry = [RowValue("unknown", _UNKNOWN, v.dims, v.pairs) for v in carry]
-        # Each iteration of the loop gets its part, which lacks the leading dim.
+        # Each iteration of the loop gets a slice, which lacks the leading dim.
         parts = [replace(v, dims=frozenset(d - 1 for d in v.dims - {0})) for v in xs]
         inputs = [*call.ins[:first], *carry, *parts]
         outputs = self.nested(inputs, call.eqn, call.other) or []

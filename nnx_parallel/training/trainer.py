@@ -388,7 +388,7 @@ class Trainer:
                 microbatches, or if the shape of batches changes.
         """
         self._run.begin("fit")
-        # `stop` uses the loop: a callback may call it during the fit.
+        # `stop` uses the loop, because a callback may call `stop` during the fit.
         self._loop = self._new_loop(
             trainer=self,
             data=data,
@@ -481,7 +481,7 @@ class Trainer:
             NonFiniteLossError: If a parameter is not finite.
         """
         self._run.begin("save")
-        with self._run.checkpoints:  # its end waits for the save
+        with self._run.checkpoints:  # leaving it waits for the save
             self._run.save(once=False)
 
     def restore(

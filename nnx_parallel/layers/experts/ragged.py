@@ -152,8 +152,8 @@ def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
     return jnp.where(jnp.any(is_in, axis=1), table.reshape(-1)[place], 0)
 
 
-# A custom gradient, because JAX's gradient exchanges the offsets once more. Here both
-# sides know the offsets.
+# The gradient is custom, because JAX's gradient would exchange the offsets once more,
+# although both sides know them.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _move(
     axis: str, sizes: tuple[int, int], rows: Array, there: Moves, back: Moves

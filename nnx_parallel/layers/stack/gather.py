@@ -111,8 +111,8 @@ def _run(
         if moved is None and not (is_loop or is_checkpoint):
             plain.append(eqn)
             continue
-        # If a cast's operand is known, `plain` is not computed yet, so that its
-        # equations stay together.
+        # If the operand of a cast is known, the equations in `plain` are not computed
+        # yet, so that more equations can join them.
         if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
             later = inputs_of(eqns[i:], outs)
             _compute(plain, later, env, places, checkpoint)

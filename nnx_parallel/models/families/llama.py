@@ -194,7 +194,7 @@ _LLAMA_32 = _LLAMA_31 | {
     "rope_scaling": RopeScaling(factor=32.0, original_len=8192),
 }
 _SMOLLM = {"vocab_size": 49_152, "seq_len": 8192, "rope_theta": 100_000.0, "tied": True}
-# This one has key heads instead of DeepSeek's latent attention.
+# This model has key heads instead of DeepSeek's latent attention.
 _DEEPSEEK_V3 = {
     "vocab_size": 129_280,
     "seq_len": 4096,
