@@ -16,7 +16,7 @@ from nnx_parallel import DataParallel, Precision, Strategy, Trainer
 from nnx_parallel.layers import Remat
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 ONE_DEVICE = DataParallel(1)
 
@@ -50,8 +50,7 @@ def make_trainer(
 def one_step(trainer: Trainer, batch: Any) -> tuple[dict, dict, dict]:
     """Gradients by path, the variables after the step by path, and the metrics."""
     before = to_host(trainer.state.params)
-    with compiling(optimized=False):
-        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     trainer.state = state
     after = to_host(state.params)
     grads = {path: before[path] - after[path] for path in before}

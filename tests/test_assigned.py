@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +28,12 @@ from nnx_parallel.errors import (
     StateStructureError,
 )
 from nnx_parallel.layers import Stack
-from tests.parity.runs import compiling
 
 # Before Flax 0.12.12 the scales of WeightNorm were in no Variable.
 pytestmark = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
 
 WIDTH = 8
 TX = optax.sgd(0.02, momentum=0.9)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 class Clipped(nnx.Module):

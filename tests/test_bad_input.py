@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,13 @@ def squares(model: Any, batch: Any) -> jax.Array:
     return (model(batch["x"]) ** 2).mean()
 
 
-def make_trainer(**options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": lambda rngs: nnx.Linear(4, 4, rngs=rngs),
-        "optimizer": optax.sgd(0.05),
-        "loss": squares,
-        "loggers": (),
-    }
-    return Trainer(**(settings | options))
+make_trainer = partial(
+    Trainer,
+    model=lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+    optimizer=optax.sgd(0.05),
+    loss=squares,
+    loggers=(),
+)
 
 
 BATCH = {"x": np.ones((8, 4), np.float32)}

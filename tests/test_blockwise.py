@@ -20,7 +20,6 @@ from nnx_parallel.layers.attention.blocks import (
     sinks_gradient,
     with_sinks,
 )
-from tests.parity.runs import compiling
 
 Operands = dict[str, Any]
 
@@ -91,8 +90,7 @@ def value_and_gradients(function: Any, operands: tuple) -> tuple:
         grads, out = jax.grad(loss, given, has_aux=True)(*arrays)
         return out, grads
 
-    with compiling(optimized=False):
-        return run(query, key, value, sinks)
+    return run(query, key, value, sinks)
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -32,7 +32,6 @@ from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.state import plan_state
-from tests.parity.runs import compiling
 
 WIDTH = 8
 
@@ -300,7 +299,7 @@ def test_training_matches_list_on_one_device(
         return trainer, trainer.fit(DATA, steps)["loss"]
 
     tx = MIXING[optimizer]
-    with compiling(optimized=False), warnings.catch_warnings():
+    with warnings.catch_warnings():
         one = {"devices": jax.devices()[:1]}
         _, expected = train(False, DataParallel(1), tx, 4, **one)
         saved = {"checkpoint": Checkpoint(tmp_path, every=2)}

@@ -20,7 +20,7 @@ from nnx_parallel import (
 from nnx_parallel.models import MLPClassifier, classification_loss
 from tests.parity.checks import assert_parts, assert_same_numbers
 from tests.parity.models import CLASSES, CLASSIFIER, Case, label_batch
-from tests.parity.runs import Run, compiling, measure
+from tests.parity.runs import Run, measure
 from tests.parity.strategies import ONE_DEVICE
 
 CONFIG = replace(CLASSIFIER, num_layers=4, embed_dim=32, mlp_dim=64)
@@ -54,10 +54,7 @@ CHOSEN = {"tp4_ring", "pp2_tp2"}
 
 @cache
 def one_device(microbatches: int) -> Run:
-    with compiling(optimized=False):
-        return measure(
-            CASE, ONE_DEVICE.strategy(CASE), ONE_DEVICE.devices(), microbatches
-        )
+    return measure(CASE, ONE_DEVICE.strategy(CASE), ONE_DEVICE.devices(), microbatches)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +71,8 @@ def one_device(microbatches: int) -> Run:
 def test_training_matches_one_device(name: str, strategy: Strategy):
     sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
     stages = sizes.get("pipe", 1)
-    with compiling(optimized=False):
-        devices = jax.devices()[: math.prod(sizes.values())]
-        run = measure(CASE, strategy, devices, MICROBATCHES[stages])
+    devices = jax.devices()[: math.prod(sizes.values())]
+    run = measure(CASE, strategy, devices, MICROBATCHES[stages])
     assert_same_numbers(run, one_device(MICROBATCHES[stages]))
     blocks = run.end.params["blocks"]["layer"]
     # Columns of the kernel into the MLP and rows of that out of it; layers by stage.

@@ -31,7 +31,6 @@ from nnx_parallel.layers.attention import blocks as score_blocks
 from nnx_parallel.sharding import constrain, using
 from nnx_parallel.sharding.layout import Layout
 from tests.parity.pairs import all_pairs, pairs_met
-from tests.parity.runs import compiling
 from tests.steps import QUICKLY
 
 NAMES = ("batch", "seq", "heads", "head_dim")
@@ -103,7 +102,7 @@ def documents(seq: int = SEQ) -> Array:
 def value(layout: Layout | None, arrays: list[Array], **rules: Any) -> Array:
     """The output of an attention with sinks."""
     query, key, value, sinks = arrays
-    with compiling(optimized=False), using(layout):
+    with using(layout):
         run = jax.jit(lambda q, k, v: attention(q, k, v, sinks=sinks, **rules))
         return run(query, key, value)
 
@@ -120,9 +119,8 @@ def value_and_gradients(
             out = attention(query, key, value, sinks=sinks, **rules)
         return jnp.sum(out * jnp.cos(jnp.arange(out.size).reshape(out.shape))), out
 
-    with compiling(optimized=False):
-        run = jax.jit(jax.grad(loss, range(4), has_aux=True))
-        grads, out = run(*arrays)
+    run = jax.jit(jax.grad(loss, range(4), has_aux=True))
+    grads, out = run(*arrays)
     return out, *grads
 
 

@@ -32,7 +32,7 @@ from nnx_parallel.sharding import constrain
 from tests.parity.checks import assert_same_numbers
 from tests.parity.models import Arrays, Case
 from tests.parity.pairs import all_pairs, pairs_met
-from tests.parity.runs import Run, compiling, measure
+from tests.parity.runs import Run, measure
 
 SEQ, ROWS, VOCAB, WIDTH, HEADS = 16, 8, 32, 32, 4
 MASKS: dict[str, dict[str, Any]] = {
@@ -131,9 +131,8 @@ def case_of(mask: str, kv_heads: int) -> Case:
 
 @cache
 def alone(mask: str, kv_heads: int, microbatches: int) -> Run:
-    with compiling(optimized=False):
-        case = case_of(mask, kv_heads)
-        return measure(case, DataParallel(1), jax.devices()[:1], microbatches)
+    case = case_of(mask, kv_heads)
+    return measure(case, DataParallel(1), jax.devices()[:1], microbatches)
 
 
 def parametrized() -> list:
@@ -160,7 +159,6 @@ def test_training_matches_one_device(exchange, mask, kv_heads, mesh):
     strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
     microbatches = 4 if "pp" in mesh else 1
     count = math.prod(n or 1 for n in strategy.axis_sizes.values())
-    with compiling(optimized=False):
-        case = case_of(mask, kv_heads)
-        run = measure(case, strategy, jax.devices()[:count], microbatches)
+    case = case_of(mask, kv_heads)
+    run = measure(case, strategy, jax.devices()[:count], microbatches)
     assert_same_numbers(run, alone(mask, kv_heads, microbatches))

@@ -128,9 +128,8 @@ def microbatches_of(strategy: Strategy) -> int:
 
 @cache
 def alone(model: str, microbatches: int) -> Run:
-    with compiling(optimized=False):
-        strategy = DataParallel(1)
-        return measure(CASES[model], strategy, jax.devices()[:1], microbatches)
+    strategy = DataParallel(1)
+    return measure(CASES[model], strategy, jax.devices()[:1], microbatches)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +140,7 @@ def test_training_matches_one_device(exchange, model, mesh):
     """Compares 20 steps with packed documents and dropout."""
     strategy = strategy_of(exchange, model, mesh)
     microbatches, devices = microbatches_of(strategy), devices_of(strategy)
-    with compiling(optimized=False):
-        run = measure(CASES[model], strategy, devices, microbatches)
+    run = measure(CASES[model], strategy, devices, microbatches)
     assert_same_numbers(run, alone(model, microbatches))
     description = described(CASES[model], strategy, devices)
     assert_placed(run.start, description)
@@ -268,20 +266,19 @@ def test_generation_and_evaluation_match_one_device():
     batches = [rng.integers(0, 256, (2, 33)).astype(np.int32)]
     found = []
     for strategy in (DataParallel(1), Composite(ContextParallel(4), FSDP(2))):
-        with compiling(optimized=False):
-            trainer = Trainer(
-                lambda rngs: GPT(config, rngs=rngs),
-                optax.adamw(1e-3),
-                next_token_loss,
-                strategy=strategy,
-                devices=devices_of(strategy),
-                loggers=(),
-            )
-            tokens = trainer.predict(
-                prompts,
-                lambda model, x: generate(model, x, max_new_tokens=8, temperature=0.0),
-            )
-            found.append((tokens, trainer.evaluate(batches)["loss"]))
+        trainer = Trainer(
+            lambda rngs: GPT(config, rngs=rngs),
+            optax.adamw(1e-3),
+            next_token_loss,
+            strategy=strategy,
+            devices=devices_of(strategy),
+            loggers=(),
+        )
+        tokens = trainer.predict(
+            prompts,
+            lambda model, x: generate(model, x, max_new_tokens=8, temperature=0.0),
+        )
+        found.append((tokens, trainer.evaluate(batches)["loss"]))
     (tokens, loss), (split_tokens, split_loss) = found
     np.testing.assert_array_equal(split_tokens, tokens)
     assert split_loss == pytest.approx(loss, rel=1e-5)

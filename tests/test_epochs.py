@@ -38,15 +38,8 @@ from nnx_parallel.errors import (
     ParallelWarning,
 )
 from nnx_parallel.layers import Stack, cross_entropy
-from tests.parity.runs import compiling
 
 SIZES = (16, 16, 5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 def make_rows(count: int) -> dict[str, np.ndarray]:

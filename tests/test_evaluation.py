@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from nnx_parallel.errors import (
     StateStructureError,
 )
 from nnx_parallel.layers import Stack
-from tests.parity.runs import compiling
 
 CLASSES = 3
 
@@ -108,21 +107,15 @@ HELD_OUT = [make_batch(2, 8), make_batch(3, 3)]  # of which one does not divide
 ROWS = {key: np.concatenate([b[key] for b in HELD_OUT]) for key in HELD_OUT[0]}
 
 
-def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": Classifier,
-        "optimizer": optax.sgd(0.1),
-        "strategy": FSDP(min_size=0),
-        "devices": jax.devices()[:4],
-        "loggers": (),
-    }
-    return Trainer(loss=loss, **(settings | options))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
+make_trainer = partial(
+    Trainer,
+    model=Classifier,
+    optimizer=optax.sgd(0.1),
+    loss=loss,
+    strategy=FSDP(min_size=0),
+    devices=jax.devices()[:4],
+    loggers=(),
+)
 
 
 DEEP = pytest.mark.deep
@@ -265,14 +258,14 @@ def test_array_metric_in_training_raises() -> None:
         )
         return losses.mean(), {"perplexity": perplexity}
 
-    history = make_trainer(counted, num_microbatches=2).fit(TRAINING, 2)
+    history = make_trainer(loss=counted, num_microbatches=2).fit(TRAINING, 2)
     np.testing.assert_allclose(history["perplexity"], np.exp(history["loss"]), 1e-5)
     message = "In training, metric 'matrix' has shape (3, 3)"
     with (
         pytest.warns(UserWarning, match="leaves 2 batch statistics as they are"),
         pytest.raises(LossError, match=re.escape(message)),
     ):
-        make_trainer(confusion).fit(TRAINING, 1)
+        make_trainer(loss=confusion).fit(TRAINING, 1)
 
 
 def test_predict_gives_row_losses_and_area() -> None:
@@ -359,7 +352,7 @@ def test_flax_metrics_match_plain_values() -> None:
         metrics.update(logits=logits, labels=batch["label"], values=losses)
         return losses.mean(), metrics.compute()
 
-    trainer = make_trainer(measured, num_microbatches=2)
+    trainer = make_trainer(loss=measured, num_microbatches=2)
     with pytest.warns(UserWarning, match="leaves 2 batch statistics as they are"):
         history = trainer.fit(TRAINING, 2)
     np.testing.assert_allclose(history["mean_loss"], history["loss"], rtol=1e-5)
@@ -385,7 +378,7 @@ def test_policy_is_rolled_out_and_trained() -> None:
         return jax.random.categorical(rngs.action(), model(x))
 
     trainer = make_trainer(
-        policy_loss,
+        loss=policy_loss,
         model=lambda rngs: nnx.Linear(4, CLASSES, rngs=rngs),
         optimizer=optax.adam(0.1),
     )

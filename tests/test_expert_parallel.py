@@ -41,7 +41,7 @@ from nnx_parallel.mesh import Device
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.parity.checks import assert_placed, assert_same_bits, assert_same_numbers
 from tests.parity.models import Case, token_batch
-from tests.parity.runs import Run, compiling, described, measure, to_host
+from tests.parity.runs import Run, described, measure, to_host
 
 ROOT = Path(__file__).parents[1]
 MIXTURE = Experts(num_experts=8, top_k=2, mlp_dim=64)
@@ -244,8 +244,7 @@ def devices_of(strategy: Strategy) -> Sequence[Device]:
 def looped(mixture: str, skew: str, microbatches: int, dropout: float = 0.1) -> Run:
     """The run of one device whose experts take one token after the other."""
     case = case_of(mixture, skew, dropout, loops=True)
-    with compiling(optimized=False):
-        return measure(case, DataParallel(1), jax.devices()[:1], microbatches)
+    return measure(case, DataParallel(1), jax.devices()[:1], microbatches)
 
 
 def biases(run: Run) -> dict[str, np.ndarray]:
@@ -258,8 +257,7 @@ def check_training(mixture: str, skew: str, mesh: str, microbatches: int) -> Non
     """20 steps match a loop over tokens: gradients, losses, biases."""
     strategy = Composite(*(MESHES | OTHER_MESHES)[mesh])
     case, devices = case_of(mixture, skew), devices_of(strategy)
-    with compiling(optimized=False):
-        run = measure(case, strategy, devices, microbatches)
+    run = measure(case, strategy, devices, microbatches)
     expected = looped(mixture, skew, microbatches)
     assert_same_numbers(run, expected)
     assert_same_bits(biases(run), biases(expected))
@@ -291,6 +289,7 @@ import jax
 from nnx_parallel import simulate_devices
 simulate_devices(16)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)
 from tests.test_expert_parallel import check_training
 for case in json.loads(sys.argv[1]):
     print("training", case, flush=True)
@@ -361,8 +360,7 @@ def test_biases_restore_under_another_strategy(tmp_path):
             checkpoint=None if path is None else Checkpoint(path, every=2),
             loggers=(),
         )
-        with compiling(optimized=False):
-            trainer.fit(batches, num_steps)
+        trainer.fit(batches, num_steps)
         return trainer
 
     def bits(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -426,9 +424,8 @@ def rows_and_scores(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
         loggers=(),
     )
     tokens = np.random.default_rng(0).integers(0, 64, (ROWS, SEQ + 1))
-    with compiling(optimized=False):
-        batch = trainer.shard_batch(tokens.astype(np.int32))
-        state, metrics = trainer.train_step(trainer.state, batch)
+    batch = trainer.shard_batch(tokens.astype(np.int32))
+    state, metrics = trainer.train_step(trainer.state, batch)
     seen = to_host(state.variables)["blocks.layer.mlp.seen"][0]
     return np.array([float(metrics[f"row{i}"]) for i in range(ROWS)]), seen
 

@@ -38,7 +38,7 @@ from nnx_parallel.layers.attention.kernels import (
 )
 from nnx_parallel.sharding import constrain, using
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 from tests.tpus import numbers_from
 
 
@@ -164,17 +164,16 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(16, 8, 16)).astype(np.float32) for name in "xy"}
     sizes = strategy.axis_sizes.values()
-    with compiling(optimized=False):
-        trainer = Trainer(
-            lambda rngs: Stack(lambda rngs: Block(is_split, rngs), 2, rngs=rngs),
-            optax.trace(decay=0.0),  # its state is the gradient
-            loss,
-            strategy=strategy,
-            num_microbatches=4,
-            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
-            loggers=(),
-        )
-        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    trainer = Trainer(
+        lambda rngs: Stack(lambda rngs: Block(is_split, rngs), 2, rngs=rngs),
+        optax.trace(decay=0.0),  # its state is the gradient
+        loss,
+        strategy=strategy,
+        num_microbatches=4,
+        devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+        loggers=(),
+    )
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     assert isinstance(state.opt_state, optax.TraceState)
     return float(metrics["loss"]), to_host(state.opt_state.trace)
 

@@ -20,15 +20,9 @@ from nnx_parallel.sharding.model import abstract_model, arrays_from
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, init_state, plan_state
 from tests.parity.checks import assert_same_bits
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 WIDTH = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 class Block(nnx.Module):

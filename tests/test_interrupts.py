@@ -24,14 +24,8 @@ from nnx_parallel.checkpoint import reader
 from nnx_parallel.data import PrefetchIterator
 from nnx_parallel.distributed import runtime
 from nnx_parallel.errors import CheckpointReadError
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 from tests.processes.running import ENVIRONMENT
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from nnx_parallel.errors import ModelError, RuleError
 from nnx_parallel.layers import Dense, Stack, lora, merge_lora
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from tests.parity.checks import assert_gradients_close, assert_params_close
-from tests.parity.runs import compiling, first_gradients, recording, to_host
+from tests.parity.runs import first_gradients, recording, to_host
 
 RANK, ALPHA = 3, 6.0
 
@@ -161,7 +161,7 @@ def make_trainer(model: str, strategy: str) -> Trainer:
 @pytest.fixture(autouse=True)
 def _as_others_run_them() -> Iterator[None]:
     # Flax's attention adds its mask's dims by rank promotion.
-    with jax.numpy_rank_promotion("allow"), compiling(optimized=False):
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 

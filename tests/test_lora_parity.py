@@ -38,7 +38,7 @@ from tests.parity.models import (
     token_batch,
     token_loss,
 )
-from tests.parity.runs import Run, compiling, described, measure, to_host
+from tests.parity.runs import Run, described, measure, to_host
 
 MICROBATCHES = 2
 
@@ -110,9 +110,8 @@ QUICK = {("stock", "sequence")}
 
 @cache
 def alone(model: str) -> Run:
-    with compiling(optimized=False):
-        devices = jax.devices()[:1]
-        return measure(MODELS[model], DataParallel(1), devices, MICROBATCHES)
+    devices = jax.devices()[:1]
+    return measure(MODELS[model], DataParallel(1), devices, MICROBATCHES)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_training_matches_one_device(model: str, strategy: str) -> None:
     case, placed = MODELS[model], STRATEGIES[strategy]
     devices = jax.devices()[: math.prod(n or 1 for n in placed.axis_sizes.values())]
     # Flax's attention adds its mask's dims by rank promotion.
-    with jax.numpy_rank_promotion("allow"), compiling(optimized=False):
+    with jax.numpy_rank_promotion("allow"):
         expected = alone(model)
         run = measure(case, placed, devices, MICROBATCHES)
     assert_same_numbers(run, expected)

@@ -22,13 +22,6 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.loggers import Logger
-from tests.parity.runs import compiling
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Any:
-    with compiling(optimized=False):
-        yield
 
 
 class Memory(Logger):

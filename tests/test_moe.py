@@ -41,7 +41,7 @@ from nnx_parallel.loggers import ConsoleLogger, Logger
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 ROWS, SEQ, EMBED = 3, 8, 16
 
@@ -183,13 +183,12 @@ def test_layer_matches_reference(name, skew):
         assert len(np.unique(choices)) == moe.experts.top_k
     graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
     runs = (MoE.__call__, partial(slow, choices=choices))
-    with compiling(optimized=False):
-        found, expected = (
-            jax.jit(jax.value_and_grad(partial(value, graphdef, run), (0, 2)))(
-                params, rest, x, target
-            )
-            for run in runs
+    found, expected = (
+        jax.jit(jax.value_and_grad(partial(value, graphdef, run), (0, 2)))(
+            params, rest, x, target
         )
+        for run in runs
+    )
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for ours, theirs in zip(found[1], expected[1], strict=True):
         of_ours, of_theirs = (
@@ -205,10 +204,10 @@ def test_padding_does_not_affect_outputs_or_losses(name):
     moe, padded = (make(MIXTURES[name], 1.0) for _ in range(2))
     x, junk = inputs(0)
     segments = jnp.zeros((ROWS, 3 * SEQ), jnp.int32).at[:, SEQ : 2 * SEQ].set(7)
-    with compiling(optimized=False):
-        y, losses = moe(x)
-        wide = jnp.concatenate([junk, x, 9 * junk], axis=1)
-        found, of_tokens = padded(wide, segments=segments)
+    run = nnx.jit(MoE.__call__)
+    y, losses = run(moe, x)
+    wide = jnp.concatenate([junk, x, 9 * junk], axis=1)
+    found, of_tokens = run(padded, wide, segments=segments)
     np.testing.assert_allclose(found[:, SEQ : 2 * SEQ], y, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(
         of_tokens, jnp.pad(losses, ((0, 0), (SEQ, SEQ))), rtol=1e-5, atol=1e-7
@@ -375,8 +374,7 @@ def test_layer_loads_go_only_to_layer_loggers():
         callbacks=(Stops(),),
         loggers=(ConsoleLogger(every=1, console=Console(file=file)), layers),
     )
-    with compiling(optimized=False):
-        history = trainer.fit([np.arange(68).reshape(4, 17) % 7] * 9, 9)
+    history = trainer.fit([np.arange(68).reshape(4, 17) % 7] * 9, 9)
     line, of_layers = layers.rows[:2]
     assert of_layers.keys() == {
         f"{name}/blocks.layer.mlp/{index}"
@@ -474,8 +472,7 @@ def test_listed_blocks_aggregate_layer_metrics():
         devices=jax.devices()[:1],
         loggers=(layers,),
     )
-    with compiling(optimized=False):
-        trainer.fit([np.asarray(inputs(0)[0])], 1)
+    trainer.fit([np.asarray(inputs(0)[0])], 1)
     line, of_layers = layers.rows
 
     def values(name: str) -> list[float]:
@@ -549,9 +546,8 @@ def test_generation_matches_forward_pass():
     """Decodes with a cache; tokens do not count for the bias."""
     model = GPT(CONFIG, rngs=nnx.Rngs(0))
     tokens = jnp.arange(8)[None] % 7
-    with compiling(optimized=False):
-        out = generate(model, tokens, max_new_tokens=4, temperature=0.0)
-        logits = model(out)[0]
+    out = generate(model, tokens, max_new_tokens=4, temperature=0.0)
+    logits = model(out)[0]
     assert jnp.argmax(logits[7:11], axis=-1).tolist() == out[0, 8:].tolist()
 
 

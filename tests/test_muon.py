@@ -53,7 +53,6 @@ from nnx_parallel.optimizers.matrices import pack
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import StatePlan
-from tests.parity.runs import compiling
 from tests.tpus import numbers_from
 
 NUM_STEPS = 20
@@ -117,8 +116,7 @@ def train(plan: StatePlan, make_grads: Callable) -> tuple[Any, Any]:
         plan.abstract.params,
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    with compiling(optimized=False):
-        return jax.jit(run)(jax.device_put(params, plan.shardings.params))
+    return jax.jit(run)(jax.device_put(params, plan.shardings.params))
 
 
 def noisy(params: Any, key: jax.Array) -> Any:
@@ -229,19 +227,18 @@ def test_plain_and_sharded_checkpoints_interchange(tmp_path: Path) -> None:
             loggers=(),
         )
 
-    with compiling(optimized=False):
-        plain = trainer(optax.contrib.muon, DataParallel(8), "plain")
-        plain.fit(tokens, 2)
-        ours = trainer(muon, FSDP(8, min_size=0), "ours")
-        ours.restore(directory=tmp_path / "plain")
-        assert jax.tree.structure(ours.state) == jax.tree.structure(plain.state)
-        momenta = (flatten_pure({"o": t.state.opt_state}) for t in (plain, ours))
-        for before, after in zip(*(m.values() for m in momenta), strict=True):
-            np.testing.assert_array_equal(before, after)
-        losses = [t.fit(tokens, 3)["loss"][-1] for t in (plain, ours)]
-        assert math.isclose(*losses, abs_tol=1e-5)
-        back = trainer(optax.contrib.muon, DataParallel(8), "back")
-        back.restore(directory=tmp_path / "ours")
+    plain = trainer(optax.contrib.muon, DataParallel(8), "plain")
+    plain.fit(tokens, 2)
+    ours = trainer(muon, FSDP(8, min_size=0), "ours")
+    ours.restore(directory=tmp_path / "plain")
+    assert jax.tree.structure(ours.state) == jax.tree.structure(plain.state)
+    momenta = (flatten_pure({"o": t.state.opt_state}) for t in (plain, ours))
+    for before, after in zip(*(m.values() for m in momenta), strict=True):
+        np.testing.assert_array_equal(before, after)
+    losses = [t.fit(tokens, 3)["loss"][-1] for t in (plain, ours)]
+    assert math.isclose(*losses, abs_tol=1e-5)
+    back = trainer(optax.contrib.muon, DataParallel(8), "back")
+    back.restore(directory=tmp_path / "ours")
     assert int(back.state.step) == 3
     params = (flatten_pure(t.state.params) for t in (ours, back))
     for before, after in zip(*(p.values() for p in params), strict=True):

@@ -1,7 +1,7 @@
 """Whatever Optax keeps is split like the parameters it belongs to."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,6 @@ from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.sharding.optimizer import as_transformation
-from tests.parity.runs import compiling
 
 WIDTH, HIDDEN, VOCAB = 32, 64, 64
 
@@ -134,12 +133,6 @@ def side_by_side(model: nnx.Module) -> optax.GradientTransformation:
         return next(iter(found.values())).updates, found
 
     return optax.GradientTransformation(init, update)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Trainer:

@@ -26,7 +26,7 @@ from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, first_gradients, recording
+from tests.parity.runs import first_gradients, recording
 from tests.pipelines import make_trainer
 
 VOCAB, WIDTH = 64, 16
@@ -81,9 +81,8 @@ def fit(strategy: Strategy) -> tuple[dict, np.ndarray, dict[str, Any]]:
     batches = [rng.integers(0, VOCAB, (16, 9), dtype=np.int32) for _ in range(3)]
     optimizer = recording(optax.adamw(1e-3))
     trainer = make_trainer(Words, loss, strategy, optimizer=optimizer)
-    with compiling(optimized=False):
-        gradients = first_gradients(trainer, batches[0])
-        losses = trainer.fit(batches, num_steps=3)["loss"]
+    gradients = first_gradients(trainer, batches[0])
+    losses = trainer.fit(batches, num_steps=3)["loss"]
     return gradients, losses, flatten_pure(trainer.state.params)
 
 

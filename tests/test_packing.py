@@ -27,7 +27,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.layers import Experts, segment_positions
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 LENGTHS = [(7, 1, 9), (12, 3), (17,), (2, 2, 10)]  # of documents, in rows of 17
 Batch = dict[str, np.ndarray]
@@ -55,17 +55,16 @@ def one_step(
 ) -> tuple[dict[str, float], Any]:
     """Loss, metrics of experts, and gradients of a step."""
     sizes = strategy.axis_sizes.values()
-    with compiling(optimized=False):
-        trainer = Trainer(
-            lambda rngs: GPT(config, rngs=rngs),
-            optax.trace(decay=0.0),  # its state is the gradient
-            next_token_loss,
-            strategy=strategy,
-            num_microbatches=num_microbatches,
-            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
-            loggers=(),
-        )
-        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.trace(decay=0.0),  # its state is the gradient
+        next_token_loss,
+        strategy=strategy,
+        num_microbatches=num_microbatches,
+        devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+        loggers=(),
+    )
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     assert isinstance(state.opt_state, optax.TraceState)
     shown = ("loss", "expert_load", "router_entropy", "dropped_share")
     found = {name: float(metrics[name]) for name in shown if name in metrics}

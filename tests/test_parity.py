@@ -170,18 +170,17 @@ def test_accumulated_mean_matches_whole_batch(
     (batch,) = CASES["gpt"].batches(1)
     counts = batch["weights"][:, 1:].sum(axis=1).reshape(-1, 4).sum(axis=0)
     assert len(set(counts)) == 4, "microbatches weigh the same"
-    with compiling(optimized=False):
-        trainer = Trainer(
-            build_without_dropout,
-            optax.trace(decay=0.0),  # its state is the gradient
-            loss,
-            strategy=plan.strategy(),
-            num_microbatches=microbatches,
-            devices=plan.devices(),
-            loggers=(),
-        )
-        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
-        expected_loss, expected_gradients = by_hand(loss)
+    trainer = Trainer(
+        build_without_dropout,
+        optax.trace(decay=0.0),  # its state is the gradient
+        loss,
+        strategy=plan.strategy(),
+        num_microbatches=microbatches,
+        devices=plan.devices(),
+        loggers=(),
+    )
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    expected_loss, expected_gradients = by_hand(loss)
     np.testing.assert_allclose(float(metrics["loss"]), expected_loss, rtol=1e-6)
     assert isinstance(state.opt_state, optax.TraceState)
     gradients = to_host(state.opt_state.trace)
@@ -198,16 +197,15 @@ def test_evaluation_averages_all_rows(loss: LossFn, plan: str) -> None:
         {name: x[part] for name, x in rows.items()}
         for part in (slice(0, 16), slice(16, 28), slice(28, 29), slice(29, 32))
     ]
-    with compiling(optimized=False):
-        trainer = Trainer(
-            CASES["gpt"].build,
-            optax.sgd(0.1),
-            loss,
-            strategy=PLANS[plan].strategy(),
-            devices=PLANS[plan].devices(),
-            loggers=(),
-        )
-        found = trainer.evaluate(ragged)
-        expected, _ = by_hand(loss)
+    trainer = Trainer(
+        CASES["gpt"].build,
+        optax.sgd(0.1),
+        loss,
+        strategy=PLANS[plan].strategy(),
+        devices=PLANS[plan].devices(),
+        loggers=(),
+    )
+    found = trainer.evaluate(ragged)
+    expected, _ = by_hand(loss)
     assert found.keys() == {"loss"}
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-6)

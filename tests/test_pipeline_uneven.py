@@ -30,7 +30,7 @@ from nnx_parallel import (
 from nnx_parallel.layers import Dense, Experts, Stack
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.visualize.describe import Description
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 from tests.pipelines import assert_like_one_device, make_trainer, one_step
 
 WIDTH = 16
@@ -233,8 +233,7 @@ def fit(strategy: Strategy, steps: int, directory: Path | None) -> Trainer:
         optimizer=optax.sgd(0.05, momentum=0.9),
         checkpoint=directory and Checkpoint(directory),
     )
-    with compiling(optimized=False):
-        trainer.fit([make_batch()] * 4, num_steps=steps)
+    trainer.fit([make_batch()] * 4, num_steps=steps)
     return trainer
 
 

@@ -1,7 +1,6 @@
 """Weights written by plain Orbax, read into a Trainer under any strategy."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from nnx_parallel.errors import (
     CheckpointNotFoundError,
     CheckpointReadError,
 )
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 
 class Net(nnx.Module):
@@ -51,12 +50,6 @@ def make_trainer(model: Any = Net, **options: Any) -> Trainer:
         "seed": 7,  # other weights than those saved
     }
     return Trainer(model, optax.adam(0.1), loss, **(settings | options))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 def standard(path: Path, tree: Any) -> Path:

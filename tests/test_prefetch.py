@@ -35,7 +35,7 @@ from nnx_parallel.sharding.model import place_model
 from nnx_parallel.training.step import StepOptions, make_train_step
 from tests.parity.checks import assert_gradients_close, assert_same_numbers
 from tests.parity.models import GPT_SIZES, WIDTH, gpt
-from tests.parity.runs import compiling, measure, to_host
+from tests.parity.runs import measure, to_host
 from tests.parity.strategies import ONE_DEVICE
 from tests.steps import compile_gpt, plan_step
 
@@ -90,18 +90,17 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     sizes = strategy.axis_sizes.values()
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(16, 8)).astype(np.float32) for name in "xy"}
-    with compiling(optimized=False):
-        trainer = Trainer(
-            lambda rngs: Model(remat, rngs),
-            optax.trace(decay=0.0),  # its state is the gradient
-            loss,
-            strategy=strategy,
-            num_microbatches=microbatches,
-            wrt=is_trained,
-            devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
-            loggers=(),
-        )
-        state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
+    trainer = Trainer(
+        lambda rngs: Model(remat, rngs),
+        optax.trace(decay=0.0),  # its state is the gradient
+        loss,
+        strategy=strategy,
+        num_microbatches=microbatches,
+        wrt=is_trained,
+        devices=jax.devices()[: math.prod(n or 1 for n in sizes)],
+        loggers=(),
+    )
+    state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     assert isinstance(state.opt_state, optax.TraceState)
     gradients = to_host(state.opt_state.trace)
     return float(metrics["loss"]), gradients, to_host(state.variables)

@@ -36,7 +36,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.layers import Stack
 from tests.parity.checks import assert_gradients_close
-from tests.parity.runs import compiling, first_gradients, recording
+from tests.parity.runs import first_gradients, recording
 from tests.pipelines import make_trainer
 
 ROWS, SEQ, CHANNELS = 16, 8, 8
@@ -284,8 +284,7 @@ def test_operations_match_one_device(
         in_shardings={"x": PLACES[place]},
         static_argnums=0,
     )
-    with compiling(optimized=False):
-        assert errors(run(names, X)) == {}
+    assert errors(run(names, X)) == {}
 
 
 class Waves(nnx.Module):
@@ -367,8 +366,7 @@ STRATEGIES = {
 def test_gradients_of_convolutions_match_one_device(name: str) -> None:
     """Grouped ones and complex values, in and outside a Stack."""
     strategy, options = STRATEGIES[name]
-    with compiling(optimized=False):
-        found = gradients_under(strategy, **options)
+    found = gradients_under(strategy, **options)
     assert_gradients_close(found, one_device_gradients())
 
 

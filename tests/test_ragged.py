@@ -28,7 +28,7 @@ from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.constrain import using
 from tests.parity.checks import assert_gradients_close, assert_same_numbers
 from tests.parity.models import Case, token_batch
-from tests.parity.runs import compiling, measure, to_host
+from tests.parity.runs import measure, to_host
 from tests.tpus import numbers_from
 
 MIXTURE = Experts(num_experts=8, top_k=3, mlp_dim=16, scores="sigmoid", bias_rate=0.1)
@@ -113,9 +113,8 @@ def test_ragged_exchange_matches_one_device(name, skew, monkeypatch):
         with using(layout):
             return run(rest, params, x)
 
-    with compiling(optimized=False):
-        expected = jax.jit(run)(rest, params, x)
-        found = jax.jit(split)(rest, params, x)
+    expected = jax.jit(run)(rest, params, x)
+    found = jax.jit(split)(rest, params, x)
     assert "ppermute" not in (text := str(jax.make_jaxpr(split)(rest, params, x)))
     assert "all_to_all" in text
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
@@ -197,9 +196,8 @@ def test_scanned_stack_training_matches_one_device(monkeypatch):
         make_batch=token_batch,
     )
     strategy = Composite(ExpertParallel(4), FSDP(2, min_size=0))
-    with compiling(optimized=False):
-        run = measure(case, strategy, jax.devices(), 1)
-        expected = measure(case, DataParallel(1), jax.devices()[:1], 1)
+    run = measure(case, strategy, jax.devices(), 1)
+    expected = measure(case, DataParallel(1), jax.devices()[:1], 1)
     assert_same_numbers(run, expected)
 
 

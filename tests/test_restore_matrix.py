@@ -21,7 +21,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.checkpoint.contents import to_groups
 from tests.parity.models import CASES, Arrays
-from tests.parity.runs import as_numpy, compiling
+from tests.parity.runs import as_numpy
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan, fsdp
 
 LONG = Plan(make=lambda rules: Composite(ContextParallel(4), fsdp(2), rules=rules))
@@ -73,11 +73,10 @@ def trained(
 ) -> tuple[Path, Arrays]:
     """A run of two steps on one device: its directory and all that it held."""
     directory = tmp_path_factory.mktemp("trained")
-    with compiling(optimized=False):
-        trainer = make_trainer(model, ONE_DEVICE, directory)
-        trainer.fit(CASES[model].batches(2), num_steps=2)
-        assert_is_trained(model, trainer.state)
-        return directory, all_arrays(trainer.state)
+    trainer = make_trainer(model, ONE_DEVICE, directory)
+    trainer.fit(CASES[model].batches(2), num_steps=2)
+    assert_is_trained(model, trainer.state)
+    return directory, all_arrays(trainer.state)
 
 
 def assert_is_trained(model: str, state: TrainState) -> None:
@@ -121,17 +120,16 @@ def test_restore_under_every_strategy_keeps_values(
     tmp_path: Path,
 ) -> None:
     source, expected = trained
-    with compiling(optimized=False):
-        saver = make_trainer(model, ALL_PLANS[saved], tmp_path, seed=1)
-        saver.restore(directory=source)
-        saver.save()
-        for trainer, stored in targets:
-            trainer.restore(directory=tmp_path)
-            assert trainer.step == 2
-            assert_same_bits(trainer.state, expected)
-            assert_lives_on(trainer, stored)
-            for x in jax.tree.leaves(trainer.state):
-                x.delete()  # nothing is left for the next restore to pass with
+    saver = make_trainer(model, ALL_PLANS[saved], tmp_path, seed=1)
+    saver.restore(directory=source)
+    saver.save()
+    for trainer, stored in targets:
+        trainer.restore(directory=tmp_path)
+        assert trainer.step == 2
+        assert_same_bits(trainer.state, expected)
+        assert_lives_on(trainer, stored)
+        for x in jax.tree.leaves(trainer.state):
+            x.delete()  # nothing is left for the next restore to pass with
 
 
 def assert_lives_on(trainer: Trainer, stored: dict[str, Sharding]) -> None:
@@ -184,17 +182,16 @@ def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
 def test_stopped_run_resumes(model: str, data: Any, tmp_path: Path) -> None:
     """Results match bit for bit on the same strategy, within rounding on another."""
     plan, other, batches = PLANS["fsdp4_tp2"], PLANS["dp8"], CASES[model].batches(4)
-    with compiling(optimized=False):
-        whole = make_trainer(model, plan)
-        expected = whole.fit(data(batches), num_steps=6)["loss"]
+    whole = make_trainer(model, plan)
+    expected = whole.fit(data(batches), num_steps=6)["loss"]
 
-        stopped = make_trainer(model, plan, tmp_path)
-        first = stopped.fit(data(batches), num_steps=3)["loss"]
-        elsewhere = make_trainer(model, other, seed=1)
-        elsewhere.restore(directory=tmp_path)
-        resumed = make_trainer(model, plan, tmp_path, seed=1)
-        rest = resumed.fit(data(batches), num_steps=6)["loss"]
-        rest_elsewhere = elsewhere.fit(data(batches), num_steps=6)["loss"]
+    stopped = make_trainer(model, plan, tmp_path)
+    first = stopped.fit(data(batches), num_steps=3)["loss"]
+    elsewhere = make_trainer(model, other, seed=1)
+    elsewhere.restore(directory=tmp_path)
+    resumed = make_trainer(model, plan, tmp_path, seed=1)
+    rest = resumed.fit(data(batches), num_steps=6)["loss"]
+    rest_elsewhere = elsewhere.fit(data(batches), num_steps=6)["loss"]
 
     np.testing.assert_array_equal(np.concatenate([first, rest]), expected)
     assert_same_bits(resumed.state, all_arrays(whole.state))

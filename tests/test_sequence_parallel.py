@@ -33,7 +33,7 @@ from nnx_parallel.sharding import constrain, using
 from nnx_parallel.sharding.constrain import noticing_idle_claims
 from nnx_parallel.strategies import Pipeline
 from tests.parity.models import CASES, DEEP_CASES
-from tests.parity.runs import Run, compiling, measure, reference
+from tests.parity.runs import Run, measure, reference
 from tests.steps import CompiledStep, compile_gpt
 
 SEQUENCE = TensorParallel(4, sequence=True)
@@ -91,8 +91,7 @@ def test_training_matches_one_device(name: str, model: str):
     expected = reference(model, microbatches, optimized=False, deep=is_deep)
     sizes = strategy.axis_sizes.values()
     devices = jax.devices()[: int(np.prod([size or 1 for size in sizes]))]
-    with compiling(optimized=False):
-        run = measure((CASES | DEEP_CASES)[model], strategy, devices, microbatches)
+    run = measure((CASES | DEEP_CASES)[model], strategy, devices, microbatches)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(run.sgd_losses, expected.sgd_losses, rtol=1e-5)
     assert max(gradient_errors(run, expected).values()) < 1e-5

@@ -1,7 +1,7 @@
 """Batch entries that all rows share: values of schedules, masks, tables."""
 
 import re
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from nnx_parallel.data import batches
 from nnx_parallel.data.batches import BatchAgreement
 from nnx_parallel.errors import BatchShapeError, DataError
 from nnx_parallel.layers import Stack
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 SEQ, WIDTH = 8, 16
 
@@ -70,21 +70,15 @@ def make_batch(scale: float = 0.5) -> dict:
     return {"scale": np.asarray(scale), "tables": Shared(TABLES), "x": X, "y": Y}
 
 
-def make_trainer(loss: Any = loss, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": Model,
-        "optimizer": optax.sgd(0.1),
-        "strategy": FSDP(min_size=0),
-        "devices": jax.devices()[:4],
-        "loggers": (),
-    }
-    return Trainer(loss=loss, **(settings | options))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
+make_trainer = partial(
+    Trainer,
+    model=Model,
+    optimizer=optax.sgd(0.1),
+    loss=loss,
+    strategy=FSDP(min_size=0),
+    devices=jax.devices()[:4],
+    loggers=(),
+)
 
 
 def raw(batch: dict) -> dict:

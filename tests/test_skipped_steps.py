@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,9 @@ from nnx_parallel.layers import Stack, cross_entropy
 from nnx_parallel.metrics import result_of
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 WIDTH, ROWS = 16, 16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 class Block(nnx.Module):
@@ -93,15 +87,14 @@ def muon_of(model: Any) -> Any:
     return muon(0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model))
 
 
-def make_trainer(**options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": Net,
-        "optimizer": optax.adam(scheduled),
-        "loss": plain,
-        "strategy": FSDP(min_size=0),
-        "loggers": (),
-    }
-    return Trainer(**(settings | options))
+make_trainer = partial(
+    Trainer,
+    model=Net,
+    optimizer=optax.adam(scheduled),
+    loss=plain,
+    strategy=FSDP(min_size=0),
+    loggers=(),
+)
 
 
 def arrays(trainer: Trainer) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """The state of a run and the step that changes it."""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from nnx_parallel.errors import LossError, StateStructureError
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import TrainState
 from nnx_parallel.training.step import takes_rngs
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 WIDTH = 16
 
@@ -57,12 +56,6 @@ def advance(trainer: Trainer, batch: dict | None = None) -> dict[str, float]:
     placed = trainer.shard_batch(make_batch() if batch is None else batch)
     trainer.state, metrics = trainer.train_step(trainer.state, placed)
     return {name: float(value) for name, value in metrics.items()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 class Phase(nnx.Module):

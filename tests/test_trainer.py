@@ -1,7 +1,7 @@
 """A fit from its first batch to its history, and reasons to end one early."""
 
 import re
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from nnx_parallel.loggers import Logger
 from nnx_parallel.state import init_state
 from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.step import StepOptions
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 from tests.steps import plan_step
 
 ROWS = 16
@@ -54,20 +54,14 @@ def make_batches(count: int) -> list[dict]:
     return [make_batch(seed) for seed in range(count)]
 
 
-def make_trainer(loss: Any = squares, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": Net,
-        "optimizer": optax.sgd(0.05),
-        "strategy": FSDP(min_size=0),
-        "loggers": (),
-    }
-    return Trainer(loss=loss, **(settings | options))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
+make_trainer = partial(
+    Trainer,
+    model=Net,
+    optimizer=optax.sgd(0.05),
+    loss=squares,
+    strategy=FSDP(min_size=0),
+    loggers=(),
+)
 
 
 class Watch(Callback):
@@ -243,7 +237,8 @@ def test_callbacks_are_called_in_order() -> None:
 
 def test_callbacks_from_iterator_run_at_every_hook() -> None:
     calls: list[tuple] = []
-    trainer = make_trainer(callbacks=(watch for watch in [Watch("a", calls)]))
+    watches: Any = (watch for watch in [Watch("a", calls)])
+    trainer = make_trainer(callbacks=watches)
     trainer.fit(make_batches(2), 2)
     steps = [("start", 0), ("step", 1), ("step", 2), ("end", 2)]
     assert [call[1:] for call in calls] == steps
@@ -298,7 +293,7 @@ def test_evaluation_covers_all_rows_without_dropout(ragged: list[dict]) -> None:
     assert trainer.evaluate(ragged) == found
     after = to_host(model_arrays(trainer))
     assert all(after[path].tobytes() == x.tobytes() for path, x in before.items())
-    weighted = make_trainer(weighted_squares, model=trainer.model)
+    weighted = make_trainer(loss=weighted_squares, model=trainer.model)
     np.testing.assert_allclose(
         weighted.evaluate(ragged)["loss"],
         np.average(errors[:, 0], weights=rows["w"]),

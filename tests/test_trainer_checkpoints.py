@@ -39,7 +39,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.training.loop import Loop
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 
 class Net(nnx.Module):
@@ -85,12 +85,6 @@ def assert_same_bits(found: dict, expected: dict) -> None:
 
 def saved_steps(directory: Path) -> set[int]:
     return {int(path.name) for path in directory.iterdir() if path.name.isdigit()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,13 @@ def make_batch(rows: int = 16, width: int = 4, fill: float = 1.0) -> dict:
     return {"x": fill * x, "y": fill * x.sum(1, keepdims=True)}
 
 
-def make_trainer(**options: Any) -> Trainer:
-    settings: dict[str, Any] = {
-        "model": lambda rngs: nnx.Linear(4, 1, rngs=rngs),
-        "optimizer": optax.sgd(0.05),
-        "loss": squares,
-        "loggers": (),
-    }
-    return Trainer(**(settings | options))
+make_trainer = partial(
+    Trainer,
+    model=lambda rngs: nnx.Linear(4, 1, rngs=rngs),
+    optimizer=optax.sgd(0.05),
+    loss=squares,
+    loggers=(),
+)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Two networks in one run: players with an optimizer each, teachers, adapters."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import DonatedArrayError, StateStructureError
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 
 STRATEGIES = [
     FSDP(min_size=0),
@@ -27,12 +26,6 @@ STRATEGIES = [
 ]
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 NUM_STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 def make_trainer(model: Any, optimizer: Any, loss: Any, **options: Any) -> Trainer:

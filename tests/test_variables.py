@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,12 @@ from nnx_parallel import (
 from nnx_parallel.errors import ModelError, StateStructureError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
-from tests.parity.runs import compiling
 
 WIDTH = 16
 TX = optax.adam(0.05)
 CONSTANTS = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
 # `sow` leaves a Variable behind, `nnx.capture` does not.
 SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    with compiling(optimized=False):
-        yield
 
 
 def squares(model: Any, batch: Any) -> jax.Array:

@@ -35,7 +35,6 @@ from tests.parity.checks import (
 from tests.parity.models import CLASSES, Case, label_batch
 from tests.parity.runs import (
     Run,
-    compiling,
     described,
     measure,
     to_host,
@@ -70,16 +69,12 @@ MICROBATCHES = 2
 
 @cache
 def alone(model: str) -> Run:
-    with compiling(optimized=False):
-        case = CASES[model]
-        return measure(
-            case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), MICROBATCHES
-        )
+    case = CASES[model]
+    return measure(case, ONE_DEVICE.strategy(case), ONE_DEVICE.devices(), MICROBATCHES)
 
 
 def assert_parity(model: str, strategy: Strategy, devices: Sequence) -> None:
-    with compiling(optimized=False):
-        run = measure(CASES[model], strategy, devices, MICROBATCHES)
+    run = measure(CASES[model], strategy, devices, MICROBATCHES)
     assert_same_numbers(run, alone(model))
     description = described(CASES[model], strategy, devices)
     assert_placed(run.end, description)

@@ -28,7 +28,7 @@ from nnx_parallel import (
 from nnx_parallel.errors import PipelineError
 from tests.parity.checks import assert_params_close
 from tests.parity.models import Arrays
-from tests.parity.runs import compiling, to_host
+from tests.parity.runs import to_host
 from tests.strangers.cases import (
     CASES,
     NUM_STEPS,
@@ -78,7 +78,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _as_others_run_them() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), compiling(optimized=False):
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 
