@@ -32,13 +32,13 @@ demo-clean:  ## delete the demo's run, so that the next starts from step 0
 
 setup: $(VENV)/.dev  ## install the library and all development tools
 
-test: $(VENV)/.dev  ## the tests, except the slow ones and those below; about 8 minutes
+test: $(VENV)/.dev  ## the tests, except the slow ones and those below; about 13 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.dev  ## beyond the main matrix, in depth; 12 minutes
+test-deep: $(VENV)/.dev  ## beyond the main matrix, in depth; half an hour
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
-test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 5 minutes
+test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 8 minutes
 	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## all tests
