@@ -4,12 +4,12 @@ Every backend prints the same grammar: a program is a list of computations, and 
 computation is a list of instructions in an order in which they could run. Attributes
 stay text, in which `Instruction.attribute` searches.
 
-A TPU's text does not state a loop's trip count. It follows from the loop: a scan or a
-`fori_loop` steps an integer until a condition fails. The integer scalars of the body
-are evaluated twice, which shows which of them advance by a fixed step. The condition is
-then evaluated at multiples of that step, which shows where the loop ends. A value is
-`None`, "unknown", if it depends on an array, on an input of the program, or on other
-operations than sums.
+A TPU's text does not state a loop's trip count. The count follows from the loop: a scan
+or a `fori_loop` steps an integer until a condition fails. The integer scalars of the
+body are evaluated twice, which shows which of them advance by a fixed step. The
+condition is then evaluated at multiples of that step, which shows where the loop ends.
+A value is `None`, "unknown", if it depends on an array, on an input of the program, or
+on other operations than sums.
 """
 
 import math

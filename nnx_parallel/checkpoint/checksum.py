@@ -110,7 +110,7 @@ def start_checksums(
 
 
 class Place(NamedTuple):
-    """The name, sharding and shape of an array; it holds no reference to the array."""
+    """The name, sharding and shape of an array, without a reference to the array."""
 
     name: str
     sharding: jax.sharding.Sharding

@@ -349,7 +349,7 @@ def check_match(
     """Compares requested arrays with a checkpoint's arrays in ``directory``.
 
     Without this check, Orbax silently restores the saved layout or casts to another
-    dtype. It does not name the arrays whose shapes differ.
+    dtype. If shapes differ, Orbax does not name the arrays.
 
     Raises:
         CheckpointError: If a requested array has no sharding.

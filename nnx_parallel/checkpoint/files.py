@@ -178,7 +178,7 @@ class Listing:
 def list_steps(directory: str) -> Listing:
     """Lists the steps of a directory; raises ``OSError`` if it cannot be read now.
 
-    Orbax could also list steps, but this does not use it. To Orbax, every directory
+    Orbax could also list steps, but its list would not do. To Orbax, every directory
     whose name is a number is a step. It treats a file that cannot be read now as
     missing. It lists nothing if the metadata of one step has an unknown field.
     """

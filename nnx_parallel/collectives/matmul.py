@@ -1,7 +1,7 @@
 """Matrix products that gather an operand or scatter their output while they run.
 
 The backward pass of a product that gathers is a product that scatters, and vice versa.
-It overlaps too, and the forward pass keeps no gathered array for it.
+The backward pass overlaps too, and the forward pass keeps no gathered array for it.
 """
 
 from collections.abc import Callable, Sequence

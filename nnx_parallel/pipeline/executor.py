@@ -144,8 +144,8 @@ class Executor:
     def _receive(self, slots: list, fed: list, *each: Any) -> list:
         """Writes a neighbour's values, and values from outside, to memory slots.
 
-        This is a separate region: within one region XLA makes the write a part of the
-        next read, and then copies the slots to keep the old ones.
+        The writes have a separate region. If one region wrote and read, XLA would fuse
+        each write with the next read, and copy all slots to keep the old values.
 
         Args:
             slots: The memory slots.

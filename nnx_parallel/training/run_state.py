@@ -1,4 +1,4 @@
-"""The complete state from which a run continues; it is saved and restored together."""
+"""The complete state from which a run continues, saved and restored as a whole."""
 
 import contextlib
 import os

@@ -105,8 +105,8 @@ def make_train_step(
     Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm`` and the
     metrics of the loss. With ``optax.inject_hyperparams`` there is ``learning_rate``. A
     model with experts also has arrays ``(layers,)``, such as
-    ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This leaves them
-    out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
+    ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This expression
+    leaves them out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)

@@ -149,8 +149,8 @@ class Description:
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
         """Replicated optimizer state that could be sharded, the largest first.
 
-        It leaves out single numbers. It also leaves out arrays that follow a parameter
-        whose optimizer state no rule splits; for these see `replicated`.
+        Single numbers are left out, and so are arrays that follow a parameter whose
+        optimizer state no rule splits; for these see `replicated`.
         """
         rows = (row for row in self.optimizer_rows if row.why_whole)
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))

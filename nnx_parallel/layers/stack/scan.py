@@ -209,7 +209,8 @@ def _with_array_args(call: StackCall) -> StackCall:
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
     """Runs the layers of a call that prefetches.
 
-    It has only reverse-mode derivatives, like all custom gradients in this package.
+    The result has only reverse-mode derivatives, as with all custom gradients in this
+    package.
     """
     layers = _PrefetchedLayers(call)
 
