@@ -64,7 +64,7 @@ SGD = optax.sgd(0.1)
 IS = "It must be "
 LINEN = (
     f"which Flax Linen has made. {IS}an NNX module: nnx.bridge.ToNNX(model, "
-    "rngs=rngs).lazy_init(x) makes one of it, and "
+    "rngs=rngs).lazy_init(x) converts it, and "
     "https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says how to port "
     "it."
 )

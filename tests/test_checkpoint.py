@@ -447,7 +447,7 @@ def test_save_failure_does_not_hide_run_error(options):
 
     with pytest.raises(ArithmeticError, match="loss is nan") as caught:
         run()
-    assert "Besides: Saving step 20 in" in caught.value.__notes__[0]
+    assert "Another error: Saving step 20 in" in caught.value.__notes__[0]
 
 
 def test_mismatches_raise_before_reading(options):

@@ -200,8 +200,8 @@ class TestPlaces:
         lines = ContextParallel().describe(build).summary().splitlines()
         assert lines[1] == (
             "gathered: the sequence, around 1 modules of Flax's attention (`0`): "
-            "each device holds it whole there. nnx_parallel.layers.attention exchanges "
-            "it."
+            "each device holds the whole sequence there. With "
+            "nnx_parallel.layers.attention, it stays split."
         )
 
 

@@ -246,7 +246,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "a learning rate's schedule for the optimizer": (
         lambda: make(optimizer=optax.cosine_decay_schedule(1e-3, 100)),
         "optimizer is a function that optax.cosine_decay_schedule returned. It must be "
-        "a complete transformation; a schedule is the learning rate of one: "
+        "a complete transformation; a schedule can be its learning rate: "
         "optax.adamw(schedule).",
     ),
     "an optimizer of NNX": (

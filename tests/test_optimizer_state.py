@@ -249,7 +249,7 @@ def test_replicated_optimizer_state_is_reported() -> None:
     assert (row.path, row.bytes_per_device) == ("0.v_col.head.kernel", 4 * VOCAB)
     assert (
         "replicated: optimizer state 0.v_col.head.kernel (64,) 256 B "
-        "(follows no split dim of head.kernel)"
+        "(lacks the split dim of head.kernel)"
     ) in found.summary()
     by_adam = FSDP(min_size=0).describe(Model, optimizer=optax.adam(1e-2))
     assert by_adam.replicated_optimizer == ()

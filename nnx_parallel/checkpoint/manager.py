@@ -567,4 +567,4 @@ class CheckpointManager:
             # the failure.
             if error is None or isinstance(error, SystemExit):
                 raise
-            error.add_note(f"Besides: {failure}")
+            error.add_note(f"Another error: {failure}")

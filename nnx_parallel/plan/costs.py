@@ -151,7 +151,7 @@ class Facts:
 
 
 def count_model_flops(parts: Parts) -> float:
-    """Counts FLOPs of a row without recomputation: three forward passes.
+    """Counts a row's FLOPs, three times its forward pass, without recomputation.
 
     They are counted in plain operations, even if the step runs a kernel. The masked
     scores of attention count. MFU is measured with this number [1].

@@ -401,7 +401,7 @@ def _check_optimizer(optimizer: object) -> None:
         if inner:  # it is `update` of a transformation, or a schedule
             raise TypeError(
                 f"optimizer is a function that optax.{name} returned. It must be a "
-                "complete transformation; a schedule is the learning rate of one: "
+                "complete transformation; a schedule can be its learning rate: "
                 "optax.adamw(schedule)."
             )
         if module.startswith("optax.schedules"):
@@ -426,7 +426,7 @@ def _check_model(model: object) -> None:
     ):
         raise TypeError(
             f"model is {kind_of(model)}, which Flax Linen has made. It must be an NNX "
-            "module: nnx.bridge.ToNNX(model, rngs=rngs).lazy_init(x) makes one of it, "
+            "module: nnx.bridge.ToNNX(model, rngs=rngs).lazy_init(x) converts it, "
             "and https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says "
             "how to port it."
         )

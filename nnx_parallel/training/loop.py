@@ -222,7 +222,7 @@ class Loop:
         step = first_step = run.step
         check_every = self.faults.check_replicas_every
         with (
-            # The watchdog is disarmed last, because it also ends a close that hangs.
+            # The watchdog is disarmed last, because closing the data may hang.
             contextlib.ExitStack() as stack,
             self._prefetch(first_step) as batches,
             self._tracer,
@@ -447,7 +447,7 @@ class Loop:
                 "call trainer.evaluate(...)."
             )
         except (CheckpointError, NonFiniteLossError) as failure:
-            error.add_note(f"Besides: {failure}")
+            error.add_note(f"Another error: {failure}")
 
     def _on_step_end(self, step: int, metrics: Values) -> None:
         if not self.run.checkpoints.ranks_by_eval:

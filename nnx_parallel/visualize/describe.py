@@ -83,7 +83,7 @@ def optimizer_rows_of(
                 why_whole = "belongs to no parameter"
             elif any(placements[owner].optimizer):
                 # For example a factor of Adafactor, which lacks the split dim.
-                why_whole = f"follows no split dim of {dotted(owner)}"
+                why_whole = f"lacks the split dim of {dotted(owner)}"
         size = shard_bytes(layout, leaf.shape, leaf.dtype, spec)
         sharding = getattr(leaf, "sharding", None)
         kind = getattr(sharding, "memory_kind", None) or "device"
@@ -507,8 +507,8 @@ def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
     if layout.claims.sequence and stock:
         notes.append(
             f"gathered: the sequence, around {len(stock)} modules of Flax's "
-            f"attention ({', '.join(stock[:5])}): each device holds it whole there. "
-            "nnx_parallel.layers.attention exchanges it."
+            f"attention ({', '.join(stock[:5])}): each device holds the whole sequence "
+            "there. With nnx_parallel.layers.attention, it stays split."
         )
     for path, module in modules:
         # This attribute of `MoE` is found by name, because this package does not import

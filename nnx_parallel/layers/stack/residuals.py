@@ -64,8 +64,8 @@ class LayerWithResiduals:
         layer, _, args = traced.inputs
         # A residual that is an input cannot be recognised by identity, because
         # `jax.checkpoint` passes it through `reduce_precision`,
-        # https://github.com/jax-ml/jax/pull/22244. So the variables are found from
-        # which each residual is derived.
+        # https://github.com/jax-ml/jax/pull/22244. So each residual is traced back to
+        # the variables that it is derived from.
         free: set[jex.Var] = set()
         for given in ((layer.trained, layer.fixed), args):
             free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
