@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.metadata
 import inspect
 import re
 import sys
@@ -156,9 +157,11 @@ def required_at_import(file: Path) -> set[str]:
     }
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
 def required_dependencies() -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = (re.split(r"[^\w-]", line)[0] for line in project["dependencies"])
+    names = (re.split(r"[^\w-]", line)[0] for line in PROJECT["dependencies"])
     return {IMPORT_NAMES.get(name, name) for name in names}
 
 
@@ -190,6 +193,17 @@ def test_import_needs_only_required_dependencies(file: Path) -> None:
     known = required_dependencies() | sys.stdlib_module_names | {PACKAGE.name}
     missing = required_at_import(file) - known
     assert not missing, f"{dotted_name(file)} needs {sorted(missing)} to be imported."
+
+
+def test_tpu_compiler_is_the_one_that_jax_pins() -> None:
+    """Another libtpu may compile other programs than a TPU machine runs."""
+    extras = PROJECT["optional-dependencies"]
+    assert "jax[tpu]" in extras["tpu-compiler"]
+    assert not [line for lines in extras.values() for line in lines if "libtpu" in line]
+    of_jax = importlib.metadata.requires("jax") or []
+    pins = [x for x in of_jax if re.match(r"libtpu\b", x) and 'extra == "tpu"' in x]
+    assert len(pins) == 1
+    assert re.match(r"libtpu==\d+\.\d+\.\d+\.\*;", pins[0]), pins
 
 
 def test_public_names_match_package_imports() -> None:
