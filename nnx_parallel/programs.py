@@ -97,6 +97,13 @@ def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tu
             yield from ((e, (eqn.primitive.name, *path)) for e, path in walk(inner))
 
 
+def names_in(eqns: Eqns) -> set[str]:
+    """Returns the names of the primitives of equations, nested ones included."""
+    found = {eqn.primitive.name for eqn in eqns}
+    nested = (x for eqn in eqns for x in jex.jaxprs_in_params(eqn.params))
+    return found.union(*(names_in(jaxpr.eqns) for jaxpr in nested))
+
+
 def variables_in(atoms: Iterable[Any]) -> list[jex.Var]:
     """Returns the variables among atoms, without literals."""
     return [atom for atom in atoms if not isinstance(atom, jex.Literal)]

@@ -26,9 +26,9 @@ from nnx_parallel.programs import (
     Origins,
     TracedFunction,
     is_call,
+    names_in,
     needed,
     trace,
-    walk,
 )
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import dotted
@@ -203,7 +203,7 @@ def _is_per_array(
 
 def _draws(traced: TracedFunction) -> bool:
     """True if a function draws random numbers."""
-    names = {eqn.primitive.name for eqn, _ in walk(traced)}
+    names = names_in(traced.eqns)
     return any(name.startswith(("random_", "threefry")) for name in names)
 
 

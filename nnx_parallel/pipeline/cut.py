@@ -24,6 +24,7 @@ from nnx_parallel.programs import (
     TracedFunction,
     bind,
     inputs_of,
+    names_in,
     needed,
     reached,
     variables_in,
@@ -106,14 +107,6 @@ ad.primitive_jvps[stack_p] = partial(_refuse, "jax.grad or another derivative")
 def calls_stack(traced: TracedFunction) -> bool:
     """Returns True if a function, traced with `record`, calls a `Stack`."""
     return any(eqn.primitive is stack_p for eqn, _ in walk(traced))
-
-
-def names_in(eqn: jex.JaxprEqn) -> set[str]:
-    """Returns the names of an equation's primitive and of the primitives inside it."""
-    inner = {
-        e.primitive.name for j in jex.jaxprs_in_params(eqn.params) for e, _ in walk(j)
-    }
-    return inner | {eqn.primitive.name}
 
 
 def _find_stack(traced: TracedFunction) -> jex.JaxprEqn:
@@ -326,7 +319,7 @@ class PartitionedJaxpr:
             i: atom
             for i, atom in [*placed.items()][len(self.leaving) :]
             if not _is_in(atom, from_inputs)
-            and not any(_ON_A_MESH & names_in(e) for e in needed(eqns, [atom]))
+            and not any(_ON_A_MESH & names_in([e]) for e in needed(eqns, [atom]))
         }
         return [placed[i] for i in positions if i not in constants], constants
 

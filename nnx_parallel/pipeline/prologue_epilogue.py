@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.rows import count_rows, is_marked, partition
 from nnx_parallel.layers.stack.stack import using_runner
-from nnx_parallel.pipeline.cut import Arrays, PartitionedJaxpr, names_in, record
+from nnx_parallel.pipeline.cut import Arrays, PartitionedJaxpr, record
 from nnx_parallel.pipeline.memory import (
     InFlight,
     TickState,
@@ -29,7 +29,7 @@ from nnx_parallel.pipeline.memory import (
     zeros_of,
 )
 from nnx_parallel.precision import sum_dtype
-from nnx_parallel.programs import trace
+from nnx_parallel.programs import names_in, trace
 from nnx_parallel.schedules.table import Buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
@@ -124,7 +124,7 @@ class PrologueEpilogue:
         with using(self._spread), using_runner(record):
             # A call around the stack (jit, checkpoint) is inlined, so that the stack's
             # equation is an equation of the loss itself. All other calls stay calls.
-            traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in(eqn))
+            traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in([eqn]))
         self.cut = PartitionedJaxpr(traced)
         # The stack's arrays are left out unless they are shared, because they would be
         # inputs of every condition.

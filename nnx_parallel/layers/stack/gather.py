@@ -19,10 +19,10 @@ from nnx_parallel.programs import (
     bind,
     carried_by_scan,
     inputs_of,
+    names_in,
     run,
     trace,
     variables_in,
-    walk,
 )
 from nnx_parallel.sharding.constrain import (
     active_layout,
@@ -61,7 +61,7 @@ def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callabl
         by_path = flatten(traced.inputs[0]) | flatten(traced.inputs[1])
         stored = {by_path[path]: place for path, place in places.items()}
         outs, tree = jax.tree.flatten(traced.outputs)
-        names = {eqn.primitive.name for eqn, _ in walk(traced)}
+        names = names_in(traced.eqns)
         has_layers = any(place.is_stacked for place in places.values())
         layout = active_layout()
         prefetches = has_layers and layout is not None and layout.prefetches
