@@ -1,5 +1,6 @@
 """A fit from its first batch to its history, and reasons to end one early."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,14 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Callback, Debugging, Mean, Trainer
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Debugging,
+    JSONLinesLogger,
+    Mean,
+    Trainer,
+)
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import DataError
 from nnx_parallel.loggers import Logger
@@ -264,6 +272,34 @@ def test_callback_stop_evaluates_and_saves(at: tuple, tmp_path: Path) -> None:
 
 
 # Evaluation and prediction
+
+
+def norm(trainer: Trainer) -> jax.Array:
+    return optax.tree.norm(trainer.state.params)
+
+
+class Norms(Callback):
+    """Logs a norm every three steps."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        if step % 3 == 0:
+            trainer.log({"norm": norm(trainer)})
+
+
+def test_callback_logs_numbers_of_newest_step(tmp_path: Path) -> None:
+    batches, file = make_batches(7), tmp_path / "metrics.jsonl"
+    loggers = (JSONLinesLogger(file),)
+    trainer = make_trainer(callbacks=(Norms(),), loggers=loggers)
+    history = trainer.fit(batches, num_steps=7)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {row["step"]: row["norm"] for row in rows if "norm" in row}
+    # The metrics of step 3 arrive two steps later, those of step 6 at the end.
+    shorter = make_trainer()
+    shorter.fit(batches, num_steps=5)
+    assert found == pytest.approx({5: norm(shorter), 7: norm(trainer)})
+    assert "norm" not in history
+    trainer.log({"norm": 0.0})  # the fit is over, and so is its logging
+    assert len(file.read_text().splitlines()) == len(rows)
 
 
 def model_arrays(trainer: Trainer) -> dict:

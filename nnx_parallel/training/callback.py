@@ -12,9 +12,13 @@ class Callback:
     """Hooks of a fit. Subclass it and override some hooks; by default they do nothing.
 
     A hook gets metrics once they have arrived from the devices, up to two steps after
-    the step itself. A hook ends the fit early with ``trainer.stop(reason)``. The value
-    that `get_state` returns is saved with the run. When the run is restored,
-    `set_state` gets this value.
+    the step itself. ``trainer.state`` and ``trainer.step`` are then newer than the
+    metrics. So a hook that acts every n steps tests its argument ``step``, which takes
+    every value once. All processes run all hooks.
+
+    A hook ends the fit early with ``trainer.stop(reason)``, and logs numbers with
+    ``trainer.log(metrics)``. The value that `get_state` returns is saved with the run.
+    When the run is restored, `set_state` gets this value.
 
     Example:
         >>> class StopBelow(Callback):
@@ -39,7 +43,7 @@ class Callback:
         """Runs once the metrics of a step are known."""
 
     def on_eval_end(self, trainer: Any, step: int, metrics: Values) -> None:
-        """Runs after each evaluation."""
+        """Runs after each evaluation. ``trainer.state`` is the evaluated state."""
 
     def on_fit_end(self, trainer: Any, history: Mapping[str, Any]) -> None:
         """Runs after the last step and its checkpoint."""

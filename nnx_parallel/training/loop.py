@@ -114,6 +114,10 @@ class Loop:
         """Requests that the fit ends after the current step."""
         self._stop_request = reason
 
+    def log(self, metrics: Values) -> None:
+        """Logs numbers of the newest step."""
+        self._logger.log(self.run.step, {name: float(x) for name, x in metrics.items()})
+
     def fit(self) -> History:
         """Runs the fit; see `Trainer.fit`."""
         checkpoints = self.run.checkpoints

@@ -1,7 +1,7 @@
 """The Trainer, which trains a model with an optimizer and a loss under a strategy."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -407,6 +407,18 @@ class Trainer:
         """Ends the fit after the current step, which is evaluated and saved."""
         if self._loop is not None:  # otherwise there is nothing to stop
             self._loop.stop(reason)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Sends numbers to the loggers of the running fit, for the current `step`.
+
+        It is for callbacks. The numbers do not enter the history. Only process 0 logs;
+        all processes may call it. Without a running fit it does nothing.
+
+        Args:
+            metrics: Scalars by name.
+        """
+        if self._loop is not None:
+            self._loop.log(metrics)
 
     def evaluate(
         self,
