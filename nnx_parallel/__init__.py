@@ -50,6 +50,7 @@ from nnx_parallel.sharding.rules import (
     LogicalRules,
     PathRules,
     PolicyRules,
+    ZeroAxis,
 )
 from nnx_parallel.sharding.tree import (
     gather,
@@ -124,6 +125,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "WandbLogger",
+    "ZeroAxis",
     "ZeroBubble",
     "active_mesh",
     "all_gather_matmul",

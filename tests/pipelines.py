@@ -31,7 +31,10 @@ def make_trainer(
     precision: Precision | None = None,
     **more: Any,
 ) -> Trainer:
-    """A Trainer of plain gradient descent on as many devices as the strategy needs."""
+    """A Trainer of plain gradient descent on as many devices as the strategy needs.
+
+    An axis whose size is left out gets one device.
+    """
     count = math.prod(size or 1 for size in strategy.axis_sizes.values())
     return Trainer(
         build,

@@ -18,9 +18,11 @@ from nnx_parallel import (
     Claims,
     Composite,
     DataParallel,
+    FSDPRules,
     Mean,
     Pipeline,
     Strategy,
+    ZeroAxis,
 )
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
@@ -99,6 +101,36 @@ def test_composite_training_matches_one_device() -> None:
     assert_gradients_close(gradients, expected_gradients)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     assert params["embed.embedding"].sharding.spec == P("lexicon", "fsdp")
+
+
+@dataclass(frozen=True, repr=False)
+class GroupedState(Strategy):
+    """Groups of devices have replicas of the parameters; all share optimizer state."""
+
+    def claims(self) -> Claims:
+        return Claims(
+            axis_sizes={"groups": 2, "members": 2},
+            batch=("groups", "members"),
+            zero=(
+                ZeroAxis(rules=FSDPRules("members", min_size=0)),
+                ZeroAxis(rules=FSDPRules("groups", min_size=0), shard="optimizer"),
+            ),
+        )
+
+
+def test_zero_axes_split_different_dims_and_roles() -> None:
+    expected_gradients, expected, _ = fit(DataParallel(1))
+    gradients, losses, params = fit(GroupedState())
+    assert_gradients_close(gradients, expected_gradients)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert params["embed.embedding"].sharding.spec == P("members")
+    mesh = GroupedState().make_mesh(jax.devices()[:4])
+    found = GroupedState().describe(Words, mesh=mesh)
+    rows = {row.info.path: row for row in found.rows}
+    assert rows["embed.embedding"].placement.optimizer == P("members", "groups")
+    # The only dim of a bias that is not the layers goes to the first axis.
+    bias = rows["blocks.layer.linear.bias"].placement
+    assert bias.optimizer == bias.stored == P(None, "members")
 
 
 @dataclass(frozen=True, repr=False)

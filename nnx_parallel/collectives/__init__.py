@@ -1,4 +1,9 @@
-"""Matrix products that send one shard while they multiply another shard."""
+"""Functions of shards, for code that is manual over a mesh axis.
+
+Matrix products send one shard while they multiply another shard (`matmul`, `ring`).
+Attention exchanges parts of a sequence (`sequence`). `ring.on_shards` turns a function
+of shards into a function of global arrays.
+"""
 
 from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matmul
 from nnx_parallel.collectives.matmul import (

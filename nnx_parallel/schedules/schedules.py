@@ -38,6 +38,9 @@ class Schedule(abc.ABC):
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
         """Makes the table of an evaluation step: only forward slots, the same chunks.
 
+        By default microbatches go around in groups, as with `Interleaved`. A subclass
+        whose stages run forward slots in another order overrides this too.
+
         Raises:
             ScheduleError: If a size is less than 1.
         """

@@ -146,7 +146,9 @@ class Claims:
         activations: Mesh axes by logical name, only for activations. If two strategies
             claim a name, both axes count. An axis that ``logical`` gives to another dim
             of the same activation is left to that dim.
-        zero: Axes that split training state which the computation gathers at use.
+        zero: Axes that split training state which the computation gathers at use. Each
+            takes a dim that no other axis splits, in this order. An array without
+            such a dim is not split over the axis.
         rules: Explicit rules of the user, which decide before names and `FSDPRules`.
         overlap: How products that gather or scatter overlap with their transfers.
             ``None`` leaves this to XLA's partitioner.

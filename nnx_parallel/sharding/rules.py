@@ -256,6 +256,8 @@ ZeroKind = Literal["params", "gradients", "optimizer"]
 class ZeroAxis:
     """A mesh axis that splits training state which the computation gathers [1].
 
+    It is an entry of `Claims.zero`.
+
     Attributes:
         rules: The axis, and the choice of the dim that it splits.
         shard: State that the axis splits: ``params`` (ZeRO-3, with gradients and
@@ -265,7 +267,11 @@ class ZeroAxis:
             it computes the present one.
         along: Further axes that split the same dim, if there is a dim that all of them
             divide. They are the axes of experts and of long sequences. Without this,
-            devices along these axes would hold the same state.
+            devices along these axes would hold the same state. The `Claims` set it.
+
+    Example:
+        >>> ZeroAxis(rules=FSDPRules("groups"), shard="optimizer").axes
+        ('groups',)
 
     References:
         [1] Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion

@@ -32,7 +32,7 @@ class Pipeline(Strategy):
             computation) to the stages of these layers, and gradients come back.
             Meanwhile a stage holds a copy of its parameters.
         schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
-            the papers, or your `Table`.
+            the papers, another `Schedule`, or a `Table`.
         stash: Values that a stage keeps of a microbatch between its forward and its
             backward slot. ``policy``: the values of the remat policy (``none``: all
             activations of its layers; ``full``: the input of each layer). ``inputs``:

@@ -34,8 +34,9 @@ class Family:
         model_type: The family's name in ``config.json``.
         architecture: The class of the model in transformers.
         parts: Values of fields in all models of the family, unless a setting differs.
-        marks: Fields that have a value in models of the family. `nearest` compares
-            them.
+        marks: Fields that are true or have a value in models of the family. A model is
+            written as the family with the most marks that it has, among equals as the
+            last one (`nearest`), so a new family needs marks that no other has.
         settings: For each field, the setting that has the same value.
         defaults: Values of settings that a file may leave out. A setting in
             ``settings`` without a default is required.
