@@ -26,6 +26,7 @@ NAMES = {
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",
     "integrity": "the cost of checksums, checks and asynchronous saves",
+    "verification": "injected faults that verify and replays name, and their cost",
     "pipeline": "pipeline schedules: simulated, compiled and measured",
     "peers": "steps by hand, with nnx.jit and scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",

@@ -433,6 +433,19 @@ class ReplicaError(ParallelError, RuntimeError):
     """Copies of an array on several devices must have the same bits."""
 
 
+class ReplayError(ParallelError, RuntimeError):
+    """The same step from the same state must give the same bits each time it is run."""
+
+
+class VerificationError(ParallelError, ArithmeticError):
+    """A step must compute the numbers of one device, within the effect of rounding.
+
+    The attribute ``report`` is the `Verification`.
+    """
+
+    report: Any = None
+
+
 class ScheduleError(ParallelError, ValueError):
     """A pipeline schedule is a table that neighbouring stages can follow tick by tick.
 

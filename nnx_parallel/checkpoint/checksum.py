@@ -242,6 +242,19 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
     return jax.jit(lambda x: hash_shard(jax.device_put(x, jax.memory.Space.Device)))
 
 
+def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> jax.Array:
+    """Hashes each shard of arrays inside a compiled program, without collectives.
+
+    Returns:
+        uint32 of shape ``(*mesh.shape, len(arrays))``; each device has its own hashes.
+    """
+    hashes = [
+        _hash_shards(mesh, spec)(_data(x))
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    return _stack(mesh)(hashes)
+
+
 @lru_cache(maxsize=64)
 def _stack(mesh: Mesh) -> Any:
     """Returns a compiled function that stacks hashes of many arrays on each device."""

@@ -8,12 +8,13 @@ from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
 from nnx_parallel.cli.launch import MANIFESTS, Job, launch
 from nnx_parallel.cli.plan import add_options, run_plan
+from nnx_parallel.cli.verify import verify
 from nnx_parallel.distributed.agreement import versions
 from nnx_parallel.errors import ParallelError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs ``launch``, ``plan``, ``inspect`` or ``doctor``.
+    """Runs ``launch``, ``plan``, ``verify``, ``inspect`` or ``doctor``.
 
     Args:
         arguments: The arguments after the program's name; by default the arguments of
@@ -33,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return inspect(options.directory, verify=options.verify, arrays=options.arrays)
     if options.command == "doctor":
         return doctor(options.directory)
+    if options.command == "verify":
+        return verify(options.script, options.arguments)
     if options.command == "plan":
         options.arguments = rest
         return run_plan(options)
@@ -61,7 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m nnx_parallel",
         description="Starts the processes of a run, plans a run for devices that are "
-        "not present, lists its checkpoints, or checks the installation.",
+        "not present, verifies its numbers, lists its checkpoints, or checks the "
+        "installation.",
     )
     package = sys.modules[__name__.partition(".")[0]]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
@@ -86,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
         "devices need not be present. The exit code is 1 if nothing fits, "
         "2 if there is no plan.",
     )
+    verifying = commands.add_parser(
+        "verify",
+        help="compare a step of a script with one device",
+        description="Runs a script up to Trainer.fit, on the devices of this machine, "
+        "and compares one step with the same step run again, without compiler options "
+        "and overlap, and on one device. Nothing is trained. The exit code is 1 if an "
+        "array differs, 2 if there is no step to verify.",
+    )
     listing = commands.add_parser(
         "inspect",
         help="list a run's checkpoints",
@@ -101,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_launch_options(starting)
     add_options(planning)
+    verifying.add_argument("script", help="the Python script that calls Trainer.fit")
+    about = "arguments of the script"
+    verifying.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
     listing.add_argument("directory", help="the run's checkpoint directory")
     verify = "read every array of every step and compare its checksum"
     listing.add_argument("--verify", action="store_true", help=verify)

@@ -21,6 +21,7 @@ from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import ParallelError
 from nnx_parallel.mesh import check_versions
 from nnx_parallel.precision import format_bytes
+from nnx_parallel.training.verified import read_verified
 
 # The probe runs in a separate process, because a backend may abort, or wait for a
 # device that another process holds.
@@ -90,7 +91,7 @@ def doctor(directory: str) -> int:
         *disk_problems(directory, os.environ),
     ]
     lines = [f"WRONG: {problem}\n" for problem in problems] or ["No problems found.\n"]
-    sys.stdout.writelines(lines)
+    sys.stdout.writelines([*lines, f"{verified_in(directory)}\n"])
     return 1 if problems else 0
 
 
@@ -203,6 +204,19 @@ def tpu_problems() -> Iterator[str]:
             f"libtpu is loaded by other processes: {', '.join(users)}. Only one "
             "process at a time can use a TPU: end them, or wait."
         )
+
+
+def verified_in(directory: str) -> str:
+    """Returns what was verified last in a run's directory, and the command to do it."""
+    command = "python -m nnx_parallel verify train.py compares a step with one device"
+    record = read_verified(directory)
+    if record is None:
+        return f"No run was verified in '{directory}': {command}."
+    facts, now = record["facts"], versions()
+    changed = [name for name in ("jax", "jaxlib") if facts.get(name) != now[name]]
+    since = f" Other versions since then ({', '.join(changed)}): {command}."
+    when = f"Verified on {record['date']} at step {record['step']}: {record['result']}."
+    return when + since * bool(changed)
 
 
 def disk_problems(directory: str, env: Mapping[str, str]) -> Iterator[str]:

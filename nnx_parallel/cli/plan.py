@@ -15,8 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +26,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from nnx_parallel.cli.script import Reached, line_of, run_script
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
@@ -135,14 +134,6 @@ def parse_batch(words: Sequence[str]) -> dict[str, jax.ShapeDtypeStruct]:
     return batch
 
 
-class Reached(BaseException):
-    """Says that the script called `fit`; a script might catch an `Exception`."""
-
-    def __init__(self, trainer: Trainer, data: Any) -> None:
-        super().__init__()
-        self.trainer, self.data = trainer, data
-
-
 class Refused(BaseException):
     """The script does something that a plan must not do."""
 
@@ -166,24 +157,17 @@ def parts_of_script(
     path = Path(script)
     if not path.is_file():
         raise PlanError(f"Script {script!r} does not exist.")
-    code = compile(path.read_bytes(), str(path), "exec")
-    module = types.ModuleType("__main__")
-    module.__file__ = str(path)
-    # This keeps objects alive that a model or loss refers to, and lets them be sent to
-    # other processes.
-    sys.modules["__main__"] = module
-    sys.argv, sys.path[:0] = [str(path), *arguments], [str(path.parent)]
     built: list[Trainer] = []
     try:
         with _watching(topology, built):
-            exec(code, vars(module))
+            run_script(path, arguments)
             found = f"'{script}' ran to its end"
             if built and batch is not None:
                 return Parts.of(built[-1], batch)
     except Reached as reached:
         return _with_batch(reached, batch, script)
     except Refused as refused:
-        found = f"'{script}' {refused}{_line_of(refused, path)}"
+        found = f"'{script}' {refused}{line_of(refused, path)}"
         raise PlanError(
             f"{found} before it calls Trainer.fit. A plan runs the script up to that "
             "call, to see its Trainer, and the script must do nothing else before it: "
@@ -191,10 +175,10 @@ def parts_of_script(
             "script."
         ) from None
     except SystemExit as error:
-        where = _line_of(error, path)
+        where = line_of(error, path)
         found = f"'{script}' exited with code {error.code}{where}"
     except Exception as error:
-        where = _line_of(error, path)
+        where = line_of(error, path)
         raise PlanError(
             f"'{script}' failed before it called Trainer.fit{where}: "
             f"{type(error).__name__}: {error}"
@@ -220,12 +204,6 @@ def _with_batch(reached: Reached, batch: Any, script: str) -> Parts:
     parts = Parts.of(trainer, batch)
     rows = vars(trainer)["_programs"].global_batch_size
     return parts if rows is None else parts.with_rows(rows)
-
-
-def _line_of(error: BaseException, path: Path) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f" in line {lines[-1]}" if lines else ""
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ run the forward half of the schedule and treat each microbatch as a separate bat
 """
 
 import operator
+import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
@@ -37,8 +38,13 @@ from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.arguments import EvalParams, Evaluation, LossFn
-from nnx_parallel.training.compilation import accepted_options, jit_step
-from nnx_parallel.training.diagnostics import check_loss
+from nnx_parallel.training.compilation import (
+    Program,
+    accepted_options,
+    jit_step,
+    start_program,
+)
+from nnx_parallel.training.diagnostics import agree_on_program, check_loss
 from nnx_parallel.training.step import (
     Batch,
     Means,
@@ -47,6 +53,7 @@ from nnx_parallel.training.step import (
     call_loss,
     check_padding,
     execution_of,
+    make_split_step,
     make_train_step,
 )
 
@@ -207,6 +214,28 @@ class Programs:
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         return make_train_step(self.plan, self.loss, self.options)
+
+    @cached_property
+    def split_step(self) -> tuple[Any, Any]:
+        """The step as two programs, as `make_split_step` returns it."""
+        return make_split_step(self.plan, self.loss, self.options)
+
+    def start(
+        self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
+    ) -> tuple[Callable[..., Any], Program]:
+        """Compiles the step, or reads it from a plan; all processes call it.
+
+        Returns:
+            The step, and the program that it runs.
+        """
+        # The call of the step will find this result in jax's caches, so the step is
+        # traced and compiled only once.
+        step: Any = self.train_step
+        lowered = step.lower(state, batch)
+        agree_on_program(lowered)
+        options, _ = self.compiler_options
+        program = start_program(lowered, self.plan.layout.mesh, warm_start, options)
+        return (step.running(program.compiled) if program.is_read else step), program
 
     @cached_property
     def judged(self) -> Judged:

@@ -26,12 +26,11 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
+from nnx_parallel.state import TrainState
 from nnx_parallel.training.arguments import Debugging, Faults
 from nnx_parallel.training.callback import Callback
-from nnx_parallel.training.compilation import start_program
 from nnx_parallel.training.diagnostics import (
     agree_on_batch,
-    agree_on_program,
     agree_on_run,
     check_evaluation,
     check_replicas,
@@ -41,7 +40,8 @@ from nnx_parallel.training.diagnostics import (
 from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
-from nnx_parallel.training.step import Batch
+from nnx_parallel.training.step import Batch, Metrics
+from nnx_parallel.training.verification import replay
 
 SIGTERM = "SIGTERM, which a machine sends before it is taken away"
 _SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
@@ -109,6 +109,7 @@ class Loop:
         self._step: Any = self.programs.train_step
         self._temporary_bytes: int | None = None
         self._evaluated_step: int | None = None
+        self._has_replayed = False
 
     def stop(self, reason: str) -> None:
         """Requests that the fit ends after the current step."""
@@ -248,7 +249,7 @@ class Loop:
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
                     # This is one statement, so that no name keeps the donated state.
-                    run.state, metrics = self._step(run.state, item.batch)
+                    run.state, metrics = self._run_step(step, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.
                 run.data.advance(step, item)
@@ -282,6 +283,16 @@ class Loop:
                 if step > first_step:
                     self._pause(step, saves=False)
             self._tracer.stop(run.state)
+
+    def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Runs a step; replays it if it is due."""
+        every = self.faults.verify_every
+        if every and (step + 1) % every == 0:
+            if not self._has_replayed:
+                self._watchdog.disarm()  # the first replay compiles
+                self._has_replayed = True
+            return replay(self.programs, self.run.state, batch)
+        return self._step(self.run.state, batch)
 
     def _end_epochs(self, step: int) -> None:
         # An epoch ends with its data, even if `len(data)` is another number.
@@ -338,23 +349,16 @@ class Loop:
         agree_on_batch(batch)
         if isinstance(self.last_batch, Pad):
             self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
-        # The call of the step will find this result in jax's caches, so the step is
-        # traced and compiled only once.
-        lowered = self._step.lower(self.run.state, batch)
-        agree_on_program(lowered)
-        mesh = self.programs.plan.layout.mesh
         with self._explaining_memory():
-            options, _ = self.programs.compiler_options
-            program = start_program(lowered, mesh, self.warm_start, options)
-        if program.is_read:
-            self._step = self._step.running(program.compiled)
+            started = self.programs.start(self.run.state, batch, self.warm_start)
+        self._step, program = started
         if program.note:
             self._logger.message(program.note)
         analysis = program.compiled.memory_analysis()
         self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", None)
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
         # `memory_stats` raises an error for devices of other processes.
-        device = mesh.local_devices[0]
+        device = self.programs.plan.layout.mesh.local_devices[0]
         self._recorder.throughput = Throughput.of(program.compiled, batch, device)
 
     def _explaining_memory(self) -> contextlib.AbstractContextManager[None]:

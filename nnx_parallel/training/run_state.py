@@ -42,6 +42,7 @@ from nnx_parallel.training.callback import Callback, restore_states, states_of
 from nnx_parallel.training.compilation import ENVIRONMENT, Options, format_options
 from nnx_parallel.training.diagnostics import broken_arrays, warn_of_attributes
 from nnx_parallel.training.evaluation import Judged
+from nnx_parallel.training.verified import facts_to_verify, last_verified
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]
@@ -218,6 +219,12 @@ class RunState:
     def state(self, state: TrainState) -> None:
         self._replace(state)
         self.is_fresh = self._is_assigned = False
+
+    def put_back(self, state: TrainState) -> None:
+        """Replaces the arrays by equal copies; the run goes on as before."""
+        read_step = self._read_step
+        self._replace(state)
+        self._read_step = read_step
 
     def _first_state(self) -> TrainState:
         rngs = nnx.Rngs(self.seed)
@@ -513,6 +520,10 @@ class RunState:
         facts = self.facts() | {"step": f"{self.step:,} {of} {num_steps:,}"}
         if options or refused:
             facts["compiler options"] = format_options(options, refused)
+        own, mesh = self.checkpoints, self.plan.layout.mesh
+        if own.options is not None:
+            known = facts_to_verify(own.description, [*mesh.devices.flat], options)
+            facts["verified"] = last_verified(own.local_directory, known)
         return aligned([*facts.items()])
 
     def describe(self) -> Description:

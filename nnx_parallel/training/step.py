@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.checkpoint.checksum import hash_each
 from nnx_parallel.data.rows import (
     constrain_rows,
     is_marked,
@@ -111,36 +112,10 @@ def make_train_step(
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
-    is_told = False  # warned once, even if several shapes are traced
+    compute = partial(_compute, plan, loss, options, _Told())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        offload = plan.offload and plan.offload.activations
-        with using(plan.layout), default_remat(options.remat, offload):
-            # The key depends on the step, so that a resumed run draws the same numbers
-            # as an uninterrupted one.
-            key = jax.random.fold_in(state.key, state.step)
-            arguments = state, batch, key, options.num_microbatches
-            always: list[bool] = []
-            nonlocal is_told
-            if options.num_microbatches > 1 and not is_told:
-                is_told = True
-                texts = list[str]()
-                # A loss may refuse these numbers of rows, be another program for each
-                # number, or use operations that a jaxpr cannot show.
-                with contextlib.suppress(Exception):
-                    texts = changes_by_microbatches(plan, loss, *arguments)
-                for text in texts:
-                    warn_user(text, ParallelWarning)
-            with noticing_idle_claims(plan.layout):
-                grads, variables, means = execution_of(plan).gradients(
-                    plan, _forward(plan, loss, always), *arguments
-                )
-            params, variables = plan.take_assigned(state.params, variables)
-            variables, found = finish_step(plan, params, variables)
-            counts = None if always and all(always) else means["loss"].counts
-            update = partial(_update, plan, state, params, grads, variables, means)
-            new, metrics = update(options.skip, counts)
-            return new, found | metrics
+        return _update(plan, options.skip, state, compute(state, batch))
 
     # The new state takes the old state's memory and shardings. If no shardings were
     # given, the compiler would choose others, and the next call would compile again.
@@ -152,6 +127,120 @@ def make_train_step(
         out_shardings=(plan.shardings, None),
     )
     return Donating(step, ("state", "batch"), (0,))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """The results of a batch, from which the optimizer updates the state.
+
+    Attributes:
+        params: The parameters after the loss, which may have assigned some of them.
+        grads: Gradients of the parameters; times the loss scale, if there is one.
+        variables: The other variables after the step.
+        means: The means that the loss returned.
+        found: Metrics that modules have computed in `finish_step`.
+        counts: True if at least one row of the batch counts in the loss; ``None`` if
+            every batch has such rows.
+    """
+
+    params: dict[str, Any]
+    grads: dict[str, Any]
+    variables: dict[str, Any]
+    means: Means
+    found: dict[str, jax.Array]
+    counts: jax.Array | None
+
+
+def make_split_step(
+    plan: StatePlan, loss: LossFn, options: StepOptions
+) -> tuple[Any, Any]:
+    """Returns the step as two compiled programs, so that gradients can be compared.
+
+    Returns:
+        ``(state, batch) -> (Computed, hashes)``, which donates nothing, and ``(state,
+        Computed) -> (state, metrics)``, which donates the state. The hashes are an
+        array with one row per device; the columns are the arrays of `hashed_arrays`.
+    """
+    compute = partial(_compute, plan, loss, options, _Told())
+
+    def compute_and_hash(state: TrainState, batch: Batch) -> tuple[Computed, jax.Array]:
+        computed = compute(state, batch)
+        grads = plan.constrain(computed.grads, "gradient")
+        stored = [x.sharding.spec for x in jax.tree.leaves(plan.abstract.params)]
+        placed = [plan.placements[path].gradient for path in flatten(grads)]
+        arrays = *jax.tree.leaves(state.params), *jax.tree.leaves(grads)
+        hashes = hash_each(plan.layout.mesh, arrays, (*stored, *placed))
+        return replace(computed, grads=grads), hashes
+
+    jit = partial(jit_step, plan.layout, overrides=options.compiler_options)
+    apply = jit(
+        partial(_update, plan, options.skip),
+        donate_argnums=0,
+        # The old parameters are unused. If they were dropped, the new ones would take
+        # the memory of a moment, which may be the host's.
+        keep_unused=True,
+        out_shardings=(plan.shardings, None),
+    )
+    return jit(compute_and_hash), Donating(apply, ("state", "computed"), (0,))
+
+
+def hashed_arrays(plan: StatePlan) -> list[str]:
+    """Returns the names of the arrays that `make_split_step` hashes, in its order."""
+    paths = [
+        path_of(keys) for keys, _ in jax.tree.leaves_with_path(plan.abstract.params)
+    ]
+    return [f"parameter `{path}`" for path in paths] + [
+        f"gradient of `{path}`" for path in paths
+    ]
+
+
+class _Told:
+    """Remembers that a step has warned, for any number of traced shapes."""
+
+    is_told = False
+
+
+def _compute(
+    plan: StatePlan,
+    loss: LossFn,
+    options: StepOptions,
+    told: _Told,
+    state: TrainState,
+    batch: Batch,
+) -> Computed:
+    """Computes the gradients of a batch and everything else that an update needs."""
+    offload = plan.offload and plan.offload.activations
+    with using(plan.layout), default_remat(options.remat, offload):
+        # The key depends on the step, so that a resumed run draws the same numbers as
+        # an uninterrupted one.
+        key = jax.random.fold_in(state.key, state.step)
+        arguments = state, batch, key, options.num_microbatches
+        always: list[bool] = []
+        if options.num_microbatches > 1 and not told.is_told:
+            told.is_told = True
+            texts = list[str]()
+            # A loss may refuse these numbers of rows, be another program for each
+            # number, or use operations that a jaxpr cannot show.
+            with contextlib.suppress(Exception):
+                texts = changes_by_microbatches(plan, loss, *arguments)
+            for text in texts:
+                warn_user(text, ParallelWarning)
+        with noticing_idle_claims(plan.layout):
+            grads, variables, means = execution_of(plan).gradients(
+                plan, _forward(plan, loss, always), *arguments
+            )
+        params, variables = plan.take_assigned(state.params, variables)
+        variables, found = finish_step(plan, params, variables)
+        counts = None if always and all(always) else means["loss"].counts
+    return Computed(
+        params=params,
+        grads=grads,
+        variables=variables,
+        means=means,
+        found=found,
+        counts=counts,
+    )
 
 
 def call_loss(
@@ -402,28 +491,18 @@ def _accumulate(
 
 
 def _update(
-    plan: StatePlan,
-    state: TrainState,
-    params: dict,
-    grads: dict,
-    variables: dict,
-    means: Means,
-    skip: SkipSteps | None,
-    counts: jax.Array | None,
+    plan: StatePlan, skip: SkipSteps | None, state: TrainState, computed: Computed
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after a step, and its metrics.
 
     Args:
         plan: The placement of all arrays.
-        state: The state before the step.
-        params: The parameters after the loss, which may have assigned some of them.
-        grads: Gradients of the parameters.
-        variables: The other variables after the step.
-        means: The means that the loss returned.
         skip: The rule that skips bad steps.
-        counts: True if at least one row of the batch counts in the loss; ``None`` if
-            every batch has such rows.
+        state: The state before the step.
+        computed: The gradients and other results of the batch.
     """
+    params, grads, counts = computed.params, computed.grads, computed.counts
+    variables, means = computed.variables, computed.means
     with jax.named_scope("optimizer"):
         metrics = {
             name: x if isinstance(x, jax.Array) else result_of(x)
@@ -460,7 +539,7 @@ def _update(
             # With float16, a step whose gradients overflow changes the loss scale.
             metrics["loss_scale"] = state.loss_scale.scale
             new = replace(new, loss_scale=state.loss_scale.adjust(is_finite))
-        return new, metrics
+        return new, computed.found | metrics
 
 
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:

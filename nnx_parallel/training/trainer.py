@@ -42,6 +42,7 @@ from nnx_parallel.training.loop import Loop
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, Metrics, StepOptions
+from nnx_parallel.training.verification import Verification, Verifier
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
 
@@ -181,6 +182,9 @@ class Trainer:
             faults=faults,
             debugging=debugging,
             warm_start=backend.warm_start,
+        )
+        self._verifier = Verifier(
+            self._run, self._programs, strategy, backend.warm_start
         )
         self._loop: Loop | None = None
 
@@ -483,6 +487,28 @@ class Trainer:
         seed = check_seed(seed)
         self._run.begin("predict")
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
+
+    def verify(self, batch: Batch) -> Verification:
+        """Compares one step from the current state with what it should compute.
+
+        The state does not change. `Verification` says what is compared: the step run
+        again, its two halves, the step without the library's compiler options and
+        overlap, and one device or the fewest that hold it. Arrays are compared relative
+        to their size, within the effect of one rounding, which is measured.
+
+        Args:
+            batch: A host batch, as `fit` takes it.
+
+        Returns:
+            The report, which says for each array how far the programs are apart.
+
+        Raises:
+            VerificationError: If an array differs. The message names the first one and,
+                if one was found, a line that avoids the fault; ``error.report`` is the
+                report.
+        """
+        self._run.begin("verify")
+        return self._verifier(batch)
 
     def save(self) -> None:
         """Saves the current state under its step, and waits until it is on disk.

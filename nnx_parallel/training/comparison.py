@@ -1,0 +1,333 @@
+"""Arrays of two programs, compared in bits or within the effect of rounding.
+
+The values are compared on the host, shard by shard, so that no device holds them twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.sharding.names import path_of
+
+MAX_NOISE = 0.1
+"""Arrays that one rounding moves by more than this are not compared."""
+
+_NOISE_FACTOR = 10.0
+"""Correct programs may differ by this many times the effect of one rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """An array that differs between two runs or programs.
+
+    Attributes:
+        array: The name of the array, such as ``"gradient of `head.kernel`"``.
+        where: The devices whose shards differ; for a difference in numbers, the device
+            of the worst shard.
+        error: Root mean square of the difference in the worst shard, relative to the
+            root mean square of the array. NaN if only bits were compared.
+        limit: The largest error that rounding explains.
+        ratio: The factor that fits best between the two arrays.
+    """
+
+    array: str
+    where: str
+    error: float = math.nan
+    limit: float = 0.0
+    ratio: float = math.nan
+
+    def __str__(self) -> str:
+        """One line."""
+        if math.isnan(self.error):
+            return f"{self.array}: other bits on {self.where}"
+        is_factor = math.isfinite(self.ratio) and abs(self.ratio - 1) > 0.01
+        factor = f" (about {self.ratio:.3f} times the other)" * is_factor
+        return (
+            f"{self.array}: relative difference {self.error:.1e}, rounding explains "
+            f"{self.limit:.1e}{factor}, on {self.where}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One comparison of the step.
+
+    Attributes:
+        name: The run or program that the step is compared with.
+        note: The kind of the comparison, or the reason why there is no comparison.
+        errors: The error of each array by its name, as in `Difference`. If bits were
+            compared, it is 0.0 for equal arrays.
+        differences: The arrays that differ, in the order in which a step computes them.
+        skipped: Arrays that are not compared, because rounding moves them too far.
+    """
+
+    name: str
+    note: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+    differences: tuple[Difference, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def result(self) -> str:
+        """The result in a few words."""
+        if not self.errors:
+            return "not compared"
+        if self.differences:
+            return f"{len(self.differences)} of {len(self.errors)} arrays differ"
+        largest = max(self.errors.values())
+        size = f"at most {largest:.1e} apart" if largest else "bit for bit"
+        return f"{len(self.errors)} arrays agree, {size}"
+
+
+Bounds = tuple[tuple[int, int], ...]
+"""Start and stop of a shard along each dim of the global array."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The values of a shard, and the device that held it."""
+
+    values: np.ndarray
+    device: str
+
+
+Arrays = Mapping[str, Mapping[Bounds, Part]]
+"""The shards of this process by the name of the array; copies are left out."""
+
+
+def fetch(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Bounds, Part]]:
+    """Copies the shards of this process to the host."""
+    found: dict[str, dict[Bounds, Part]] = {}
+    for name, x in arrays.items():
+        parts = found[name] = {}
+        for shard in data_of(x).addressable_shards:
+            bounds = bounds_of(shard.index, data_of(x).shape)
+            if bounds not in parts:
+                # On CPU `np.asarray` shares memory that a step may take.
+                parts[bounds] = Part(np.array(shard.data), str(shard.device))
+    return found
+
+
+def cut(arrays: Mapping[str, np.ndarray], like: Arrays) -> Arrays:
+    """Cuts entire arrays into the shards of others."""
+    return {
+        name: {
+            bounds: Part(arrays[name][tuple(slice(*x) for x in bounds)], part.device)
+            for bounds, part in parts.items()
+        }
+        for name, parts in like.items()
+    }
+
+
+def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
+    """Returns the bounds of a shard from its index."""
+    return tuple(x.indices(n)[:2] for x, n in zip(index or (), shape, strict=True))
+
+
+def data_of(x: jax.Array) -> jax.Array:
+    """Returns the array, or the numbers of random keys."""
+    return x if key_kind(x) is None else jax.random.key_data(x)
+
+
+def key_kind(x: jax.Array) -> Any:
+    """Returns the implementation of random keys; ``None`` for other arrays."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_impl(x) if is_key else None
+
+
+def as_keys(x: jax.Array, kind: Any) -> jax.Array:
+    """Returns random keys from their numbers; undoes `data_of`."""
+    return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
+
+
+def named(tree: Any) -> dict[str, jax.Array]:
+    """Returns the arrays of a tree by their paths, in order."""
+    return {path_of(keys): x for keys, x in jax.tree.leaves_with_path(tree)}
+
+
+class HostCopy:
+    """A copy of a tree of arrays in host memory, which can be put back.
+
+    Attributes:
+        arrays: The shards, by path.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._structure = jax.tree.flatten(tree)
+        self._kinds = [key_kind(x) for x in leaves]
+        data = [data_of(x) for x in leaves]
+        self._places = [(x.shape, x.sharding) for x in data]
+        self.arrays = fetch(named(tree))
+
+    def restore(self) -> Any:
+        """Puts the arrays on their devices, as new arrays."""
+        found = zip(self._places, self.arrays.values(), self._kinds, strict=True)
+        arrays = [
+            as_keys(_assemble(shape, sharding, parts), kind)
+            for (shape, sharding), parts, kind in found
+        ]
+        return self._structure.unflatten(arrays)
+
+
+def _assemble(
+    shape: tuple[int, ...], sharding: Any, parts: Mapping[Bounds, Part]
+) -> jax.Array:
+    return jax.make_array_from_callback(
+        shape, sharding, lambda index: parts[bounds_of(index, shape)].values
+    )
+
+
+@dataclass
+class Sums:
+    """Sums over the shards of an array, which give its relative error.
+
+    Attributes:
+        count: Number of elements.
+        square: Sum of the squares of the right array.
+        product: Sum of the products of both arrays.
+        worst: The largest mean square of the difference in a shard.
+        where: The device of that shard.
+    """
+
+    count: int = 0
+    square: float = 0.0
+    product: float = 0.0
+    worst: float = 0.0
+    where: str = ""
+
+    @classmethod
+    def of(cls, mine: Part, right: Part) -> Sums:
+        """Compares one shard."""
+        a, b = wide(mine.values).ravel(), wide(right.values).ravel()
+        is_same = (a == b) | (np.isnan(a) & np.isnan(b))
+        difference = np.where(is_same, 0.0, a - b)
+        mean = float(np.vdot(difference, difference).real) / max(b.size, 1)
+        return cls(
+            count=b.size,
+            square=float(np.vdot(b, b).real),
+            product=float(np.vdot(b, a).real),
+            worst=mean if math.isfinite(mean) else math.inf,
+            where=mine.device,
+        )
+
+    def merge(self, other: Sums) -> None:
+        """Adds the sums of other shards."""
+        self.count += other.count
+        self.square += other.square
+        self.product += other.product
+        if not self.where or other.worst > self.worst:
+            self.worst, self.where = other.worst, other.where
+
+    @property
+    def size(self) -> float:
+        """The root mean square of the right array."""
+        return math.sqrt(self.square / max(self.count, 1))
+
+    @property
+    def error(self) -> float:
+        """The error of the worst shard, relative to the size of the array."""
+        if self.worst == 0:
+            return 0.0
+        return math.sqrt(self.worst) / self.size if self.size else math.inf
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    """Returns the values in 64 bits."""
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def sum_up(mine: Arrays, right: Arrays) -> dict[str, Sums]:
+    """Compares arrays with the right ones, over the shards of all processes."""
+    found = {name: Sums() for name in mine}
+    for name, parts in mine.items():
+        for bounds, part in parts.items():
+            found[name].merge(Sums.of(part, right[name][bounds]))
+    # Processes exchange JSON, which has lists and no objects of ours.
+    here = [list(astuple(sums)) for sums in found.values()]
+    total = {name: Sums() for name in found}
+    for process in allgather_object("verification", here):
+        for name, values in zip(total, process, strict=True):
+            total[name].merge(Sums(*values))
+    return total
+
+
+def compare(
+    name: str,
+    mine: Arrays,
+    right: Arrays,
+    *,
+    noise: Mapping[str, Sums],
+    floors: Mapping[str, float],
+) -> Comparison:
+    """Compares arrays in numbers, within the effect of rounding.
+
+    Args:
+        name: The program that computed ``right``.
+        mine: The arrays to judge.
+        right: The arrays of the other program.
+        noise: The effect of one rounding on each array.
+        floors: The relative error that is always allowed for each array.
+    """
+    errors, differences, skipped = {}, [], []
+    for array, sums in sum_up(mine, right).items():
+        error, moved = sums.error, noise[array].error
+        if error > floors[array] and moved > MAX_NOISE:
+            skipped.append(array)
+            continue
+        errors[array], limit = error, max(floors[array], _NOISE_FACTOR * moved)
+        if error > limit:
+            ratio = sums.product / sums.square if sums.square else math.nan
+            found = {"error": error, "limit": limit, "ratio": ratio}
+            differences.append(Difference(array=array, where=sums.where, **found))
+    return Comparison(
+        name=name,
+        errors=errors,
+        differences=tuple(differences),
+        skipped=tuple(skipped),
+    )
+
+
+def join(first: Comparison, second: Comparison) -> Comparison:
+    """Joins two comparisons with one program."""
+    return Comparison(
+        name=first.name,
+        note=first.note,
+        errors={**first.errors, **second.errors},
+        differences=first.differences + second.differences,
+        skipped=first.skipped + second.skipped,
+    )
+
+
+Hashes = Mapping[str, Mapping[str, int]]
+"""The hash of each shard of this process, by the names of array and device."""
+
+
+def label(device: Any) -> str:
+    """Returns the name of a device, with its process."""
+    return f"{device} (process {device.process_index})"
+
+
+def differing(first: Hashes, second: Hashes) -> dict[str, str]:
+    """Returns the devices whose shards differ, by the name of the array.
+
+    All processes call it, and all get the differences of all processes.
+    """
+    here = [
+        (array, device)
+        for array, by_device in first.items()
+        for device, value in by_device.items()
+        if second[array][device] != value
+    ]
+    found: dict[str, list[str]] = {}
+    for array, device in itertools.chain(*allgather_object("hashes", here)):
+        found.setdefault(array, []).append(device)
+    return {array: ", ".join(found[array]) for array in first if array in found}

@@ -1,0 +1,722 @@
+"""`verify`: one step of a run, compared between runs, programs and devices.
+
+The library promises the numbers of one device under every strategy. Its tests show this
+for its models on simulated devices. `verify` shows it for the user's model, compiler
+and devices.
+
+The step is compared in two halves, gradients and update. So gradients can be compared
+although a step does not return them, and updates are compared for equal gradients: an
+optimizer such as Adam hides a constant factor of a gradient, and turns the rounding of
+a tiny gradient into a large difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.checkpoint.checksum import start_hashes
+from nnx_parallel.data.rows import partition
+from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.drawing import aligned
+from nnx_parallel.errors import ParallelError, ReplayError, VerificationError
+from nnx_parallel.layers.stack.stack import Stack
+from nnx_parallel.metrics import result_of
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import variables_of
+from nnx_parallel.sharding.tree import gather
+from nnx_parallel.state import StatePlan, TrainState, plan_state
+from nnx_parallel.strategies.base import Composite, Strategy
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.training.comparison import (
+    MAX_NOISE,
+    Arrays,
+    Bounds,
+    Comparison,
+    Difference,
+    Hashes,
+    HostCopy,
+    Part,
+    as_keys,
+    compare,
+    cut,
+    data_of,
+    differing,
+    fetch,
+    join,
+    key_kind,
+    label,
+    named,
+    sum_up,
+    wide,
+)
+from nnx_parallel.training.evaluation import Programs
+from nnx_parallel.training.run_state import RunState
+from nnx_parallel.training.step import Batch, Computed, Metrics, hashed_arrays
+from nnx_parallel.training.verified import facts_to_verify, note_verified
+
+_GROUPS = {
+    "params": "parameter",
+    "opt_state": "optimizer state",
+    "variables": "variable",
+    "ema": "average",
+}
+"""Groups of the state, and their names in reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The report of `Trainer.verify`; ``str`` formats it.
+
+    Attributes:
+        step: The step of the verified state.
+        comparisons: All comparisons.
+        remedy: How to avoid the fault, in one line of code; empty if there is no fault
+            or no such line was found.
+        seconds: Duration in seconds, with compilations.
+    """
+
+    step: int
+    comparisons: tuple[Comparison, ...]
+    remedy: str = ""
+    seconds: float = 0.0
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """All arrays that differ. The first one is the first that a step computes."""
+        return tuple(d for c in self.comparisons for d in c.differences)
+
+    def __str__(self) -> str:
+        """The report as text."""
+        lines = [aligned([(c.name, c.result, c.note) for c in self.comparisons])]
+        for comparison in self.comparisons:
+            if comparison.differences:
+                lines.append(f"The step differs from {comparison.name}:")
+                lines += [f"  {d}" for d in comparison.differences[:10]]
+            if comparison.skipped:
+                shown = ", ".join(comparison.skipped[:3])
+                lines.append(
+                    f"Not compared with {comparison.name}, because rounding moves them "
+                    f"by more than {MAX_NOISE:.0%}: {len(comparison.skipped)} arrays, "
+                    f"such as {shown}."
+                )
+        return "\n".join([*lines, self.remedy]).rstrip()
+
+
+def _computed_arrays(computed: Computed) -> dict[str, jax.Array]:
+    """Returns the loss, metrics, gradients and variables of a batch, by name."""
+    means = {name: result_of(mean) for name, mean in computed.means.items()}
+    found = {"the loss": means.pop("loss")}
+    found |= {f"metric {name!r}": x for name, x in means.items()}
+    grads, variables = flatten(computed.grads), flatten(computed.variables)
+    found |= {f"gradient of `{dotted(path)}`": x for path, x in grads.items()}
+    return found | {f"variable `{dotted(path)}`": x for path, x in variables.items()}
+
+
+def _updated_arrays(state: TrainState, metrics: Metrics) -> dict[str, jax.Array]:
+    """Returns all results of a step, by name."""
+    found = {
+        f"{_GROUPS.get(group.name, 'state')} `{path or group.name}` after the update": x
+        for group in fields(state)
+        for path, x in named(getattr(state, group.name)).items()
+    }
+    return found | {f"metric {name!r}": x for name, x in metrics.items()}
+
+
+def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
+    """Returns updated arrays, with the change of a parameter in place of its value.
+
+    An error of a parameter would look small because the learning rate is small.
+    """
+
+    def change(path: str | None, bounds: Bounds, part: Part) -> Part:
+        if path is None:
+            return part
+        old = before[path][bounds].values
+        return replace(part, values=wide(part.values) - wide(old))
+
+    return {
+        name: {b: change(_path_before(name), b, part) for b, part in parts.items()}
+        for name, parts in after.items()
+    }
+
+
+def _path_before(name: str) -> str | None:
+    """Returns the path of an updated parameter in the state; ``None`` for others."""
+    kind, *rest = name.split("`")
+    return f"params.{rest[0]}" if kind == "parameter " else None
+
+
+def hashes_of(plan: StatePlan, hashes: jax.Array) -> dict[str, dict[str, int]]:
+    """Brings the hashes of `make_split_step` to the host, and names them."""
+    names = hashed_arrays(plan)
+    found: dict[str, dict[str, int]] = {name: {} for name in names}
+    for shard in hashes.addressable_shards:
+        values = np.asarray(shard.data).ravel().tolist()
+        for name, value in zip(names, values, strict=True):
+            found[name][label(shard.device)] = value
+    return found
+
+
+def _hashes(arrays: dict[str, jax.Array]) -> dict[str, dict[str, int]]:
+    names = {d.id: label(d) for x in arrays.values() for d in x.sharding.device_set}
+    found = start_hashes([*arrays.values()])()
+    return {
+        array: {names[i]: value for i, value in by_device.items()}
+        for array, by_device in zip(arrays, found, strict=True)
+    }
+
+
+def replay(
+    programs: Programs, state: TrainState, batch: Batch
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Runs a step whose gradients are computed twice; all processes call it.
+
+    Raises:
+        ReplayError: On all processes, before the update, if any bit differs.
+    """
+    compute, update = programs.split_step
+    _, first = compute(state, batch)
+    computed, second = compute(state, batch)
+    hashes = (hashes_of(programs.plan, x) for x in (first, second))
+    if found := differing(*hashes):
+        lines = [f"  {array}: {devices}" for array, devices in found.items()]
+        raise ReplayError(
+            f"The gradients of step {int(state.step) + 1} were computed twice, with "
+            f"different bits in {len(found)} arrays:\n"
+            + "\n".join(lines[:20])
+            + "\nThe same program with the same input gave two results, so a device is "
+            "faulty, or an operation is not deterministic (on GPUs, set "
+            "XLA_FLAGS=--xla_gpu_deterministic_ops=true). The step was not done and "
+            "nothing was saved. If a parameter differs, the memory of its devices is "
+            "faulty; if only gradients do, look at all devices of the first one."
+        )
+    return update(state, computed)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The halves of a step, for one set of programs, batch and state.
+
+    Attributes:
+        programs: The programs.
+        batch: The batch, on their mesh.
+        state: Function that returns the state on their mesh, as new arrays.
+    """
+
+    programs: Programs
+    batch: Batch
+    state: Callable[[], TrainState]
+
+    @cached_property
+    def computed(self) -> Computed:
+        """The results of the first half, on the devices."""
+        computed, _ = self.compute(self.state())
+        return computed
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """The loss, metrics, gradients and variables, on the host."""
+        return fetch(_computed_arrays(self.computed))
+
+    def compute(self, state: TrainState) -> tuple[Computed, Hashes]:
+        """Runs the first half, and hashes parameters and gradients."""
+        with _quietly():
+            computed, hashes = self.programs.split_step[0](state, self.batch)
+        return computed, hashes_of(self.programs.plan, hashes)
+
+    def update(self, computed: Computed) -> dict[str, jax.Array]:
+        """Runs the second half for any results of the first."""
+        with _quietly():
+            results = self.programs.split_step[1](self.state(), computed)
+        return _updated_arrays(*results)
+
+    def fits(self) -> bool:
+        """Returns False if the first half certainly needs more memory than there is."""
+        limit = bytes_limit(self.programs.plan.layout.mesh.local_devices[0])
+        if limit is None:
+            return True
+        abstract = self.programs.plan.abstract
+        with _quietly():
+            lowered = self.programs.split_step[0].lower(abstract, self.batch)
+        found = lowered.compile().memory_analysis()
+        sizes = (found.argument_size_in_bytes, found.output_size_in_bytes)
+        return sum(sizes) + found.temp_size_in_bytes <= limit
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Hides warnings of programs that only a verification runs; the step gives them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def bytes_limit(device: Any) -> int | None:
+    """Returns the memory of a device in bytes; ``None`` if it is not known."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+class _Whole:
+    """The entire state and batch of a run on the host, for programs on other meshes."""
+
+    def __init__(self, own: Run) -> None:
+        state = own.state()
+        self._kinds = jax.tree.map(lambda x: [key_kind(x)], state)
+        self._state = gather(jax.tree.map(data_of, state))
+        rows, shared, self._join = partition(own.batch)
+        self._rows, self._shared = gather(rows), gather(shared)
+        self.num_rows = self._rows[0].shape[0]
+        layout, options = own.programs.plan.layout, own.programs.options
+        sizes = (layout.mesh.shape[axis] for axis in layout.claims.batch)
+        self._unit = math.prod(sizes) * options.num_microbatches
+
+    def row_counts(self) -> Iterator[int]:
+        """Yields all rows, half of them, and so on, as they divide over the devices."""
+        count = self.num_rows
+        while count:
+            yield count
+            count = count // 2 // self._unit * self._unit
+
+    def batch(self, layout: Layout, rows: int) -> Batch:
+        """Puts the first rows on a mesh."""
+        spec = layout.batch_spec(rows)
+        arrays = [_put(x[:rows], layout.sharding(spec)) for x in self._rows]
+        shared = [_put(x, layout.sharding(P())) for x in self._shared]
+        return self._join(arrays, shared)
+
+    def run(self, programs: Programs, rows: int) -> Run:
+        """Returns the run of other programs on the first rows."""
+        shardings = programs.plan.shardings
+
+        def state() -> TrainState:
+            return jax.tree.map(
+                lambda x, kind, sharding: as_keys(_put(x, sharding), *kind),
+                *(self._state, self._kinds, shardings),
+            )
+
+        return Run(programs, self.batch(programs.plan.layout, rows), state)
+
+
+def _put(x: Any, sharding: Any) -> jax.Array:
+    """Puts an array that every process has entirely on devices."""
+    x = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+
+def _gather(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    return gather({name: data_of(x) for name, x in arrays.items()})
+
+
+def _moved(computed: Computed, plan: StatePlan) -> Computed:
+    """Moves the results of the first half to another mesh, through the host."""
+    layout, shardings = plan.layout, plan.shardings
+    grads = {p: plan.placements[p].gradient for p in flatten(computed.grads)}
+    places: Any = jax.tree.map(lambda x: layout.sharding(P()), computed)
+    places = replace(
+        places,
+        params=shardings.params,
+        variables=shardings.variables,
+        grads=nest({path: layout.sharding(spec) for path, spec in grads.items()}),
+    )
+
+    def move(x: jax.Array, place: NamedSharding) -> jax.Array:
+        return as_keys(_put(gather(data_of(x)), place), key_kind(x))
+
+    return jax.tree.map(move, computed, places)
+
+
+def _nudged(tree: dict, dtype: Any) -> dict:
+    """Moves each number up or down by a unit in the last place of a dtype.
+
+    So it moves about as far as by one rounding.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    @partial(jax.jit, out_shardings=[x.sharding for x in leaves])
+    def nudge(leaves: list[jax.Array]) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        moved = []
+        for x, key in zip(leaves, keys, strict=True):
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                eps = max(float(jnp.finfo(d).eps) for d in (dtype or x.dtype, x.dtype))
+                signs = jax.random.rademacher(key, x.shape, jnp.float32)
+                x = (x * (1 + eps * signs)).astype(x.dtype)
+            moved.append(x)
+        return moved
+
+    return structure.unflatten(nudge(leaves))
+
+
+def _floor(dtype: Any) -> float:
+    """Returns the relative error that is allowed for a dtype in any case.
+
+    Different orders of a sum differ by some roundings. Sums of 16-bit numbers are
+    usually float32, so there are fewer of their roundings.
+    """
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return 0.0
+    eps = float(jnp.finfo(dtype).eps)
+    return 100 * eps if eps < 1e-5 else 4 * eps
+
+
+@dataclass(frozen=True, eq=False)
+class _Judge:
+    """Compares one run with others, within the effect of rounding on its arrays.
+
+    Attributes:
+        own: The run.
+        before: The state before the step, on the host, by path.
+    """
+
+    own: Run
+    before: Arrays
+
+    @cached_property
+    def updated(self) -> Arrays:
+        """The arrays after the second half, with changes of parameters."""
+        return self.update(self.own, self.own.computed)
+
+    def update(self, run: Run, computed: Computed) -> Arrays:
+        """Runs the second half of a run on the same mesh."""
+        return _changes(self.before, fetch(run.update(computed)))
+
+    def of_gradients(
+        self, name: str, right: Arrays, mine: Arrays | None = None
+    ) -> Comparison:
+        """Compares the first half with another program's."""
+        noise = sum_up(fetch(_computed_arrays(self._nudged)), self.own.arrays)
+        computes = _floor(self._compute or jnp.int32)
+        floors = {
+            array: max(computes, floor) if (floor := _floor(x.dtype)) else 0.0
+            for array, x in _computed_arrays(self.own.computed).items()
+        }
+        mine = mine or self.own.arrays
+        return compare(name, mine, right, noise=noise, floors=floors)
+
+    def of_update(self, name: str, right: Arrays) -> Comparison:
+        """Compares the second half with another program's, for equal gradients."""
+        computed = self.own.computed
+        moved = replace(computed, grads=_nudged(computed.grads, None))
+        noise = sum_up(self.update(self.own, moved), self.updated)
+        return compare(name, self.updated, right, noise=noise, floors=self._floors)
+
+    def of_step(self, name: str, new: Arrays) -> Comparison:
+        """Compares an entire step with the two halves."""
+        noise = sum_up(self.update(self.own, self._nudged), self.updated)
+        return compare(name, new, self.updated, noise=noise, floors=self._floors)
+
+    @property
+    def _compute(self) -> Any:
+        return self.own.programs.plan.precision.compute
+
+    @cached_property
+    def _nudged(self) -> Computed:
+        state = self.own.state()
+        moved = replace(state, params=_nudged(state.params, self._compute))
+        return self.own.compute(moved)[0]
+
+    @cached_property
+    def _floors(self) -> dict[str, float]:
+        """The errors of updated arrays that rounding explains in any case."""
+        changes, floors = sum_up(self.updated, self.updated), dict[str, float]()
+        values = sum_up(self.before, self.before)
+        stored = _updated_arrays(self.own.programs.plan.abstract, {})
+        for array, parts in self.updated.items():
+            dtype = next(iter(parts.values())).values.dtype
+            floors[array] = _floor(stored[array].dtype if array in stored else dtype)
+            path = _path_before(array)
+            if path is not None and changes[array].size:
+                # A change is the difference of two rounded values.
+                lost = 2 * float(jnp.finfo(stored[array].dtype).eps) * values[path].size
+                floors[array] += lost / changes[array].size
+        return floors
+
+
+class Verifier:
+    """Verifies steps of a run; see `Trainer.verify`.
+
+    Args:
+        run: The run.
+        programs: Its programs.
+        strategy: Its strategy.
+        warm_start: Directory of a plan, from which a fit would read the step.
+    """
+
+    def __init__(
+        self, run: RunState, programs: Programs, strategy: Strategy, warm_start: Any
+    ) -> None:
+        self._run, self._programs = run, programs
+        self._strategy, self._warm_start = strategy, warm_start
+        self._remedy = ""
+        # Compiled once, for all calls; by the copy of the model and number of devices.
+        self._references: dict[tuple[str, int], Programs] = {}
+
+    def __call__(self, batch: Batch) -> Verification:
+        """Compares one step, and leaves the state as it was.
+
+        Raises:
+            VerificationError: If an array differs.
+        """
+        start, state, self._remedy = time.perf_counter(), self._run.state, ""
+        step, kept = int(state.step), HostCopy(state)
+        # The state is kept in host memory, so that devices never hold it twice.
+        jax.tree.map(lambda x: x.delete(), state)
+        try:
+            found = tuple(self._comparisons(batch, kept))
+        finally:
+            self._run.put_back(kept.restore())
+        seconds = time.perf_counter() - start
+        report = Verification(
+            step=step, comparisons=found, remedy=self._remedy, seconds=seconds
+        )
+        if report.differences:
+            first = report.differences[0]
+            error = VerificationError(f"Step {step}: {first}.\n{report}")
+            error.report = report
+            raise error
+        self._note(report)
+        return report
+
+    def _note(self, report: Verification) -> None:
+        plan, own = self._programs.plan, self._run.checkpoints
+        devices = [*plan.layout.mesh.devices.flat]
+        options, _ = self._programs.compiler_options
+        facts = facts_to_verify(own.description, devices, options)
+        last = report.comparisons[-1]
+        result = f"{last.result}, with {last.name}"
+        note_verified(own.local_directory, facts, report.step, result)
+
+    def _comparisons(self, batch: Batch, kept: HostCopy) -> Iterator[Comparison]:
+        placed = self._programs.shard_batch(batch)
+        judge = _Judge(Run(self._programs, placed, kept.restore), kept.arrays)
+        again, new = self._run_again(judge)
+        yield again
+        yield judge.of_step("the same step in two halves", new)
+        yield self._without_options(judge)
+        yield self._on_few_devices(judge)
+
+    def _run_again(self, judge: _Judge) -> tuple[Comparison, Arrays]:
+        """Runs the step and its first half twice; returns the first step's changes."""
+        own, state = judge.own, judge.own.state()
+        halves = [own.compute(state)[1] for _ in range(2)]
+        step, _ = self._programs.start(state, own.batch, self._warm_start)
+        steps, changes = [], []
+        for _ in range(2):
+            results = _updated_arrays(*step(state, own.batch))
+            steps.append(_hashes(results))
+            changes.append(_changes(judge.before, fetch(results)))
+            del results
+            state = own.state()
+        found = differing(*halves) | differing(*steps)
+        names = *halves[0], *steps[0]
+        comparison = Comparison(
+            name="itself, run again",
+            note="every bit on every device",
+            errors={name: math.inf if name in found else 0.0 for name in names},
+            differences=tuple(
+                Difference(array=array, where=devices)
+                for array, devices in found.items()
+            ),
+        )
+        return comparison, changes[0]
+
+    def _vary(
+        self,
+        programs: Programs,
+        layout: Layout,
+        left_out: Iterable[str] = (),
+        model: nnx.Module | None = None,
+    ) -> Programs:
+        """Returns programs for another layout or model, or without some options."""
+        plan, options = programs.plan, programs.options
+        given = {**(options.compiler_options or {}), **dict.fromkeys(left_out)}
+        other = plan_state(
+            model or _abstract_copy(plan),
+            layout,
+            plan.tx,
+            wrt=self._run.wrt,
+            precision=plan.precision,
+            ema_decay=plan.ema_decay,
+            offload=plan.offload if layout.mesh == plan.layout.mesh else None,
+        )
+        changed = replace(options, compiler_options=given)
+        return Programs(other, programs.loss, changed)
+
+    def _without_options(self, judge: _Judge) -> Comparison:
+        """Compares with the same strategy, without options and overlap."""
+        name, own = "the step without options", judge.own
+        layout, options = own.programs.plan.layout, own.programs.compiler_options[0]
+        plain = _without_overlap(layout)
+        if plain == layout and not options:
+            note = "the strategy overlaps nothing, and no compiler option is set"
+            return Comparison(name=name, note=note)
+
+        def compare_without(layout: Layout, left_out: Iterable[str]) -> Comparison:
+            run = replace(own, programs=self._vary(own.programs, layout, left_out))
+            found = judge.of_gradients(name, run.arrays)
+            right = judge.update(run, own.computed)
+            return join(found, judge.of_update(name, right))
+
+        found = compare_without(plain, options)
+        if found.differences:
+            # If an option is at fault, a program without it differs from the step.
+            faulty = [x for x in options if compare_without(layout, [x]).differences]
+            if plain != layout and not faulty:
+                line = f"strategy={_plain_strategy(self._strategy)!r}"
+            else:
+                left_out = dict.fromkeys(faulty[:1] or options)
+                line = f"backend=Backend(compiler_options={left_out})"
+            self._remedy = f"To avoid it: Trainer(..., {line})."
+        return replace(found, note=f"without overlap and {len(options)} options")
+
+    def _on_few_devices(self, judge: _Judge) -> Comparison:
+        """Compares with one device, or the fewest devices that hold the step."""
+        for smaller, note in self._models(judge):
+            whole, programs = _Whole(smaller.own), smaller.own.programs
+            mesh = programs.plan.layout.mesh
+            local = mesh.local_devices
+            # All devices would say little: the strategy may be FSDP itself.
+            for count in _doubled(min(len(local), max(mesh.size - 1, 1))):
+                strategy = FSDP(count) if count > 1 else DataParallel(1)
+                if (other := self._references.get((note, count))) is None:
+                    layout = strategy.layout(strategy.make_mesh(local[:count]))
+                    options = programs.compiler_options[0]
+                    other = self._vary(programs, layout, options)
+                    self._references[note, count] = other
+                name = f"{count} devices" if count > 1 else "one device"
+                for rows in whole.row_counts():
+                    found = self._compare_with(smaller, whole, other, rows, name)
+                    if found is not None:
+                        return replace(found, note=f"{found.note}{note}")
+        note = "not even the smallest part of the step fits into memory"
+        return Comparison(name="one device", note=note)
+
+    def _compare_with(
+        self, judge: _Judge, whole: _Whole, programs: Programs, rows: int, name: str
+    ) -> Comparison | None:
+        """Compares with another program on some rows; ``None`` if they do not fit."""
+        if rows < whole.num_rows:
+            part = whole.batch(judge.own.programs.plan.layout, rows)
+            judge = replace(judge, own=replace(judge.own, batch=part))
+        run = whole.run(programs, rows)
+        try:
+            if not all(allgather_object("memory", run.fits())):
+                return None
+            right = cut(_gather(_computed_arrays(run.computed)), judge.own.arrays)
+            updated = _gather(run.update(_moved(judge.own.computed, programs.plan)))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            return None
+        changed = _changes(judge.before, cut(updated, judge.updated))
+        found = judge.of_gradients(name, right)
+        found = join(found, judge.of_update(name, changed))
+        if found.differences and not self._remedy:
+            self._remedy = self._other_strategy(judge, whole, rows, right)
+        return replace(found, note=f"{rows:,} of {whole.num_rows:,} rows")
+
+    def _other_strategy(
+        self, judge: _Judge, whole: _Whole, rows: int, right: Arrays
+    ) -> str:
+        """Returns a line with a strategy that gives the right gradients, if any."""
+        devices = [*judge.own.programs.plan.layout.mesh.devices.flat]
+        for strategy in (FSDP(), DataParallel()):
+            layout = strategy.layout(strategy.make_mesh(devices))
+            try:
+                programs = self._vary(judge.own.programs, layout)
+                computed = whole.run(programs, rows).computed
+            except (ParallelError, ValueError):  # such as rows that do not divide
+                continue
+            found = cut(_gather(_computed_arrays(computed)), right)
+            if not judge.of_gradients("", right, found).differences:
+                return f"To avoid it: Trainer(..., strategy={strategy!r})."
+        return ""
+
+    def _models(self, judge: _Judge) -> Iterator[tuple[_Judge, str]]:
+        """Yields the run, and then runs with fewer layers in each `Stack`."""
+        yield judge, ""
+        own, plan = judge.own, judge.own.programs.plan
+        counts = [m.num_layers for m in plan.modules if isinstance(m, Stack)]
+        for layers in _doubled(max(counts, default=1) - 1):
+            model = _abstract_copy(plan)
+            shorten(model, layers)
+            try:
+                # A pipeline needs a layer for each stage.
+                self._strategy.check(model, plan.layout.mesh)
+                programs = self._vary(own.programs, plan.layout, model=model)
+            except ParallelError:
+                continue
+            kept = HostCopy(_first_layers(own.state(), programs.plan))
+            smaller = Run(programs, own.batch, kept.restore)
+            yield _Judge(smaller, kept.arrays), f", {layers} of {max(counts)} layers"
+
+
+def _doubled(most: int) -> Iterator[int]:
+    """Yields 1, 2, 4 and so on, up to ``most``."""
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2
+
+
+def _abstract_copy(plan: StatePlan) -> nnx.Module:
+    return nnx.merge(plan.model.graphdef, plan.model.state, copy=True)
+
+
+def _without_overlap(layout: Layout) -> Layout:
+    """Returns a layout that leaves all transfers to the partitioner."""
+    claims = layout.claims
+    zero = tuple(replace(each, prefetches=False) for each in claims.zero)
+    return replace(
+        layout, claims=replace(claims, overlap=None, halves=False, zero=zero)
+    )
+
+
+def _plain_strategy(strategy: Strategy) -> Strategy:
+    """Returns a strategy without its options that overlap transfers."""
+    if isinstance(strategy, Composite):
+        parts = map(_plain_strategy, strategy.parts)
+        return Composite(*parts, rules=strategy.rules)
+    names = {"overlap", "prefetch"} & vars(strategy).keys()
+    return replace(strategy, **dict.fromkeys(names))
+
+
+def shorten(model: nnx.Module, layers: int) -> None:
+    """Leaves only the first layers of each `Stack` of an abstract model."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Stack) and module.num_layers > layers:
+            module.num_layers = layers
+            for _, variable in variables_of(module):
+                x = variable.get_raw_value()
+                shape = layers, *x.shape[1:]
+                variable.set_raw_value(jax.ShapeDtypeStruct(shape, x.dtype))
+
+
+def _first_layers(state: TrainState, plan: StatePlan) -> TrainState:
+    """Returns the first state of a shortened model, with the arrays of a state."""
+    wanted = flatten(plan.abstract.params) | flatten(plan.abstract.variables)
+
+    @partial(jax.jit, out_shardings=plan.shardings)
+    def cut_layers(params: dict, variables: dict) -> TrainState:
+        arrays = flatten(params) | flatten(variables)
+        found = {p: x[: wanted[p].shape[0]] if x.ndim else x for p, x in arrays.items()}
+        return plan.build(nest(found), 0)
+
+    return cut_layers(state.params, state.variables)

@@ -1,0 +1,69 @@
+"""The record of the last successful `verify` of a run, beside its checkpoints."""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from nnx_parallel.durable import make_directory
+from nnx_parallel.files import read_object
+from nnx_parallel.training.compilation import facts_of
+
+NAME = "verified.json"
+
+_PARTS = ("model", "num_params", "strategy", "mesh", "num_microbatches")
+
+
+def facts_to_verify(
+    description: Mapping[str, Any], devices: Any, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the facts on which the numbers of a step depend: the run's, and others.
+
+    Args:
+        description: The description of the run in its checkpoints.
+        devices: The devices in the order of the mesh.
+        options: The options of the compiler.
+    """
+    mine = {name: description.get(name) for name in _PARTS}
+    return json.loads(json.dumps(mine | facts_of(devices, options)))
+
+
+def note_verified(
+    directory: Path | None, facts: Mapping[str, Any], step: int, result: str
+) -> None:
+    """Writes the record; nothing without a local directory, or on other processes."""
+    if directory is None or jax.process_index() != 0:
+        return
+    make_directory(directory)
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    record = {"date": date, "step": step, "result": result, "facts": dict(facts)}
+    new = directory / f"{NAME}.new"
+    new.write_text(json.dumps(record, indent=1) + "\n")
+    new.replace(directory / NAME)  # a reader sees the entire record, old or new
+
+
+def last_verified(directory: Path | None, facts: Mapping[str, Any]) -> str:
+    """Returns in words when these facts were verified last."""
+    record = read_verified(directory) if directory else None
+    if record is None:
+        return "never; trainer.verify(batch) compares a step with one device"
+    found = record["facts"]
+    changed = [name for name in facts if found.get(name) != facts[name]]
+    if changed:
+        return f"on {record['date']} with another {', '.join(changed)}"
+    return f"on {record['date']} at step {record['step']:,}: {record['result']}"
+
+
+def read_verified(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
+    """Reads the record of a directory; ``None`` if there is none that can be read."""
+    kinds = {"date": str, "step": int, "result": str, "facts": dict}
+    try:
+        record = read_object(Path(directory) / NAME)
+    except (OSError, ValueError):
+        return None
+    is_ours = all(isinstance(record.get(name), kind) for name, kind in kinds.items())
+    return record if is_ours else None
