@@ -293,6 +293,21 @@ HELP = {
         "Go back to the last checkpoint, without the devices in the message.",
         "Copies of 1 arrays differ at step 1000: ...",
     ),
+    "ReplayError": Help(
+        "The gradients of one step were computed twice, with different bits: a device "
+        "is faulty, or an operation is not deterministic.",
+        "Go back to the last checkpoint, without the devices in the message; on GPUs, "
+        "set `XLA_FLAGS=--xla_gpu_deterministic_ops=true`.",
+        "The gradients of step 100 were computed twice, with different bits in 2 "
+        "arrays: ...",
+    ),
+    "VerificationError": Help(
+        "`verify` found an array that differs from the one of another program, or of "
+        "one device, by more than rounding.",
+        "Use the line at the end of the message, or report the model: "
+        "[Verify a step](verify.md).",
+        "Step 0: gradient of `conv.kernel`: relative difference 1.0e+00, ...",
+    ),
     "ScheduleError": Help(
         "A schedule or a `Table` breaks a rule: a slot comes before its input, or a "
         "microbatch is left out.",

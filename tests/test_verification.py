@@ -75,15 +75,20 @@ def by_name(report: verification.Verification) -> dict[str, Any]:
     ("strategy", "options"),
     [
         (FSDP(prefetch="first", min_size=0), {}),
-        (
+        pytest.param(
             Composite(FSDP(4), TensorParallel(2, sequence=True)),
             {"optimizer": optax.adamw(1e-2), "ema_decay": 0.9},
+            marks=pytest.mark.deep,
         ),
         (
             Composite(Pipeline(2), FSDP(2), TensorParallel(2)),
             {"num_microbatches": 2},
         ),
-        (DataParallel(), {"precision": Precision.mixed_bfloat16()}),
+        pytest.param(
+            DataParallel(),
+            {"precision": Precision.mixed_bfloat16()},
+            marks=pytest.mark.deep,
+        ),
     ],
     ids=["fsdp-prefetch", "tp-fsdp-ema", "pipeline", "bfloat16"],
 )
@@ -335,6 +340,7 @@ FIT = 'trainer.fit([{"x": x, "y": y}] * 3, num_steps=3)\nraise SystemExit("too f
         (SCRIPT, 2, "did not call Trainer.fit"),
         (None, 2, "does not exist"),
     ],
+    ids=["right", "no-fit", "no-script"],
 )
 def test_command(tmp_path: Path, script: str | None, code: int, expected: str) -> None:
     file = tmp_path / "train.py"

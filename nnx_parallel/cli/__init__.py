@@ -113,9 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_launch_options(starting)
     add_options(planning)
-    verifying.add_argument("script", help="the Python script that calls Trainer.fit")
-    about = "arguments of the script"
-    verifying.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
+    _add_verify_options(verifying)
     listing.add_argument("directory", help="the run's checkpoint directory")
     verify = "read every array of every step and compare its checksum"
     listing.add_argument("--verify", action="store_true", help=verify)
@@ -124,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     where = "a directory for checkpoints, to check that it is writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
     return parser
+
+
+def _add_verify_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", help="the Python script that calls Trainer.fit")
+    about = "arguments of the script"
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
 
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:
