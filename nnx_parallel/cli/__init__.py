@@ -114,11 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch_options(starting)
     add_options(planning)
     _add_verify_options(verifying)
-    listing.add_argument("directory", help="the run's checkpoint directory")
-    verify = "read every array of every step and compare its checksum"
-    listing.add_argument("--verify", action="store_true", help=verify)
-    arrays = "list each array of the newest step, with shape, dtype and checksum"
-    listing.add_argument("--arrays", action="store_true", help=arrays)
+    _add_inspect_options(listing)
     where = "a directory for checkpoints, to check that it is writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
     return parser
@@ -128,6 +124,14 @@ def _add_verify_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", help="the Python script that calls Trainer.fit")
     about = "arguments of the script"
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
+
+
+def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="the run's checkpoint directory")
+    verify = "read every array of every step and compare its checksum"
+    parser.add_argument("--verify", action="store_true", help=verify)
+    arrays = "list each array of the newest step, with shape, dtype and checksum"
+    parser.add_argument("--arrays", action="store_true", help=arrays)
 
 
 def _add_launch_options(parser: argparse.ArgumentParser) -> None:

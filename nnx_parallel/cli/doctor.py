@@ -91,7 +91,7 @@ def doctor(directory: str) -> int:
         *disk_problems(directory, os.environ),
     ]
     lines = [f"WRONG: {problem}\n" for problem in problems] or ["No problems found.\n"]
-    sys.stdout.writelines([*lines, f"{verified_in(directory)}\n"])
+    sys.stdout.writelines([f"{verified_in(directory)}\n", *lines])
     return 1 if problems else 0
 
 
