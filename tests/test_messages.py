@@ -78,8 +78,8 @@ def test_fit_header_describes_run(
         "evaluated    the moving average, ema_decay=0.9",
         f"checkpoints  '{tmp_path / 'run'}', every 3 steps and at the end",
         "XLA_FLAGS    --xla_dump_to=/tmp/x",
-        "step         0 of 4",
         "verified     never; trainer.verify(batch) compares a step with one device",
+        "step         0 of 4",
     ]
     where = re.escape(f"in '{tmp_path / 'run'}'")
     assert re.fullmatch(rf"Saved step 3 {where} \(\d+\.\d s\)", first)

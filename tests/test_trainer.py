@@ -274,8 +274,8 @@ def test_callback_stop_evaluates_and_saves(at: tuple, tmp_path: Path) -> None:
 # Evaluation and prediction
 
 
-def norm(trainer: Trainer) -> jax.Array:
-    return optax.tree.norm(trainer.state.params)
+def norm(trainer: Trainer) -> float:
+    return float(optax.tree.norm(trainer.state.params))
 
 
 class Norms(Callback):

@@ -517,13 +517,15 @@ class RunState:
         self._is_introduced = True
         # A run may have done more steps than this fit asks for.
         of = "of" if self.step <= num_steps else "done, and this fit asks for"
-        facts = self.facts() | {"step": f"{self.step:,} {of} {num_steps:,}"}
-        if options or refused:
-            facts["compiler options"] = format_options(options, refused)
+        facts = self.facts()
+        del facts["step"]  # it comes last
         own, mesh = self.checkpoints, self.plan.layout.mesh
         if own.options is not None:
             known = facts_to_verify(own.description, [*mesh.devices.flat], options)
             facts["verified"] = last_verified(own.local_directory, known)
+        facts["step"] = f"{self.step:,} {of} {num_steps:,}"
+        if options or refused:
+            facts["compiler options"] = format_options(options, refused)
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
