@@ -205,7 +205,7 @@ def test_unknown_history_metric_raises() -> None:
         KeyError, match=r"'val_loss' is not a metric of this fit\. It has"
     ):
         history["val_loss"]
-    with pytest.raises(KeyError, match="'loss': the fit had no step to do"):
+    with pytest.raises(KeyError, match="'loss': the fit did no step"):
         trainer.fit([BATCH], 1)["loss"]
     assert history.get("val_loss") is None
 

@@ -352,7 +352,7 @@ def test_package_never_unpickles() -> None:
     ]
     # A plan runs the user's script, and talks to its child process by a pipe.
     assert found == [
-        "cli/plan.py: exec(code, vars(module))",
+        "cli/script.py: exec(code, vars(module))",
         "plan/compiled.py: sent = cloudpickle.dumps((parts, candidate, topology, "
         "str(where)))",
         "plan/compiled.py: parts, candidate, topology, cache = "

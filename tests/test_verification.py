@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ from nnx_parallel import (
 )
 from nnx_parallel.cli.doctor import verified_in
 from nnx_parallel.errors import ReplayError, VerificationError
-from nnx_parallel.layers import Stack
+from nnx_parallel.layers import Stack, lora
 from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.training import compilation, verification
+from nnx_parallel.training import compilation, step, verification
 from nnx_parallel.training.arguments import Backend
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
@@ -155,6 +156,24 @@ def test_more_steps_verify(strategy: Strategy, config: Any, options: dict) -> No
     assert not gpt_trainer(strategy, config, **options).verify(TOKENS).differences
 
 
+def test_verify_keeps_models_and_other_players() -> None:
+    """Only a step takes the memory of arrays that others hold."""
+    first, batch = make_trainer(DataParallel(), is_exposed=False)
+    other, _ = make_trainer(DataParallel(), is_exposed=False)
+    first.take_turn(batch, other)
+    model = first.model
+    before = bits_of(nnx.state(model))
+    first.verify(batch)
+    assert bits_of(nnx.state(model)) == before
+    assert bits_of(nnx.state(first.model)) == before
+    other.take_turn(batch, first)
+    model = first.model
+    model.first.bias[...] = model.first.bias[...] + 1
+    changed = np.asarray(model.first.bias[...])
+    first.verify(batch)
+    np.testing.assert_array_equal(first.state.params["first"]["bias"], changed)
+
+
 class Grouped(nnx.Module):
     """A depthwise convolution, whose gradient XLA's partitioner gets wrong."""
 
@@ -189,6 +208,49 @@ def test_wrong_gradient_of_the_partitioner_is_found(
     assert report.remedy == "To avoid it: Trainer(..., strategy=FSDP())."
     assert "To avoid it" in str(caught.value)
     trainer.fit([{"x": x, "y": y}], num_steps=1)  # the state is as it was
+
+
+OPTION = "xla_cpu_enable_fast_math"
+
+
+def test_wrong_option_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler that doubles every gradient stands in for one that is wrong."""
+    right = step.jit_step
+
+    def wrong(layout: Any, function: Any, overrides: Any = None, **options: Any) -> Any:
+        def doubled(state: Any, batch: Any) -> Any:
+            computed, hashes = function(state, batch)
+            grads = jax.tree.map(lambda x: 2 * x, computed.grads)
+            return replace(computed, grads=grads), hashes
+
+        is_wrong = (overrides or {}).get(OPTION) and "donate_argnums" not in options
+        chosen = doubled if is_wrong else function
+        return right(layout, chosen, overrides, **options)
+
+    monkeypatch.setattr(step, "jit_step", wrong)
+    options = {OPTION: True, "xla_cpu_enable_concurrency_optimized_scheduler": True}
+    trainer, batch = make_trainer(
+        FSDP(8, min_size=0),
+        is_exposed=False,
+        backend=Backend(compiler_options=options),
+    )
+    with pytest.raises(VerificationError, match=r"about 2\.000 times") as caught:
+        trainer.verify(batch)
+    line = f"backend=Backend(compiler_options={{{OPTION!r}: None}})"
+    assert caught.value.report.remedy == f"To avoid it: Trainer(..., {line})."
+
+
+@pytest.mark.deep
+def test_adapters_verify() -> None:
+    trainer = Trainer(
+        lora(lambda rngs: GPT(CONFIG, rngs=rngs), targets="query|value", rank=4),
+        optax.sgd(0.1, momentum=0.9),
+        next_token_loss,
+        strategy=Composite(FSDP(4), TensorParallel(2)),
+        wrt=nnx.LoRAParam,
+        loggers=(),
+    )
+    assert not trainer.verify(TOKENS).differences
 
 
 @pytest.mark.parametrize("kind", KINDS)

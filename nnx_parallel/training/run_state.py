@@ -220,11 +220,17 @@ class RunState:
         self._replace(state)
         self.is_fresh = self._is_assigned = False
 
-    def put_back(self, state: TrainState) -> None:
-        """Replaces the arrays by equal copies; the run goes on as before."""
-        read_step = self._read_step
-        self._replace(state)
-        self._read_step = read_step
+    @contextlib.contextmanager
+    def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
+        """Makes a context without the state on the devices, which is restored after it.
+
+        Arrays that others refer to, such as models and other players, stay there.
+        """
+        self._state = None
+        try:
+            yield
+        finally:
+            self._state = restore()
 
     def _first_state(self) -> TrainState:
         rngs = nnx.Rngs(self.seed)

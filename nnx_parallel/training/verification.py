@@ -474,14 +474,13 @@ class Verifier:
         Raises:
             VerificationError: If an array differs.
         """
-        start, state, self._remedy = time.perf_counter(), self._run.state, ""
+        start, self._remedy = time.perf_counter(), ""
+        state = self._run.state
         step, kept = int(state.step), HostCopy(state)
-        # The state is kept in host memory, so that devices never hold it twice.
-        jax.tree.map(lambda x: x.delete(), state)
-        try:
+        del state
+        # The devices never hold the state twice, because it is in host memory.
+        with self._run.set_aside(kept.restore):
             found = tuple(self._comparisons(batch, kept))
-        finally:
-            self._run.put_back(kept.restore())
         seconds = time.perf_counter() - start
         report = Verification(
             step=step, comparisons=found, remedy=self._remedy, seconds=seconds
