@@ -144,11 +144,13 @@ def squares(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
-def make_trainer(strategy: Strategy, *, is_exposed: bool = True, **options: Any) -> Any:
+def make_trainer(
+    strategy: Strategy, *, is_exposed: bool = True, loss: Any = squares, **options: Any
+) -> Any:
     """Returns a Trainer of the `MLP`, and a batch."""
     model = partial(MLP, is_exposed=is_exposed)
     tx = optax.sgd(0.1, momentum=0.9)
-    trainer = Trainer(model, tx, squares, strategy=strategy, loggers=(), **options)
+    trainer = Trainer(model, tx, loss, strategy=strategy, loggers=(), **options)
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 16, 16)).astype(np.float32)
     return trainer, {"x": x, "y": y}

@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks.verification import (
     KINDS,
@@ -332,6 +334,20 @@ def test_limit_of_memory_decides(
     monkeypatch.setattr(verification, "bytes_limit", lambda device: limit)
     trainer, batch = make_trainer(DataParallel(), is_exposed=False)
     assert trainer.verify(batch).comparisons[-1].note == note
+
+
+def test_loss_that_needs_its_mesh_is_not_compared_elsewhere() -> None:
+    strategy = FSDP(8, min_size=0)
+    rows = NamedSharding(strategy.make_mesh(), P("fsdp"))
+
+    def loss(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(batch["x"], rows)
+        return squares(model, batch | {"x": x})
+
+    trainer, batch = make_trainer(strategy, is_exposed=False, loss=loss)
+    last = trainer.verify(batch).comparisons[-1]
+    assert last.result == "not compared"
+    assert "the step does not run there" in last.note
 
 
 def test_stack_is_shortened_with_its_arrays() -> None:

@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
@@ -348,8 +348,14 @@ def _nudged(tree: dict, dtype: Any) -> dict:
     So it moves about as far as by one rounding.
     """
     leaves, structure = jax.tree.flatten(tree)
+    nudge = _nudge(tuple(x.sharding for x in leaves), dtype)
+    return structure.unflatten(nudge(leaves))
 
-    @partial(jax.jit, out_shardings=[x.sharding for x in leaves])
+
+@lru_cache(maxsize=16)
+def _nudge(shardings: tuple[Any, ...], dtype: Any) -> Callable[[list], list]:
+    """Returns the compiled function for `_nudged`."""
+
     def nudge(leaves: list[jax.Array]) -> list[jax.Array]:
         keys = jax.random.split(jax.random.key(0), len(leaves))
         moved = []
@@ -361,7 +367,7 @@ def _nudged(tree: dict, dtype: Any) -> dict:
             moved.append(x)
         return moved
 
-    return structure.unflatten(nudge(leaves))
+    return jax.jit(nudge, out_shardings=list(shardings))
 
 
 def _floor(dtype: Any) -> float:
@@ -620,10 +626,12 @@ class Verifier:
                 return None
             right = cut(_gather(_computed_arrays(run.computed)), judge.own.arrays)
             updated = _gather(run.update(_moved(judge.own.computed, programs.plan)))
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return None
+        except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return None
+            # A loss may need the mesh of its strategy, for example.
+            first = str(error).partition("\n")[0]
+            return Comparison(name=name, note=f"the step does not run there: {first}")
         changed = _changes(judge.before, cut(updated, judge.updated))
         found = judge.of_gradients(name, right)
         found = join(found, judge.of_update(name, changed))
