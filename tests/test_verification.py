@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.training import compilation, step, verification
 from nnx_parallel.training.arguments import Backend
+from nnx_parallel.training.comparison import Part, Sums, compare
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
 CONFIG = GPTConfig.tiny(
@@ -350,6 +352,72 @@ def test_loss_that_needs_its_mesh_is_not_compared_elsewhere() -> None:
     assert "the step does not run there" in last.note
 
 
+@pytest.mark.parametrize(
+    ("mine", "right"),
+    [
+        ([np.nan, 50, -7], [np.nan, 1, 2]),
+        ([np.inf, 50, -7], [np.inf, 1, 2]),
+        ([1, 1], [np.nan, 1]),
+        ([np.nan, 1], [1, 1]),
+        ([np.inf, 1], [-np.inf, 1]),
+        ([0.5, 1, 2], [1, 2, 4]),
+        ([0, 0], [1e-3, 1e-3]),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.09])
+def test_differences_are_seen_beside_values_that_are_not_finite(
+    mine: list, right: list, noise: float
+) -> None:
+    def arrays(values: list) -> Any:
+        found = np.asarray(values, np.float32)
+        return {"x": {((0, len(values)),): Part(found, "cpu:0")}}
+
+    moved = {"x": Sums(count=1, square=1.0, worst=noise**2)}
+    judge = partial(compare, "other", noise=moved, floors={"x": 1e-5})
+    (found,) = judge(arrays(mine), arrays(right)).differences
+    assert found.array == "x"
+    assert not judge(arrays(right), arrays(right)).differences
+
+
+def test_state_survives_an_error_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer, batch = make_trainer(FSDP(8, min_size=0), is_exposed=False)
+    trainer.fit([batch], num_steps=1)
+    before = bits_of(trainer.state.params)
+
+    def fail(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification, "_changes", fail)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.verify(batch)
+    assert bits_of(trainer.state.params) == before
+    assert trainer.fit([batch] * 3, num_steps=3)["loss"].shape == (2,)
+
+
+class Wide(nnx.Module):
+    """A model in float64."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(16, 16, param_dtype=np.float64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """(batch, 16) -> (batch, 16)."""
+        return self.linear(x)
+
+
+def test_double_precision_verifies() -> None:
+    with jax.enable_x64(True):
+        x, y = np.random.default_rng(0).normal(size=(2, 16, 16))
+        strategy = FSDP(8, min_size=0)
+        tx = optax.sgd(0.1)
+        trainer = Trainer(Wide, tx, squares, strategy=strategy, loggers=())
+        last = trainer.verify({"x": x, "y": y}).comparisons[-1]
+        assert max(last.errors.values()) < 1e-14
+
+
 def test_stack_is_shortened_with_its_arrays() -> None:
     model = nnx.eval_shape(
         lambda: Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 4, rngs=nnx.Rngs(0))
@@ -409,6 +477,14 @@ model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
 trainer = Trainer(model, optax.sgd(0.1), loss, strategy=FSDP(min_size=0))
 """
 FIT = 'trainer.fit([{"x": x, "y": y}] * 3, num_steps=3)\nraise SystemExit("too far")\n'
+PADDED = """
+from nnx_parallel import Mean, Pad
+def weighted(model, batch):
+    error = ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
+    return Mean((error * batch["w"]).sum(), batch["w"].sum())
+trainer = Trainer(model, optax.sgd(0.1), weighted, strategy=FSDP(min_size=0))
+trainer.fit([{"x": x, "y": y}] * 3, num_steps=3, last_batch=Pad("w"))
+"""
 
 
 @pytest.mark.parametrize(
@@ -417,8 +493,12 @@ FIT = 'trainer.fit([{"x": x, "y": y}] * 3, num_steps=3)\nraise SystemExit("too f
         (SCRIPT + FIT, 0, "one device"),
         (SCRIPT, 2, "did not call Trainer.fit"),
         (None, 2, "does not exist"),
+        ("raise SystemExit(0)\n" + SCRIPT, 2, "exited with code 0 in line 1 before"),
+        ("1 / 0\n", 2, "failed in line 1 (ZeroDivisionError: division by zero)"),
+        (SCRIPT + "trainer.fit([], num_steps=3)\n", 2, "gives no batch"),
+        (SCRIPT + PADDED, 0, "one device"),
     ],
-    ids=["right", "no-fit", "no-script"],
+    ids=["right", "no-fit", "no-script", "exits", "fails", "no-data", "padded"],
 )
 def test_command(tmp_path: Path, script: str | None, code: int, expected: str) -> None:
     file = tmp_path / "train.py"

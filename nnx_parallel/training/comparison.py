@@ -24,6 +24,18 @@ MAX_NOISE = 0.1
 _NOISE_FACTOR = 10.0
 """Correct programs may differ by this many times the effect of one rounding."""
 
+_MAX_LIMIT = 0.3
+"""No limit is larger, so that a factor of 2 or 1/2 is always a difference."""
+
+_NEGLIGIBLE = 1e-9
+"""A gradient may differ by this much of the largest gradient.
+
+One program may find exactly 0 for a gradient where another finds only rounding.
+"""
+
+GRADIENT = "gradient of "
+"""Beginning of the names of gradients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -208,14 +220,16 @@ class Sums:
     def of(cls, mine: Part, right: Part) -> Sums:
         """Compares one shard."""
         a, b = wide(mine.values).ravel(), wide(right.values).ravel()
-        is_same = (a == b) | (np.isnan(a) & np.isnan(b))
-        difference = np.where(is_same, 0.0, a - b)
-        mean = float(np.vdot(difference, difference).real) / max(b.size, 1)
+        are_finite = np.isfinite(a) & np.isfinite(b)
+        are_same = are_finite | (a == b) | (np.isnan(a) & np.isnan(b))
+        # Values that are not finite must be the same. They do not enter the sums.
+        a, b = a[are_finite], b[are_finite]
+        mean = float(np.vdot(a - b, a - b).real) / max(b.size, 1)
         return cls(
             count=b.size,
             square=float(np.vdot(b, b).real),
             product=float(np.vdot(b, a).real),
-            worst=mean if math.isfinite(mean) else math.inf,
+            worst=mean if are_same.all() and math.isfinite(mean) else math.inf,
             where=mine.device,
         )
 
@@ -278,16 +292,22 @@ def compare(
         floors: The relative error that is always allowed for each array.
     """
     errors, differences, skipped = {}, [], []
-    for array, sums in sum_up(mine, right).items():
-        error, moved = sums.error, noise[array].error
+    found = sum_up(mine, right)
+    sizes = (sums.size for x, sums in found.items() if x.startswith(GRADIENT))
+    negligible = _NEGLIGIBLE * max(sizes, default=0.0)
+    for array, sums in found.items():
+        is_tiny = array.startswith(GRADIENT) and math.sqrt(sums.worst) <= negligible
+        error = 0.0 if is_tiny else sums.error
+        moved = noise[array].error
         if error > floors[array] and moved > MAX_NOISE:
             skipped.append(array)
             continue
-        errors[array], limit = error, max(floors[array], _NOISE_FACTOR * moved)
-        if error > limit:
+        limit = max(floors[array], min(_NOISE_FACTOR * moved, _MAX_LIMIT))
+        errors[array] = error
+        if not error <= limit:
             ratio = sums.product / sums.square if sums.square else math.nan
-            found = {"error": error, "limit": limit, "ratio": ratio}
-            differences.append(Difference(array=array, where=sums.where, **found))
+            facts = {"error": error, "limit": limit, "ratio": ratio}
+            differences.append(Difference(array=array, where=sums.where, **facts))
     return Comparison(
         name=name,
         errors=errors,

@@ -151,6 +151,7 @@ class RunState:
     _is_assigned: bool = False  # True if the user assigned arrays to a model
     _excused: frozenset[str] | None = None  # arrays not finite when the fit began
     _state: TrainState | None = None
+    _aside: Callable[[], TrainState] | None = None  # restores a state set aside
     _is_counting: bool = False
     _is_introduced: bool = False
     # `_models` has the models of this state, by the kind of their parameters.
@@ -164,6 +165,7 @@ class RunState:
 
         On first use it is read from the newest checkpoint of the run, or built.
         """
+        self._take_back()
         # The constructor does not build it, because a fit that resumes would drop it.
         if self._state is None:
             self._begin()
@@ -224,13 +226,18 @@ class RunState:
     def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
         """Makes a context without the state on the devices, which is restored after it.
 
-        Arrays that others refer to, such as models and other players, stay there.
+        Arrays that others refer to, such as models and other players, stay there. After
+        an error the next use of the state restores it: until then the traceback keeps
+        arrays on the devices.
         """
-        self._state = None
-        try:
-            yield
-        finally:
-            self._state = restore()
+        self._state, self._aside = None, restore
+        yield
+        self._take_back()
+
+    def _take_back(self) -> None:
+        if self._aside is not None:
+            self._state = self._aside()
+            self._aside = None
 
     def _first_state(self) -> TrainState:
         rngs = nnx.Rngs(self.seed)
@@ -241,6 +248,7 @@ class RunState:
 
         It reads no checkpoint, because the caller replaces the state.
         """
+        self._take_back()
         return self._first_state() if self._state is None else self.state
 
     def _begin(self) -> None:
@@ -283,6 +291,7 @@ class RunState:
     def begin(self, call: str) -> None:
         """Waits until all processes make this call, and then calls `check_models`."""
         meet(call)
+        self._take_back()
         self.check_models()
 
     def check_models(self) -> None:
@@ -525,9 +534,9 @@ class RunState:
         of = "of" if self.step <= num_steps else "done, and this fit asks for"
         facts = self.facts()
         del facts["step"]  # it comes last
-        own, mesh = self.checkpoints, self.plan.layout.mesh
-        if own.options is not None:
-            known = facts_to_verify(own.description, [*mesh.devices.flat], options)
+        own = self.checkpoints
+        if own.local_directory is not None:
+            known = facts_to_verify(own.description, self.plan, options)
             facts["verified"] = last_verified(own.local_directory, known)
         facts["step"] = f"{self.step:,} {of} {num_steps:,}"
         if options or refused:

@@ -135,19 +135,19 @@ class Computed:
     """The results of a batch, from which the optimizer updates the state.
 
     Attributes:
-        params: The parameters after the loss, which may have assigned some of them.
+        assigned: Parameters that the loss has assigned; mostly empty.
         grads: Gradients of the parameters; times the loss scale, if there is one.
         variables: The other variables after the step.
-        means: The means that the loss returned.
+        metrics: The loss and the other results of the loss, by name.
         found: Metrics that modules have computed in `finish_step`.
         counts: True if at least one row of the batch counts in the loss; ``None`` if
             every batch has such rows.
     """
 
-    params: dict[str, Any]
+    assigned: dict[str, Any]
     grads: dict[str, Any]
     variables: dict[str, Any]
-    means: Means
+    metrics: Metrics
     found: dict[str, jax.Array]
     counts: jax.Array | None
 
@@ -177,9 +177,6 @@ def make_split_step(
     apply = jit(
         partial(_update, plan, options.skip),
         donate_argnums=0,
-        # The old parameters are unused. If they were dropped, the new ones would take
-        # the memory of a moment, which may be the host's.
-        keep_unused=True,
         out_shardings=(plan.shardings, None),
     )
     return jit(compute_and_hash), Donating(apply, ("state", "computed"), (0,))
@@ -230,14 +227,22 @@ def _compute(
             grads, variables, means = execution_of(plan).gradients(
                 plan, _forward(plan, loss, always), *arguments
             )
+        trained, after = flatten(state.params), flatten(variables)
+        assigned = nest({path: x for path, x in after.items() if path in trained})
         params, variables = plan.take_assigned(state.params, variables)
         variables, found = finish_step(plan, params, variables)
         counts = None if always and all(always) else means["loss"].counts
+        metrics = {
+            name: x if isinstance(x, jax.Array) else result_of(x)
+            for name, x in means.items()
+        }
+        for name, value in metrics.items():
+            check_scalar(value, f"In training, metric {name!r}")
     return Computed(
-        params=params,
+        assigned=assigned,
         grads=grads,
         variables=variables,
-        means=means,
+        metrics=metrics,
         found=found,
         counts=counts,
     )
@@ -501,15 +506,10 @@ def _update(
         state: The state before the step.
         computed: The gradients and other results of the batch.
     """
-    params, grads, counts = computed.params, computed.grads, computed.counts
-    variables, means = computed.variables, computed.means
+    grads, counts, metrics = computed.grads, computed.counts, {**computed.metrics}
+    variables, assigned = computed.variables, flatten(computed.assigned)
+    params = nest(flatten(state.params) | assigned)
     with jax.named_scope("optimizer"):
-        metrics = {
-            name: x if isinstance(x, jax.Array) else result_of(x)
-            for name, x in means.items()
-        }
-        for name, value in metrics.items():
-            check_scalar(value, f"In training, metric {name!r}")
         metrics["grad_norm"] = optax.tree.norm(final_gradients(plan, state, grads))
         # If any gradient has a NaN or an infinity, their norm is not finite.
         is_finite = jnp.isfinite(metrics["grad_norm"])

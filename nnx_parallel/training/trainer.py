@@ -497,7 +497,8 @@ class Trainer:
         to their size, within the effect of one rounding, which is measured.
 
         Args:
-            batch: A host batch, as `fit` takes it.
+            batch: A host batch, as `fit` takes it. With ``last_batch=Pad(name)`` it
+                must have the weights: ``Pad(name).fill(batch, 0)`` adds them.
 
         Returns:
             The report, which says for each array how far the programs are apart.

@@ -4,10 +4,10 @@ The library promises the numbers of one device under every strategy. Its tests s
 for its models on simulated devices. `verify` shows it for the user's model, compiler
 and devices.
 
-The step is compared in two halves, gradients and update. So gradients can be compared
-although a step does not return them, and updates are compared for equal gradients: an
-optimizer such as Adam hides a constant factor of a gradient, and turns the rounding of
-a tiny gradient into a large difference.
+A step does not return gradients, so it is split in two halves to compare them. The
+updates are compared for equal gradients, because an optimizer such as Adam hides a
+constant factor of a gradient, and turns the rounding of a tiny gradient into a large
+difference.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import ParallelError, ReplayError, VerificationError
 from nnx_parallel.layers.stack.stack import Stack
-from nnx_parallel.metrics import result_of
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.sharding.names import dotted
@@ -45,6 +44,7 @@ from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.training.comparison import (
+    GRADIENT,
     MAX_NOISE,
     Arrays,
     Bounds,
@@ -53,6 +53,7 @@ from nnx_parallel.training.comparison import (
     Hashes,
     HostCopy,
     Part,
+    Sums,
     as_keys,
     compare,
     cut,
@@ -70,6 +71,9 @@ from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch, Computed, Metrics, hashed_arrays
 from nnx_parallel.training.verified import facts_to_verify, note_verified
+
+_NO_MEMORY = "RESOURCE_EXHAUSTED"
+"""The word for a lack of memory in the runtime's errors."""
 
 _GROUPS = {
     "params": "parameter",
@@ -121,11 +125,11 @@ class Verification:
 
 def _computed_arrays(computed: Computed) -> dict[str, jax.Array]:
     """Returns the loss, metrics, gradients and variables of a batch, by name."""
-    means = {name: result_of(mean) for name, mean in computed.means.items()}
-    found = {"the loss": means.pop("loss")}
-    found |= {f"metric {name!r}": x for name, x in means.items()}
+    metrics = {**computed.metrics}
+    found = {"the loss": metrics.pop("loss")}
+    found |= {f"metric {name!r}": x for name, x in metrics.items()}
     grads, variables = flatten(computed.grads), flatten(computed.variables)
-    found |= {f"gradient of `{dotted(path)}`": x for path, x in grads.items()}
+    found |= {f"{GRADIENT}`{dotted(path)}`": x for path, x in grads.items()}
     return found | {f"variable `{dotted(path)}`": x for path, x in variables.items()}
 
 
@@ -140,9 +144,9 @@ def _updated_arrays(state: TrainState, metrics: Metrics) -> dict[str, jax.Array]
 
 
 def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
-    """Returns updated arrays, with the change of a parameter in place of its value.
+    """Returns updated arrays; parameters, moments and averages as their changes.
 
-    An error of a parameter would look small because the learning rate is small.
+    An error of a value would look small, because a step changes little of it.
     """
 
     def change(path: str | None, bounds: Bounds, part: Part) -> Part:
@@ -158,9 +162,11 @@ def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
 
 
 def _path_before(name: str) -> str | None:
-    """Returns the path of an updated parameter in the state; ``None`` for others."""
+    """Returns the path in the state of an array that an update changes a little."""
     kind, *rest = name.split("`")
-    return f"params.{rest[0]}" if kind == "parameter " else None
+    groups = {f"{name} ": group for group, name in _GROUPS.items()}
+    group = groups.get(kind)
+    return f"{group}.{rest[0]}" if group and group != "variables" else None
 
 
 def hashes_of(plan: StatePlan, hashes: jax.Array) -> dict[str, dict[str, int]]:
@@ -192,7 +198,7 @@ def replay(
         ReplayError: On all processes, before the update, if any bit differs.
     """
     compute, update = programs.split_step
-    _, first = compute(state, batch)
+    first = compute(state, batch)[1]  # only one set of gradients is kept
     computed, second = compute(state, batch)
     hashes = (hashes_of(programs.plan, x) for x in (first, second))
     if found := differing(*hashes):
@@ -248,7 +254,10 @@ class Run:
         return _updated_arrays(*results)
 
     def fits(self) -> bool:
-        """Returns False if the first half certainly needs more memory than there is."""
+        """Returns False if the first half alone needs more memory than a device has.
+
+        True does not mean that everything fits.
+        """
         limit = bytes_limit(self.programs.plan.layout.mesh.local_devices[0])
         if limit is None:
             return True
@@ -256,6 +265,8 @@ class Run:
         with _quietly():
             lowered = self.programs.split_step[0].lower(abstract, self.batch)
         found = lowered.compile().memory_analysis()
+        if found is None:
+            return True
         sizes = (found.argument_size_in_bytes, found.output_size_in_bytes)
         return sum(sizes) + found.temp_size_in_bytes <= limit
 
@@ -326,14 +337,19 @@ def _gather(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
 
 def _moved(computed: Computed, plan: StatePlan) -> Computed:
     """Moves the results of the first half to another mesh, through the host."""
-    layout, shardings = plan.layout, plan.shardings
-    grads = {p: plan.placements[p].gradient for p in flatten(computed.grads)}
+    layout = plan.layout
+    stored = flatten(plan.shardings.params)
     places: Any = jax.tree.map(lambda x: layout.sharding(P()), computed)
     places = replace(
         places,
-        params=shardings.params,
-        variables=shardings.variables,
-        grads=nest({path: layout.sharding(spec) for path, spec in grads.items()}),
+        assigned=nest({path: stored[path] for path in flatten(computed.assigned)}),
+        variables=plan.shardings.variables,
+        grads=nest(
+            {
+                path: layout.sharding(plan.placements[path].gradient)
+                for path in flatten(computed.grads)
+            }
+        ),
     )
 
     def move(x: jax.Array, place: NamedSharding) -> jax.Array:
@@ -362,7 +378,8 @@ def _nudge(shardings: tuple[Any, ...], dtype: Any) -> Callable[[list], list]:
         for x, key in zip(leaves, keys, strict=True):
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 eps = max(float(jnp.finfo(d).eps) for d in (dtype or x.dtype, x.dtype))
-                signs = jax.random.rademacher(key, x.shape, jnp.float32)
+                real = jnp.promote_types(jnp.float32, jnp.finfo(x.dtype).dtype)
+                signs = jax.random.rademacher(key, x.shape, real)
                 x = (x * (1 + eps * signs)).astype(x.dtype)
             moved.append(x)
         return moved
@@ -373,8 +390,8 @@ def _nudge(shardings: tuple[Any, ...], dtype: Any) -> Callable[[list], list]:
 def _floor(dtype: Any) -> float:
     """Returns the relative error that is allowed for a dtype in any case.
 
-    Different orders of a sum differ by some roundings. Sums of 16-bit numbers are
-    usually float32, so there are fewer of their roundings.
+    Different orders of a sum differ by some roundings. 16-bit numbers are usually added
+    in float32, so fewer roundings to 16 bits occur.
     """
     if not jnp.issubdtype(dtype, jnp.inexact):
         return 0.0
@@ -407,14 +424,13 @@ class _Judge:
         self, name: str, right: Arrays, mine: Arrays | None = None
     ) -> Comparison:
         """Compares the first half with another program's."""
-        noise = sum_up(fetch(_computed_arrays(self._nudged)), self.own.arrays)
         computes = _floor(self._compute or jnp.int32)
         floors = {
             array: max(computes, floor) if (floor := _floor(x.dtype)) else 0.0
             for array, x in _computed_arrays(self.own.computed).items()
         }
         mine = mine or self.own.arrays
-        return compare(name, mine, right, noise=noise, floors=floors)
+        return compare(name, mine, right, noise=self._noise[0], floors=floors)
 
     def of_update(self, name: str, right: Arrays) -> Comparison:
         """Compares the second half with another program's, for equal gradients."""
@@ -425,18 +441,22 @@ class _Judge:
 
     def of_step(self, name: str, new: Arrays) -> Comparison:
         """Compares an entire step with the two halves."""
-        noise = sum_up(self.update(self.own, self._nudged), self.updated)
-        return compare(name, new, self.updated, noise=noise, floors=self._floors)
+        noise, floors = self._noise[1], self._floors
+        return compare(name, new, self.updated, noise=noise, floors=floors)
 
     @property
     def _compute(self) -> Any:
         return self.own.programs.plan.precision.compute
 
     @cached_property
-    def _nudged(self) -> Computed:
+    def _noise(self) -> tuple[dict[str, Sums], dict[str, Sums]]:
+        """The effect of one rounding of the parameters on gradients, and on a step."""
         state = self.own.state()
         moved = replace(state, params=_nudged(state.params, self._compute))
-        return self.own.compute(moved)[0]
+        computed, _ = self.own.compute(moved)
+        del state, moved
+        gradients = sum_up(fetch(_computed_arrays(computed)), self.own.arrays)
+        return gradients, sum_up(self.update(self.own, computed), self.updated)
 
     @cached_property
     def _floors(self) -> dict[str, float]:
@@ -450,8 +470,9 @@ class _Judge:
             path = _path_before(array)
             if path is not None and changes[array].size:
                 # A change is the difference of two rounded values.
-                lost = 2 * float(jnp.finfo(stored[array].dtype).eps) * values[path].size
-                floors[array] += lost / changes[array].size
+                exact = not jnp.issubdtype(stored[array].dtype, jnp.inexact)
+                eps = 0.0 if exact else float(jnp.finfo(stored[array].dtype).eps)
+                floors[array] += 2 * eps * values[path].size / changes[array].size
         return floors
 
 
@@ -491,21 +512,22 @@ class Verifier:
         report = Verification(
             step=step, comparisons=found, remedy=self._remedy, seconds=seconds
         )
+        self._note(report)
         if report.differences:
             first = report.differences[0]
             error = VerificationError(f"Step {step}: {first}.\n{report}")
             error.report = report
             raise error
-        self._note(report)
         return report
 
     def _note(self, report: Verification) -> None:
-        plan, own = self._programs.plan, self._run.checkpoints
-        devices = [*plan.layout.mesh.devices.flat]
+        """Keeps the first comparison that failed, or the last one."""
+        own, comparisons = self._run.checkpoints, report.comparisons
         options, _ = self._programs.compiler_options
-        facts = facts_to_verify(own.description, devices, options)
-        last = report.comparisons[-1]
-        result = f"{last.result}, with {last.name}"
+        facts = facts_to_verify(own.description, self._programs.plan, options)
+        wrong = (each for each in comparisons if each.differences)
+        chosen = next(wrong, comparisons[-1])
+        result = f"{chosen.result}, with {chosen.name}"
         note_verified(own.local_directory, facts, report.step, result)
 
     def _comparisons(self, batch: Batch, kept: HostCopy) -> Iterator[Comparison]:
@@ -589,7 +611,8 @@ class Verifier:
                 left_out = dict.fromkeys(faulty[:1] or options)
                 line = f"backend=Backend(compiler_options={left_out})"
             self._remedy = f"To avoid it: Trainer(..., {line})."
-        return replace(found, note=f"without overlap and {len(options)} options")
+        parts = ["overlap"] * (plain != layout) + [f"{len(options)} options"]
+        return replace(found, note=f"without {' and '.join(parts)}")
 
     def _on_few_devices(self, judge: _Judge) -> Comparison:
         """Compares with one device, or the fewest devices that hold the step."""
@@ -597,7 +620,7 @@ class Verifier:
             whole, programs = _Whole(smaller.own), smaller.own.programs
             mesh = programs.plan.layout.mesh
             local = mesh.local_devices
-            # All devices would say little: the strategy may be FSDP itself.
+            # With all devices it would be the same program if the strategy is FSDP.
             for count in _doubled(min(len(local), max(mesh.size - 1, 1))):
                 strategy = FSDP(count) if count > 1 else DataParallel(1)
                 if (other := self._references.get((note, count))) is None:
@@ -620,18 +643,25 @@ class Verifier:
         if rows < whole.num_rows:
             part = whole.batch(judge.own.programs.plan.layout, rows)
             judge = replace(judge, own=replace(judge.own, batch=part))
-        run = whole.run(programs, rows)
+        run, failure = whole.run(programs, rows), ""
+        right = updated = {}
         try:
-            if not all(allgather_object("memory", run.fits())):
-                return None
-            right = cut(_gather(_computed_arrays(run.computed)), judge.own.arrays)
-            updated = _gather(run.update(_moved(judge.own.computed, programs.plan)))
+            if not run.fits():
+                failure = _NO_MEMORY
+            else:
+                right = _gather(_computed_arrays(run.computed))
+                moved = _moved(judge.own.computed, programs.plan)
+                updated = _gather(run.update(moved))
         except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                return None
             # A loss may need the mesh of its strategy, for example.
-            first = str(error).partition("\n")[0]
-            return Comparison(name=name, note=f"the step does not run there: {first}")
+            failure = str(error).partition("\n")[0]
+        # Processes have separate references, and go on only if all of them ran.
+        if any(failures := allgather_object("reference", failure)):
+            if any(_NO_MEMORY in each for each in failures):
+                return None
+            failure = next(filter(None, failures))
+            return Comparison(name=name, note=f"the step does not run there: {failure}")
+        right = cut(right, judge.own.arrays)
         changed = _changes(judge.before, cut(updated, judge.updated))
         found = judge.of_gradients(name, right)
         found = join(found, judge.of_update(name, changed))
@@ -706,14 +736,17 @@ def _plain_strategy(strategy: Strategy) -> Strategy:
 
 
 def shorten(model: nnx.Module, layers: int) -> None:
-    """Leaves only the first layers of each `Stack` of an abstract model."""
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, Stack) and module.num_layers > layers:
-            module.num_layers = layers
-            for _, variable in variables_of(module):
-                x = variable.get_raw_value()
-                shape = layers, *x.shape[1:]
-                variable.set_raw_value(jax.ShapeDtypeStruct(shape, x.dtype))
+    """Leaves only the first layers of each outermost `Stack` of an abstract model."""
+    found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
+    for path, stack in found.items():
+        is_inner = any(path[: len(p)] == p for p in found if p != path)
+        if is_inner or stack.num_layers <= layers:
+            continue
+        stack.num_layers = layers
+        for _, variable in variables_of(stack):
+            x = variable.get_raw_value()
+            shape = layers, *x.shape[1:]
+            variable.set_raw_value(jax.ShapeDtypeStruct(shape, x.dtype))
 
 
 def _first_layers(state: TrainState, plan: StatePlan) -> TrainState:

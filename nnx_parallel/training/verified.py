@@ -10,45 +10,55 @@ from typing import Any
 import jax
 
 from nnx_parallel.durable import make_directory
+from nnx_parallel.errors import ParallelWarning, warn_user
 from nnx_parallel.files import read_object
+from nnx_parallel.state import StatePlan
 from nnx_parallel.training.compilation import facts_of
 
 NAME = "verified.json"
 
-_PARTS = ("model", "num_params", "strategy", "mesh", "num_microbatches")
+_PARTS = ("model", "num_params", "strategy", "mesh", "num_microbatches", "optimizer")
 
 
 def facts_to_verify(
-    description: Mapping[str, Any], devices: Any, options: Mapping[str, Any]
+    description: Mapping[str, Any], plan: StatePlan, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the facts on which the numbers of a step depend: the run's, and others.
+    """Returns facts that decide how a step is computed; a later run compares them.
 
     Args:
         description: The description of the run in its checkpoints.
-        devices: The devices in the order of the mesh.
+        plan: The plan of the training state.
         options: The options of the compiler.
     """
     mine = {name: description.get(name) for name in _PARTS}
-    return json.loads(json.dumps(mine | facts_of(devices, options)))
+    mine["precision"] = repr(plan.precision)
+    found = facts_of([*plan.layout.mesh.devices.flat], options)
+    return json.loads(json.dumps(mine | found))
 
 
 def note_verified(
     directory: Path | None, facts: Mapping[str, Any], step: int, result: str
 ) -> None:
-    """Writes the record; nothing without a local directory, or on other processes."""
+    """Writes the record; nothing without a local directory, or on other processes.
+
+    Warns if it cannot be written.
+    """
     if directory is None or jax.process_index() != 0:
         return
-    make_directory(directory)
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     record = {"date": date, "step": step, "result": result, "facts": dict(facts)}
     new = directory / f"{NAME}.new"
-    new.write_text(json.dumps(record, indent=1) + "\n")
-    new.replace(directory / NAME)  # a reader sees the entire record, old or new
+    try:
+        make_directory(directory)
+        new.write_text(json.dumps(record, indent=1) + "\n")
+        new.replace(directory / NAME)  # a reader sees the entire record, old or new
+    except OSError as error:
+        warn_user(f"The result of verify is not kept: {error}", ParallelWarning)
 
 
-def last_verified(directory: Path | None, facts: Mapping[str, Any]) -> str:
+def last_verified(directory: Path, facts: Mapping[str, Any]) -> str:
     """Returns in words when these facts were verified last."""
-    record = read_verified(directory) if directory else None
+    record = read_verified(directory)
     if record is None:
         return "never; trainer.verify(batch) compares a step with one device"
     found = record["facts"]
