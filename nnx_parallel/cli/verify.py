@@ -1,4 +1,4 @@
-"""Verifies a script's training: runs the script up to `Trainer.fit`, and one step."""
+"""Runs a script up to `Trainer.fit`, and then verifies one step."""
 
 import sys
 from collections.abc import Iterable, Sequence

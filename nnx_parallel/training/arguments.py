@@ -161,8 +161,9 @@ class Faults:
         verify_every: Steps between replays; 0 means never. A replay computes the
             gradients of a step twice, and compares 32-bit hashes of each shard of
             parameters and gradients before the update. If they differ, a device is
-            faulty: a `ReplayError` names the arrays and devices, and the run ends
-            before a save. With 100 it costs about 1 % of the time. A replayed step runs
+            faulty or an operation is not deterministic: a `ReplayError` names the
+            arrays and devices, and the run ends before a save. ``verify_every=100``
+            costs about 1 % of the time. A replayed step runs
             as two programs, which may round differently from the usual one.
 
     Raises:

@@ -75,9 +75,9 @@ class Comparison:
 
     Attributes:
         name: The run or program that the step is compared with.
-        note: The kind of the comparison, or the reason why there is no comparison.
+        note: What was compared (rows, layers, options), or why nothing was.
         errors: The error of each array by its name, as in `Difference`. If bits were
-            compared, it is 0.0 for equal arrays.
+            compared, it is 0.0 for equal arrays and infinite for others.
         differences: The arrays that differ, in the order in which a step computes them.
         skipped: Arrays that are not compared, because rounding moves them too far.
     """

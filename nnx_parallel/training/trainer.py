@@ -86,7 +86,8 @@ class Trainer:
         log_every: Steps between logged metrics.
         callbacks: Hooks of the fit.
         evaluation: The loss and the parameters of evaluations.
-        faults: Detection of bad losses, hanging steps and unequal copies.
+        faults: Detection of bad losses, hanging steps, unequal copies and steps that do
+            not repeat.
         debugging: Short runs and traces.
         backend: Mesh, host memory, and options of the compiler.
 
@@ -489,12 +490,13 @@ class Trainer:
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
     def verify(self, batch: Batch) -> Verification:
-        """Compares one step from the current state with what it should compute.
+        """Compares a step from the current state with the same step computed otherwise.
 
         The state does not change. `Verification` says what is compared: the step run
         again, its two halves, the step without the library's compiler options and
-        overlap, and one device or the fewest that hold it. Arrays are compared relative
-        to their size, within the effect of one rounding, which is measured.
+        overlap, and one device or the fewest devices that have memory for it. Arrays
+        are compared relative to their size, within the effect of one rounding, which is
+        measured.
 
         Args:
             batch: A host batch, as `fit` takes it. With ``last_batch=Pad(name)`` it

@@ -103,7 +103,7 @@ class Verification:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """All arrays that differ. The first one is the first that a step computes."""
+        """All arrays that differ, in the order in which a step computes them."""
         return tuple(d for c in self.comparisons for d in c.differences)
 
     def __str__(self) -> str:
@@ -361,7 +361,7 @@ def _moved(computed: Computed, plan: StatePlan) -> Computed:
 def _nudged(tree: dict, dtype: Any) -> dict:
     """Moves each number up or down by a unit in the last place of a dtype.
 
-    So it moves about as far as by one rounding.
+    This is about the effect of one rounding.
     """
     leaves, structure = jax.tree.flatten(tree)
     nudge = _nudge(tuple(x.sharding for x in leaves), dtype)

@@ -57,7 +57,7 @@ def note_verified(
 
 
 def last_verified(directory: Path, facts: Mapping[str, Any]) -> str:
-    """Returns in words when these facts were verified last."""
+    """Returns when a step with these facts was verified last, or what has changed."""
     record = read_verified(directory)
     if record is None:
         return "never; trainer.verify(batch) compares a step with one device"
