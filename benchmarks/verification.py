@@ -35,11 +35,11 @@ from nnx_parallel import (
     Trainer,
     active_mesh,
 )
+from nnx_parallel.checkpoint.checksum import data_of
 from nnx_parallel.errors import ReplayError, VerificationError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.programs import ClosedJaxpr, inline
 from nnx_parallel.sharding.names import path_of
-from nnx_parallel.training.comparison import data_of
 from nnx_parallel.training.verification import replay
 
 NUM_DEVICES = 8
@@ -367,8 +367,13 @@ def measure(rounds: int = 100) -> Table:
     trainer, batch = make_trainer(
         FSDP(8, min_size=0), is_exposed=False, faults=Faults(verify_every=1)
     )
-    trainer.fit(itertools.repeat(batch), num_steps=100 * rounds)
-    table.add("false alarms in replayed steps", f"0 in {trainer.step:,}")
+    alarms = 0
+    while trainer.step < 100 * rounds:
+        try:
+            trainer.fit(itertools.repeat(batch), num_steps=100 * rounds)
+        except ReplayError:
+            alarms += 1
+    table.add("false alarms in replayed steps", f"{alarms} in {trainer.step:,}")
     _measure_cost(table, "demo's GPT", *_demo(), rounds=20)
     _measure_cost(table, "1,000 arrays", *_many_arrays(), rounds=20)
     return table

@@ -193,10 +193,10 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
         by_mesh.setdefault(getattr(x.sharding, "mesh", None), []).append(index)
     for mesh, indices in by_mesh.items():
         if mesh is None:
-            started += [([i], _hash_whole(_data(arrays[i]))) for i in indices]
+            started += [([i], _hash_whole(data_of(arrays[i]))) for i in indices]
             continue
         hashes = [
-            _hash_shards(mesh, arrays[i].sharding.spec)(_data(arrays[i]))  # pyright: ignore[reportAttributeAccessIssue]
+            _hash_shards(mesh, arrays[i].sharding.spec)(data_of(arrays[i]))  # pyright: ignore[reportAttributeAccessIssue]
             for i in indices
         ]
         # The host adds the hashes. On devices, each array would need a program with an
@@ -232,14 +232,19 @@ def _hash_shards(mesh: Mesh, spec: P) -> Any:
     # Replicas compute equal hashes from equal data; `check_vma` cannot prove that.
     @partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=out, check_vma=False)
     def hash_shard(shard: jax.Array) -> jax.Array:
-        dims = []
-        for axes, size in zip(dim_axes(spec, shard.ndim), shard.shape, strict=True):
-            start = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size)
-            dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
-        return _hash(shard, dims).reshape((1,) * len(mesh.shape))
+        return _hash_shard(mesh, spec, shard).reshape((1,) * len(mesh.shape))
 
     # Arrays that are offloaded to host memory are moved to the device one at a time.
     return jax.jit(lambda x: hash_shard(jax.device_put(x, jax.memory.Space.Device)))
+
+
+def _hash_shard(mesh: Mesh, spec: P, shard: jax.Array) -> jax.Array:
+    """Hashes the shard of a device, inside a manual region."""
+    dims = []
+    for axes, size in zip(dim_axes(spec, shard.ndim), shard.shape, strict=True):
+        start = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size)
+        dims.append((start, size * math.prod(mesh.shape[axis] for axis in axes)))
+    return _hash(shard, dims)
 
 
 def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> jax.Array:
@@ -248,11 +253,15 @@ def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> ja
     Returns:
         uint32 of shape ``(*mesh.shape, len(arrays))``; each device has its own hashes.
     """
-    hashes = [
-        _hash_shards(mesh, spec)(_data(x))
-        for x, spec in zip(arrays, specs, strict=True)
-    ]
-    return _stack(mesh)(hashes)
+    specs, out = tuple(specs), P(*mesh.axis_names)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    def hash_all(*shards: jax.Array) -> jax.Array:
+        pairs = zip(shards, specs, strict=True)
+        hashes = jnp.stack([_hash_shard(mesh, spec, x) for x, spec in pairs])
+        return hashes.reshape((1,) * len(mesh.shape) + (-1,))
+
+    return hash_all(*map(data_of, arrays))
 
 
 @lru_cache(maxsize=64)
@@ -310,7 +319,8 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _data(x: jax.Array) -> jax.Array:
+def data_of(x: jax.Array) -> jax.Array:
+    """Returns the array, or the numbers of random keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
 

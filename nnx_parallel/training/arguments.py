@@ -163,8 +163,8 @@ class Faults:
             parameters and gradients before the update. If they differ, a device is
             faulty or an operation is not deterministic: a `ReplayError` names the
             arrays and devices, and the run ends before a save. ``verify_every=100``
-            costs about 1 % of the time. A replayed step runs
-            as two programs, which may round differently from the usual one.
+            costs about 1 % of the time. A replayed step runs as two programs, which may
+            round differently from the usual one.
 
     Raises:
         ValueError: If a value is invalid.

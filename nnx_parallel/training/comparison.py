@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from nnx_parallel.checkpoint.checksum import data_of
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.sharding.names import path_of
 
@@ -143,11 +144,6 @@ def cut(arrays: Mapping[str, np.ndarray], like: Arrays) -> Arrays:
 def bounds_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Bounds:
     """Returns the bounds of a shard from its index."""
     return tuple(x.indices(n)[:2] for x, n in zip(index or (), shape, strict=True))
-
-
-def data_of(x: jax.Array) -> jax.Array:
-    """Returns the array, or the numbers of random keys."""
-    return x if key_kind(x) is None else jax.random.key_data(x)
 
 
 def key_kind(x: jax.Array) -> Any:

@@ -28,7 +28,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint.checksum import start_hashes
+from nnx_parallel.checkpoint.checksum import data_of, start_hashes
 from nnx_parallel.data.rows import partition
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.drawing import aligned
@@ -57,7 +57,6 @@ from nnx_parallel.training.comparison import (
     as_keys,
     compare,
     cut,
-    data_of,
     differing,
     fetch,
     join,
