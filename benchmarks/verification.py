@@ -268,58 +268,48 @@ def find_in_runs(kind: str, trainer: Any, batch: Any, rng: random.Random) -> str
     Returns:
         ``"named"``, ``"missed"``, or ``"no effect"`` if no bit of a result has changed.
     """
-    compute, _ = trainer._programs.split_step
-    placed = trainer.shard_batch(batch)
-    seed, run = rng.random(), rng.randint(1, 2)
+    return _find(kind, trainer, batch, rng, lambda: trainer.verify(batch))
 
-    def inject(run: int) -> Any:
+
+def find_in_replays(kind: str, trainer: Any, batch: Any, rng: random.Random) -> str:
+    """Injects one fault into a replayed step; the same results as `find_in_runs`."""
+    programs, placed = trainer._programs, trainer.shard_batch(batch)
+
+    def run() -> None:
+        trainer.state, _ = replay(programs, trainer.state, placed)
+
+    return _find(kind, trainer, batch, rng, run)
+
+
+def _find(
+    kind: str, trainer: Any, batch: Any, rng: random.Random, run: Callable
+) -> str:
+    compute, _ = trainer._programs.split_step
+    placed, seed = trainer.shard_batch(batch), rng.random()
+
+    def inject(number: int) -> Any:
         again = random.Random(seed)
         if kind == "parameter":
-            return flipping(trainer, again, run)
-        return injecting(kind, again, run)
+            return flipping(trainer, again, number)
+        return injecting(kind, again, number)
 
     if kind != "parameter":
-        with injecting(kind, random.Random(seed), 1):
-            faulty = jax.block_until_ready(compute(trainer.state, placed))
-        right = compute(trainer.state, placed)
-        if _bits(faulty) == _bits(right):
+        with inject(1):
+            # It must end before the injector is taken back.
+            _, faulty = jax.block_until_ready(compute(trainer.state, placed))
+        if _bits(faulty) == _bits(compute(trainer.state, placed)[1]):
             return "no effect"
-    with inject(run) as path:
+    with inject(rng.randint(1, 2)) as path:
         try:
-            trainer.verify(batch)
-        except VerificationError as error:
-            text = str(error)
-            is_named = path is None or f"parameter `{path}`" in text
+            run()
+        except (ReplayError, VerificationError) as error:
+            is_named = not path or f"parameter `{path}`" in str(error)
             return "named" if is_named else "missed"
     return "missed"
 
 
 def _bits(tree: Any) -> list[bytes]:
     return [np.asarray(data_of(x)).tobytes() for x in jax.tree.leaves(tree)]
-
-
-def find_in_replays(kind: str, trainer: Any, batch: Any, rng: random.Random) -> str:
-    """Injects one fault into a replayed step; the same results as `find_in_runs`."""
-    programs, placed = trainer._programs, trainer.shard_batch(batch)
-    seed, run = rng.random(), rng.randint(1, 2)
-    compute, _ = programs.split_step
-    if kind != "parameter":
-        with injecting(kind, random.Random(seed), 1):
-            _, faulty = jax.block_until_ready(compute(trainer.state, placed))
-        if _bits(faulty) == _bits(compute(trainer.state, placed)[1]):
-            return "no effect"
-    inject = (
-        flipping(trainer, random.Random(seed), run)
-        if kind == "parameter"
-        else injecting(kind, random.Random(seed), run)
-    )
-    with inject as path:
-        try:
-            trainer.state, _ = replay(programs, trainer.state, placed)
-        except ReplayError as error:
-            is_named = path is None or f"parameter `{path}`" in str(error)
-            return "named" if is_named else "missed"
-    return "missed"
 
 
 def find_mutants(trainer: Any, batch: Any, every: int = 1) -> dict[str, int]:

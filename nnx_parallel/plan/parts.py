@@ -111,7 +111,7 @@ class Parts:
 
     def rebuilt(self) -> nnx.Module:
         """Returns a copy of the abstract model, whose metadata may be changed."""
-        return nnx.merge(self.model.graphdef, self.model.state, copy=True)
+        return self.model.copy()
 
     def with_rows(self, num_rows: int) -> Parts:
         """Returns the parts with a different number of rows in a batch."""

@@ -94,6 +94,10 @@ class ModelDef:
         state = map_arrays(lambda path, _: arrays[path], self.state)
         return unwrap_constants(nnx.merge(self.graphdef, state))
 
+    def copy(self) -> nnx.Module:
+        """Builds the model with shapes for arrays; its metadata may be changed."""
+        return nnx.merge(self.graphdef, self.state, copy=True)
+
 
 def map_arrays(
     function: Callable[[Path, nnx.Variable], Any], state: nnx.State

@@ -547,7 +547,7 @@ class RunState:
         """Returns the placement of every array, with reasons; traces nothing."""
         plan = self.plan
         return describe_model(
-            nnx.merge(plan.model.graphdef, plan.model.state, copy=True),
+            plan.model.copy(),
             plan.layout,
             wrt=self.wrt,
             precision=plan.precision,

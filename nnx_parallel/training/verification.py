@@ -574,7 +574,7 @@ class Verifier:
         plan, options = programs.plan, programs.options
         given = {**(options.compiler_options or {}), **dict.fromkeys(left_out)}
         other = plan_state(
-            model or _abstract_copy(plan),
+            model or plan.model.copy(),
             layout,
             plan.tx,
             wrt=self._run.wrt,
@@ -691,7 +691,7 @@ class Verifier:
         own, plan = judge.own, judge.own.programs.plan
         counts = [m.num_layers for m in plan.modules if isinstance(m, Stack)]
         for layers in _doubled(max(counts, default=1) - 1):
-            model = _abstract_copy(plan)
+            model = plan.model.copy()
             shorten(model, layers)
             try:
                 # A pipeline needs a layer for each stage.
@@ -710,10 +710,6 @@ def _doubled(most: int) -> Iterator[int]:
     while count <= most:
         yield count
         count *= 2
-
-
-def _abstract_copy(plan: StatePlan) -> nnx.Module:
-    return nnx.merge(plan.model.graphdef, plan.model.state, copy=True)
 
 
 def _without_overlap(layout: Layout) -> Layout:
