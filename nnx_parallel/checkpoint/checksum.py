@@ -247,6 +247,10 @@ def _hash_shard(mesh: Mesh, spec: P, shard: jax.Array) -> jax.Array:
     return _hash(shard, dims)
 
 
+_SMALL_BYTES = 2**16
+"""Shards below this size are copied into one array, to be hashed together."""
+
+
 def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> jax.Array:
     """Hashes each shard of arrays inside a compiled program, without collectives.
 
@@ -257,9 +261,21 @@ def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> ja
 
     @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     def hash_all(*shards: jax.Array) -> jax.Array:
-        pairs = zip(shards, specs, strict=True)
-        hashes = jnp.stack([_hash_shard(mesh, spec, x) for x, spec in pairs])
-        return hashes.reshape((1,) * len(mesh.shape) + (-1,))
+        # Small shards of one kind are hashed together: a program of 2,000 reductions
+        # takes longer to start them than to run them.
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for i, (x, spec) in enumerate(zip(shards, specs, strict=True)):
+            kind = (x.shape, x.dtype, spec) if x.nbytes < _SMALL_BYTES else i
+            alike[kind].append(i)
+        hashes = [
+            jax.vmap(partial(_hash_shard, mesh, specs[group[0]]))(
+                jnp.stack([shards[i] for i in group])
+            )
+            for group in alike.values()
+        ]
+        order = np.argsort([*chain(*alike.values())])
+        joined = jnp.concatenate(hashes)[order]
+        return joined.reshape((1,) * len(mesh.shape) + (-1,))
 
     return hash_all(*map(data_of, arrays))
 

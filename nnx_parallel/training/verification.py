@@ -170,13 +170,13 @@ def _path_before(name: str) -> str | None:
 
 def hashes_of(plan: StatePlan, hashes: jax.Array) -> dict[str, dict[str, int]]:
     """Brings the hashes of `make_split_step` to the host, and names them."""
-    names = hashed_arrays(plan)
-    found: dict[str, dict[str, int]] = {name: {} for name in names}
-    for shard in hashes.addressable_shards:
-        values = np.asarray(shard.data).ravel().tolist()
-        for name, value in zip(names, values, strict=True):
-            found[name][label(shard.device)] = value
-    return found
+    shards = hashes.addressable_shards
+    devices = [label(shard.device) for shard in shards]
+    values = np.stack([np.asarray(shard.data).ravel() for shard in shards], axis=-1)
+    return {
+        name: dict(zip(devices, row, strict=True))
+        for name, row in zip(hashed_arrays(plan), values.tolist(), strict=True)
+    }
 
 
 def _hashes(arrays: dict[str, jax.Array]) -> dict[str, dict[str, int]]:
