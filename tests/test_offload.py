@@ -379,5 +379,8 @@ def test_v5p_devices_hold_no_optimizer_bytes(precision: str) -> None:
     moved = plain[0] - offloaded[0]
     assert offloaded[2] == offloaded[3] == moved  # in place
     assert offloaded[4] == 0
-    # The temporaries hold the moments of one layer instead: 0.9 and 1.5 % more.
-    assert offloaded[1] - plain[1] < 0.05 * moved
+    # The temporaries hold the moments of one of the eight layers instead. jax 0.12's
+    # compiler puts them where the backward pass had its arrays, and needs at most 1.5 %
+    # more; jax 0.10's (libtpu 0.0.42) needs 11 % more in bfloat16.
+    share = 0.05 if jax.__version_info__ >= (0, 12) else 1 / 8
+    assert offloaded[1] - plain[1] < share * moved

@@ -297,21 +297,28 @@ def test_tpu_program_exchanges_only_rows():
     # Forward, all but the first chunk's way there and the last one's way back.
     assert hidden >= 2 * (NUM_CHUNKS - 1)
     assert next(numbers) == 0, "kernels are gathered"
-    # Forward three products, backward two for each.
+    # Forward three products, backward two for each. jax 0.10's compiler (libtpu 0.0.42)
+    # has no kernel for the kernels' gradients, where rows contract: it multiplies the
+    # rows of all experts for each of the chip's 2 experts.
     products, grouped, others, tile, unbounded = (next(numbers) for _ in range(5))
+    num_dense = 3 if jax.__version_info__ < (0, 12) else 0
+    num_grouped = 9 - num_dense
     of_a_row = 2 * 1024 * 4096
-    assert products == 9 * NUM_CHUNKS
-    assert grouped == 9 * of_a_row * rows * (1 + SLACK)
+    assert products == num_grouped * NUM_CHUNKS
+    of_all_rows = of_a_row * rows * (1 + SLACK)
+    assert grouped == num_grouped * of_all_rows
     # Attention without its kernel; router and head; the shared expert.
     others_of_a_token = 1024 * (4 * 1024 + 8 + 256 + 3 * 2048)
+    others -= int(num_dense * 2 * of_all_rows)
     assert others == 6 * tokens * others_of_a_token
     # The length of a kernel's loop is a number that it gets: it takes the tiles that
     # have rows, for 2 experts at most one more than for one, in each chunk.
     assert unbounded == 0
-    run = 9 * of_a_row * (rows + NUM_CHUNKS * tile)
-    assert others + run <= 1.02 * (others + 9 * of_a_row * rows)
+    run = num_grouped * of_a_row * (rows + NUM_CHUNKS * tile)
+    assert others + run <= 1.02 * (others + num_grouped * of_a_row * rows)
     # A further round sends and computes a chunk, and backward once more forward, but
     # for the first product's result on its way back.
-    assert (next(numbers), next(numbers)) == (exchanges + 5, products + 12)
+    assert next(numbers) == exchanges + 5
+    assert next(numbers) == products + 3 + num_grouped
     # By jaxlib too; or, where it is too old to print the program, the error says how.
     assert next(numbers)

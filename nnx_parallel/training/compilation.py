@@ -123,6 +123,15 @@ TABLE: tuple[CompilerOption, ...] = (
         source="docs/benchmarks.md, How it is measured",
     ),
     CompilerOption(
+        name="xla_tpu_enable_async_ragged_all_to_all",
+        value=True,
+        kinds=_SPARSE_CORES,
+        reason="Sends rows to experts on other devices beside products. The compiler "
+        "of jax 0.10 (libtpu 0.0.42) sends all of them between products without this "
+        "option; that of jax 0.12 (libtpu 0.0.50) sets it itself.",
+        source="tests/test_ragged.py",
+    ),
+    CompilerOption(
         name="xla_gpu_enable_latency_hiding_scheduler",
         value=True,
         kinds=("gpu",),
