@@ -1,7 +1,8 @@
-"""Eight simulated CPU devices for the tests and for the examples in docstrings.
+"""Makes eight simulated CPU devices for the tests and for the examples in docstrings.
 
-It is at the root because pytest collects `nnx_parallel/` for its examples
-too, and devices can only be chosen before jax first counts them.
+This file is in the repository's root because pytest also collects `nnx_parallel/` for
+the examples in its docstrings. The number of devices must be set before jax first
+counts them.
 """
 
 import gc
@@ -16,31 +17,35 @@ from nnx_parallel import simulate_devices
 from tests.cores import keep_to_own_cores
 from tests.sharing import share_compiled_programs
 
-# Tests that run the TPU compiler do so in child processes, and two of those at a time
-# otherwise meet at libtpu's lock file, where one aborts.
+# Tests run the TPU compiler in child processes. Without this variable two such
+# processes at a time meet at libtpu's lock file, and one of them aborts.
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
-# It needs torch, and runs for a new family alone.
+# These scripts need torch, and are run only when a family of models is added.
 collect_ignore_glob = ["tests/goldens/*.py"]
 
-# Tracing makes many objects that stay. With Python's thresholds (700 new objects) the
-# garbage collector takes a tenth of the time to find them alive again and again.
+# Tracing makes many objects that stay alive. With Python's default threshold (700 new
+# objects) the garbage collector scans them again and again, which takes a tenth of the
+# time.
 gc.set_threshold(200_000, 20, 100)
 
 simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Without the optimizations of machine code programs compile in two thirds of the time;
-# those before it (the partitioner, fusion) are made, so that the programs are the same.
+# Without LLVM's optimizations, programs compile in two thirds of the time.
+# The earlier passes (the partitioner, fusion) still run, so the HLO programs are the
+# same.
 jax.config.update("jax_disable_most_optimizations", True)
-# No program says from which lines it comes, which lowering else looks up.
+# Programs do not record the Python lines that they come from. Looking these up slows
+# the lowering down.
 jax.config.update("jax_traceback_in_locations_limit", 0)
-# No program is kept on disk; left on, jax hashes each one for the name of its file.
+# Programs are not cached on disk. With the cache enabled, jax hashes each program to
+# name its file.
 jax.config.update("jax_enable_compilation_cache", False)
 share_compiled_programs()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds our own options."""
+    """Adds this project's options."""
     parser.addoption(
         "--own-cores", action="store_true", help="a core of its own for each worker"
     )
@@ -50,8 +55,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the cores, before jax starts its threads; and the width of tables."""
-    os.environ["COLUMNS"] = "120"  # as in a file; a worker's would be 80, or yours
+    """Sets the table width, and assigns cores before jax starts its threads."""
+    # The width of a file. A worker would have 80 columns, and a terminal any number.
+    os.environ["COLUMNS"] = "120"
     if config.getoption("own_cores"):
         keep_to_own_cores()
 
@@ -66,9 +72,10 @@ def devices() -> list:
 
 @pytest.fixture(scope="module", autouse=True)
 def _left_alone() -> Iterator[None]:
-    """Exempts the objects that a file leaves alive from garbage collection.
+    """Exempts the objects that a test file leaves alive from garbage collection.
 
-    They are mostly jax's caches, and a full collection comes to take half a second.
+    Most of them are in jax's caches. Late in a run, a full collection would take half a
+    second.
     """
     yield
     gc.collect()
@@ -79,9 +86,10 @@ def _left_alone() -> Iterator[None]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Gives the tests of a file to one worker, unless they say otherwise.
+    """Gives all tests of a file to one worker, unless a test has another group.
 
-    They share compiled programs, which each worker would else compile for itself.
+    The tests of a file share compiled programs, which otherwise each worker would
+    compile again.
     """
     if given := config.getoption("part"):
         part, num_parts = map(int, str(given).split("/"))

@@ -1,4 +1,4 @@
-"""``python -m demo``: train, resume, restore on other devices, sample."""
+"""``python -m demo``: trains, resumes, restores on other devices, and samples text."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ def main() -> int:
     try:
         run(strategy, Settings())
     except KeyboardInterrupt:
-        print("\nInterrupted. Start it again: it goes on from the last checkpoint.")
+        print("\nInterrupted. Start it again: it continues from the last checkpoint.")
         return 130
     return 0
 

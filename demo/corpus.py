@@ -1,7 +1,7 @@
 """Text that every machine has: the source of Python's standard library, as bytes.
 
-Entire files are held out for validation, chosen by their names alone, so that every run
-on one version of Python reads the same bytes in the same order.
+Entire files are held out for validation. They are chosen by their names only, so every
+run with the same version of Python reads the same bytes in the same order.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Installed packages, tests, tables of data, and programs that Linux distributions
-# package apart.
+# Installed packages, tests, tables of data, and parts of the standard library that
+# Linux distributions package separately.
 _LEFT_OUT = {
     *("site-packages", "dist-packages", "__pycache__"),
     *("test", "tests", "idlelib", "lib2to3", "turtledemo"),
@@ -29,8 +29,8 @@ class Corpus:
 
     Attributes:
         name: Name of the project.
-        train_files: Files to train on, in order of their names.
-        valid_files: The others.
+        train_files: Files to train on, sorted by name.
+        valid_files: Files held out, sorted by name.
     """
 
     name: str
@@ -52,7 +52,7 @@ def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
     """The standard library of the running Python.
 
     Args:
-        root: Another directory with Python files.
+        root: Another directory of Python files, to read instead.
         hold_out: About one in this many files is held out.
 
     Raises:
@@ -76,12 +76,12 @@ def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomWindows:
-    """Endless batches of windows at random positions; the same on every iteration.
+    """Endless batches of windows at random positions, the same on every iteration.
 
     Attributes:
         text: uint8 ``(length,)``.
         global_batch_size: Windows in a batch.
-        seq_len: Bytes to predict in a window, which has one more.
+        seq_len: Bytes to predict in a window; a window has one byte more.
         seed: Seed of the positions.
     """
 
@@ -104,7 +104,7 @@ class RandomWindows:
 def spread_windows(
     text: np.ndarray, *, num_batches: int, global_batch_size: int, seq_len: int
 ) -> list[np.ndarray]:
-    """Batches of windows spread evenly over a text: int32 as `RandomWindows` yields."""
+    """Batches of windows spread evenly over a text: int32, as in `RandomWindows`."""
     count = num_batches * global_batch_size
     starts = np.linspace(0, len(text) - seq_len - 1, count).astype(int)
     windows = text[starts[:, None] + np.arange(seq_len + 1)].astype(np.int32)
@@ -115,8 +115,8 @@ def unigram_bits(train: np.ndarray, batches: list[np.ndarray]) -> float:
     """Bits per byte of a model that knows how frequent each byte is.
 
     Args:
-        train: uint8 ``(length,)``, counted with one added to each of the 256.
-        batches: int ``(rows, seq + 1)`` each; a row's first byte is not predicted.
+        train: uint8 ``(length,)``. One is added to each of the 256 counts.
+        batches: int ``(rows, seq + 1)`` each. The first byte of a row is not predicted.
     """
     counts = np.bincount(train, minlength=256) + 1
     targets = np.concatenate(batches)[:, 1:]
@@ -127,8 +127,8 @@ def bigram_bits(train: np.ndarray, batches: list[np.ndarray]) -> float:
     """Bits per byte of a model that knows which byte follows which.
 
     Args:
-        train: uint8 ``(length,)``, its pairs counted with one added to each of 256^2.
-        batches: int ``(rows, seq + 1)`` each; a row's first byte is not predicted.
+        train: uint8 ``(length,)``. One is added to each of the 256^2 counts of pairs.
+        batches: int ``(rows, seq + 1)`` each. The first byte of a row is not predicted.
     """
     pairs = 256 * train[:-1].astype(int) + train[1:]
     counts = np.bincount(pairs, minlength=256 * 256).reshape(256, 256) + 1

@@ -1,4 +1,4 @@
-"""The demo's output around the run: short facts, in two columns."""
+"""Prints the facts around the demo's run, in two columns."""
 
 import textwrap
 
@@ -17,7 +17,7 @@ _NEXT = {
 
 
 def show_start(corpus: Corpus, trainer: Trainer) -> None:
-    """The model, the data, the devices, and the sharding."""
+    """Prints the model, the data, the devices, and the sharding."""
     num_files, num_held_out = len(corpus.train_files), len(corpus.valid_files)
     mesh = " * ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
     _show("text", f"{corpus.name}: {num_files} files, {num_held_out} more held out")
@@ -33,7 +33,7 @@ def show_start(corpus: Corpus, trainer: Trainer) -> None:
 
 
 def show_bits(corpus: Corpus, held_out: list[np.ndarray], bits: float) -> None:
-    """The loss on held-out files, compared with models that only count bytes."""
+    """Prints the held-out loss beside the losses of models that only count bytes."""
     print("\nBits per byte of the held-out files, fewer are better:\n")
     _show("unigram", f"{unigram_bits(corpus.train, held_out):.4f}  counts bytes")
     _show("bigram", f"{bigram_bits(corpus.train, held_out):.4f}  counts pairs")
@@ -41,7 +41,7 @@ def show_bits(corpus: Corpus, held_out: list[np.ndarray], bits: float) -> None:
 
 
 def show_restored(restored: Trainer, bits: float, before: float) -> None:
-    """The loss after the checkpoint was restored on other devices."""
+    """Prints the loss after the checkpoint was restored on other devices."""
     difference = f"the same to {max(abs(bits - before), 1e-7):.0e}"
     print(
         f"\nStep {restored.step} restored on {restored.mesh.size} devices under "
@@ -51,7 +51,7 @@ def show_restored(restored: Trainer, bits: float, before: float) -> None:
 
 
 def show_sample(text: bytes) -> None:
-    """A sample of the model's text, and what to read next."""
+    """Prints a sample of the model's text, and what to read next."""
     whole_lines = text.decode("ascii", "replace").rpartition("\n")[0]
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in whole_lines)
     print("\nIt continues `def `:\n")

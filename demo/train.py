@@ -1,6 +1,6 @@
 """The demo: a GPT over bytes learns Python's standard library, on many devices.
 
-Read `run` first. Its ``strategy`` is the only part about distribution.
+Read `run` first. Only its ``strategy`` argument concerns distribution.
 """
 
 import math
@@ -79,7 +79,7 @@ EXPERTS = Experts(num_experts=8, top_k=2, mlp_dim=128, bias_rate=0.003)
 
 
 def with_experts(settings: Settings) -> Settings:
-    """The settings with a mixture of experts in each block, in a directory apart."""
+    """Settings with a mixture of experts in each block, and another run directory."""
     model = replace(settings.model, mlp_dim=None, experts=EXPERTS)
     return replace(settings, model=model, directory=f"{settings.directory}-experts")
 
@@ -103,7 +103,8 @@ def run(strategy: Strategy, settings: Settings) -> None:
         optimizer=lambda model: with_muon(model, settings.num_steps),
         loss=bits_per_byte,
         strategy=strategy,
-        # A pipeline needs several microbatches at once; the losses stay the same.
+        # A pipeline needs several microbatches. The losses do not depend on their
+        # number.
         num_microbatches=1 if strategy.claims().execution is None else 4,
         checkpoint=Checkpoint(settings.directory, every=settings.pause_every),
         seed=0,
@@ -118,7 +119,7 @@ def run(strategy: Strategy, settings: Settings) -> None:
     bits = trainer.evaluate(held_out)["loss"]
     report.show_bits(corpus, held_out, bits)
 
-    # The same model on other devices under another strategy: the checkpoint fits.
+    # The checkpoint also fits the same model on other devices under another strategy.
     restored = Trainer(
         model=lambda rngs: GPT(settings.model, rngs=rngs),
         optimizer=lambda model: with_muon(model, settings.num_steps),
@@ -147,12 +148,12 @@ def run(strategy: Strategy, settings: Settings) -> None:
 
 
 def bits_per_byte(model: GPT, batch: jax.Array) -> Mean:
-    """The cross-entropy of the next byte, in bits: its length when compressed."""
+    """The cross-entropy of the next byte in bits: its compressed length."""
     return next_token_loss(model, batch) / math.log(2)
 
 
 def with_muon(model: nnx.Module, num_steps: int) -> optax.GradientTransformation:
-    """Muon for the kernels, Adam for the rest; both warm up and decay."""
+    """Muon for the kernels, Adam for the other parameters; both warm up and decay."""
 
     def schedule(peak: float) -> optax.Schedule:
         warmup = max(1, num_steps // 15)

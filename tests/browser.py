@@ -1,7 +1,7 @@
-"""The built site in headless Chromium.
+"""Shows pages of the built site in headless Chromium.
 
-A page made for the check shows pages of the site in frames of a phone's and a desktop's
-width, measures them, and writes its findings; Chromium prints the result.
+A test page loads pages of the site in frames as wide as a phone and a desktop, measures
+these pages, and writes its results. Chromium prints them.
 """
 
 import functools
@@ -71,7 +71,7 @@ run().catch((e) => ({error: String(e)})).then((value) => {
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves the site and the page of the check."""
+    """Serves the site and the test page."""
 
     check = ""
 
@@ -87,16 +87,18 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Suppresses the log of requests."""
 
 
 @pytest.fixture(scope="module", name="server")
 def serve() -> Iterator[str]:
-    """The address of the built site, served from here."""
+    """Serves the built site and yields its address."""
     if not Path(CHROMIUM).exists():
-        pytest.skip("No Chromium at /usr/bin/chromium or on the path.")
+        pytest.skip(
+            "Chromium is missing: it is not on the path or at /usr/bin/chromium."
+        )
     if not (HTML / "index.html").exists():
-        pytest.skip("No site in docs/_build/html: `make docs` builds it.")
+        pytest.skip("The site is not built. `make docs` builds it in docs/_build/html.")
     handler = functools.partial(Quiet, directory=str(HTML))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -126,7 +128,7 @@ def chromium(profile: Path, *arguments: str) -> str:
 
 
 def evaluate(server: str, profile: Path, script: str) -> Any:
-    """The value that a script of the check returns."""
+    """Runs a script in the test page and returns its value."""
     Quiet.check = CHECK.replace("SCRIPT", script)
     dom = chromium(profile, "--dump-dom", f"{server}/__check__")
     found = re.search(r"=== (\S*) ===</pre>", dom)

@@ -1,7 +1,8 @@
-"""A replay of planned buffers: memory slots that hold names instead of arrays.
+"""Replays planned buffers with names in their memory slots instead of arrays.
 
-A plan follows only from a table, so the package does not check it at run time; here
-every value that the table passes on must be found where the plan says.
+The plan of the buffers depends only on a table of slots, so the package does not check
+it at run time. These checks verify that every value that the table passes on is found
+where the plan says.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ class Memory:
     """The slots of one buffer on one stage.
 
     Every value is written once and read once. A stage reads a buffer after it has
-    written it, so a slot that is read in a tick is written again in the next at the
-    earliest.
+    written it, so a slot that is read in one tick is written again in the next
+    tick at the earliest.
 
     Args:
         name: Name of the buffer, for messages.
-        num_slots: Slots that it has.
-        stage: Where it is, for messages.
+        num_slots: Number of slots.
+        stage: Stage of the buffer, for messages.
     """
 
     def __init__(self, name: str, num_slots: int, stage: int) -> None:
@@ -36,10 +37,10 @@ class Memory:
         self._values: dict[int, Value] = {}
 
     def write(self, tick: int, slot: int, value: Value | None) -> None:
-        """Puts ``value`` into ``slot``; ``None`` and -1 are nothing and nowhere.
+        """Puts ``value`` into ``slot``; ``None`` means no value, -1 no slot.
 
         Raises:
-            ScheduleError: If it belongs elsewhere or the slot is not free.
+            ScheduleError: If the slot is not valid for the value, or is not free.
         """
         if not self._is_used(tick, slot, value, "written"):
             return
@@ -55,7 +56,7 @@ class Memory:
         """Takes ``value`` out of ``slot``.
 
         Raises:
-            ScheduleError: If the slot holds something else.
+            ScheduleError: If the slot does not hold ``value``.
         """
         if not self._is_used(tick, slot, value, "read"):
             return
@@ -89,7 +90,7 @@ def _words(value: Value | None) -> str:
 
 
 def checked_buffers(table: Table) -> Buffers:
-    """The plan of a table, replayed."""
+    """The buffers of a table, after a replay that checks them."""
     buffers = plan_buffers(table)
     check_buffers(table, buffers)
     return buffers
@@ -99,8 +100,8 @@ def check_buffers(table: Table, buffers: Buffers) -> None:
     """Replays a table tick by tick on memory slots that hold names instead of arrays.
 
     Raises:
-        ScheduleError: If a value is overwritten while it is needed, or a slot is read
-            that holds another one.
+        ScheduleError: If a value is overwritten before it is read, or a slot that is
+            read holds another value.
     """
     stages = range(table.num_stages)
     memories = [_memories(buffers, stage) for stage in stages]
@@ -119,7 +120,7 @@ def _memories(buffers: Buffers, stage: int) -> dict[str, Memory]:
 def _replay_stage(
     table: Table, buffers: Buffers, memories: dict[str, Memory], tick: int, stage: int
 ) -> None:
-    """One stage in one tick, in the order of the executor."""
+    """Replays one stage in one tick, in the same order as the executor."""
 
     def write(name: str, field: str, value: Value | None) -> None:
         memories[name].write(tick, int(getattr(buffers, field)[tick, stage]), value)
@@ -168,13 +169,13 @@ def _value(slots: Slots, tick: int, stage: int) -> Value | None:
 def _arrival(
     table: Table, slots: Slots, tick: int, stage: int, direction: int
 ) -> Value | None:
-    """The value that a neighbour sent in the last tick; -1 is sent backward."""
+    """The value that a neighbour sent in the previous tick; direction -1 is back."""
     if tick == 0:
         return None
     sent = _value(slots, tick - 1, (stage - direction) % table.num_stages)
     if sent is None:
         return None
-    # Around the ends of the pipeline a microbatch enters the next chunk.
+    # Between the last and the first stage a microbatch enters the next chunk.
     is_around = stage == (0 if direction == 1 else table.num_stages - 1)
     chunk = sent[1] + (direction if is_around else 0)
     return (sent[0], chunk) if 0 <= chunk < table.num_chunks else None

@@ -1,4 +1,4 @@
-"""Small checkpoints for tests, and ways to damage their files."""
+"""Small checkpoints for tests, and functions that damage their files."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def bits(groups: dict) -> list[bytes]:
 
 
 def restore(directory: Path, step: int | None = None) -> list[bytes]:
-    """The bits of a step, read from the disk."""
+    """Returns the bits of a step's arrays, read from disk."""
     reader = CheckpointReader(directory)
     return bits(reader.restore(abstract(make_groups()), step)[0])
 
@@ -72,14 +72,14 @@ def damage(step: Path, name: str, how: Any) -> None:
 
 
 def rewrite(file: Path, change: Callable[[dict], Any]) -> None:
-    """Changes the content of a JSON file, or replaces it by the returned value."""
+    """Changes the content of a JSON file in place, or writes the value returned."""
     content = json.loads(file.read_text())
     content = change(content) or content
     file.write_text(json.dumps(content))
 
 
 def sign(content: dict) -> str:
-    """Sets the correct digest of a header or of checksums, and returns it."""
+    """Writes the correct digest into a header or checksums, and returns the content."""
     rest = {name: value for name, value in content.items() if name != "digest"}
     text = json.dumps(rest, sort_keys=True).encode()
     content["digest"] = hashlib.sha256(text).hexdigest()

@@ -1,4 +1,4 @@
-"""Each worker of a test run has separate cores, and compiles as is best on one."""
+"""Gives each worker of a test run separate cores, and adapts compilation to one."""
 
 import contextlib
 import os
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 def keep_to_own_cores() -> None:
-    """Shares the cores out to the workers of pytest-xdist, where there is one for each.
+    """Divides the cores among the workers of pytest-xdist, if there is one for each.
 
-    The threads of two compilers that meet on all cores cost up to a fifth more of their
-    time. Processes that a test starts stay on its worker's cores.
+    When the threads of two compilers share all cores, each takes up to a fifth longer.
+    Processes that a test starts stay on its worker's cores.
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     if not worker or sys.platform != "linux":
@@ -28,16 +28,16 @@ def keep_to_own_cores() -> None:
 
 
 def _compile_fusions_first() -> None:
-    """Has the threads that compile fusions run before the one that emits them.
+    """Gives threads that compile fusions priority over the thread that emits them.
 
-    XLA's CPU compiler hands each fusion that it has emitted, with an MLIR context, to a
-    pool of threads, and makes another context while that one is not back. On one core
-    the emitter would hand over many before any is compiled.
+    XLA's CPU compiler hands each emitted fusion, with an MLIR context, to a pool of
+    threads. It makes another context if none has been returned. On one core, the
+    emitter would hand over many fusions, each with its context, before one is compiled.
     """
     jax.devices()
     priority = min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
     before = os.listdir("/proc/self/task")
-    jax.jit(jnp.negative)(1.0).block_until_ready()  # which makes that pool
+    jax.jit(jnp.negative)(1.0).block_until_ready()  # creates that pool of threads
     for thread in before:
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             os.setpriority(os.PRIO_PROCESS, int(thread), priority)

@@ -1,4 +1,4 @@
-"""Folders of weights for tests: the goldens, a Trainer of them, and their content."""
+"""Folders of weights for tests: the goldens, Trainers on them, and their content."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +43,7 @@ def make_trainer(model: Any, strategy: str = "fsdp", **options: Any) -> Trainer:
 
 
 def content(folder: Path) -> dict[str, np.ndarray]:
-    """By the package safetensors, as its users read."""
+    """Returns the arrays of a folder, read by the package safetensors."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="flax") as file:

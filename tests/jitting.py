@@ -13,7 +13,7 @@ RULES = FSDPRules("fsdp", min_size=0)
 
 
 class Counted:
-    """A function that counts how often it is traced."""
+    """Wraps a function and counts its traces."""
 
     def __init__(self, function: Callable) -> None:
         self.traces = 0

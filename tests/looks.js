@@ -1,4 +1,4 @@
-// What an eye would find wrong with a page: a line for each, none if all is right.
+// Returns one line for each fault that a reader would see on a page.
 
 const canvas = document.createElement("canvas");
 canvas.width = canvas.height = 32;
@@ -70,7 +70,8 @@ function* texts(page) { // [text, element, box] of every line that is shown
   }
 }
 
-// The box that text must keep to: of a block, a picture, or what scrolls or cuts it.
+// Returns the box that must contain an element's text: a block or a picture. Returns
+// null if the text may scroll or is cut with an ellipsis.
 const boxOf = (element) => {
   for (let e = element; e.parentElement; e = e.parentElement) {
     if (e.tagName === "svg") return [e.getBoundingClientRect(), "picture"];
@@ -81,7 +82,7 @@ const boxOf = (element) => {
       return [null, ""];
     }
     if (!/^(inline|contents)/.test(style.display)) {
-      // A cell of a table that scrolls is as wide as its words.
+      // A table that scrolls has cells as wide as their words.
       return [e.getBoundingClientRect(), e.tagName.toLowerCase()];
     }
   }

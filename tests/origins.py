@@ -1,4 +1,4 @@
-"""Where a value of a compiled program comes from, through loops and calls."""
+"""Traces a value of a compiled program back to its sources, through loops and calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ Place = tuple[str, str, int | None]
 
 
 def origins(module: Module, computation: str, name: str) -> set[str]:
-    """Opcodes of all that a value is computed from.
+    """Opcodes of all instructions that a value is computed from.
 
-    ``parameter`` is among them only if it is an argument of the program.
+    The set contains ``parameter`` only if the value depends on an argument of the
+    program.
     """
     found, seen = set(), set()
     waiting: list[Place] = [(computation, name, None)]
@@ -34,7 +35,7 @@ def origins(module: Module, computation: str, name: str) -> set[str]:
 def _before(
     module: Module, inside: Computation, instruction: Instruction, index: int | None
 ) -> Iterator[Place]:
-    """Places from which the value of an instruction is made directly."""
+    """Places whose values an instruction uses directly."""
     operands = instruction.operands
     match instruction.opcode:
         case "constant":
@@ -65,7 +66,7 @@ def _before(
 def _given(
     module: Module, called: str, number: int, index: int | None
 ) -> Iterator[Place]:
-    """Places whose values callers pass to a computation as one of its parameters."""
+    """Places whose values the callers of a computation pass as one parameter."""
     for outer in module.computations.values():
         for caller in outer.instructions.values():
             if called in (caller.attribute("body"), caller.attribute("condition")):

@@ -1,4 +1,4 @@
-"""Pages of Markdown: their blocks, and the output of their code."""
+"""Markdown pages: their fenced blocks, and the output of their Python code."""
 
 import json
 import os
@@ -29,15 +29,15 @@ json.dump(printed, sys.stdout)
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """Kind and text of each fenced block."""
+    """Returns the kind and the text of each fenced block."""
     return FENCE.findall(page.read_text())
 
 
 def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
-    """The output of each Python block, and the text shown below it, if any.
+    """Returns each Python block's output and the text block below it, or None.
 
-    The blocks run in order in one namespace. One that has text below it may end with an
-    error, which it then prints.
+    The blocks run in order in one namespace. A block with a text block below it may end
+    with an error, which is then part of its output.
     """
     codes: list[str] = []
     shown: dict[int, str] = {}
@@ -45,7 +45,7 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
     for kind, text in blocks(page):
         if kind == "python":
             codes.append(text)
-        elif kind == "text" and above != "console":  # not a command's output
+        elif kind == "text" and above != "console":  # skips the output of a command
             shown[len(codes) - 1] = text
         above = kind
     done = subprocess.run(
@@ -56,9 +56,9 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
-            # A script for a cluster, tried on one machine, would warn of one device.
+            # With one device, a script that is written for a cluster would warn.
             "JAX_NUM_CPU_DEVICES": "2",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as conftest.py has it
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in conftest.py
         },
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Gradients of one step, by any strategy, to be compared leaf by leaf."""
+"""Gradients of one step under any strategy, for comparison leaf by leaf."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def make_trainer(
     precision: Precision | None = None,
     **more: Any,
 ) -> Trainer:
-    """A Trainer of plain gradient descent on as many devices as the strategy needs.
+    """A Trainer with plain SGD on as many devices as the strategy needs.
 
-    An axis whose size is left out gets one device.
+    An axis without a given size has size 1.
     """
     count = math.prod(size or 1 for size in strategy.axis_sizes.values())
     return Trainer(
@@ -51,7 +51,7 @@ def make_trainer(
 
 
 def one_step(trainer: Trainer, batch: Any) -> tuple[dict, dict, dict]:
-    """Gradients by path, the variables after the step by path, and the metrics."""
+    """Runs a step; returns gradients and variables, both by path, and the metrics."""
     before = to_host(trainer.state.params)
     state, metrics = trainer.train_step(trainer.state, trainer.shard_batch(batch))
     trainer.state = state
@@ -69,7 +69,7 @@ def on_one_device(
     num_microbatches: int,
     wrt: Any,
 ) -> list[tuple[dict, dict, dict]]:
-    """The results of `one_step` on one device, for each of some steps."""
+    """The results of `one_step` on one device, for each of the steps."""
     trainer = make_trainer(build, loss, num_microbatches=num_microbatches, wrt=wrt)
     return [one_step(trainer, make_batch()) for _ in range(steps)]
 
@@ -85,7 +85,7 @@ def assert_like_one_device(
     wrt: Any = nnx.Param,
     remat: Remat = "none",
 ) -> dict[str, Any]:
-    """Same gradients, variables and metrics; returns the last step's metrics."""
+    """Compares gradients, variables and metrics; returns the last step's metrics."""
     expected = on_one_device(build, loss, make_batch, steps, num_microbatches, wrt)
     found = make_trainer(
         build,

@@ -1,4 +1,4 @@
-"""How a strategy places one array, for tests of rules and layouts."""
+"""Returns a strategy's placement of one array, for tests of rules and layouts."""
 
 from typing import Any
 

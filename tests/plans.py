@@ -1,4 +1,4 @@
-"""Trainers of four kinds of models, small, for plans; and strategies that fit them."""
+"""Small Trainers of four kinds of models, and strategies to plan them with."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def vit() -> Parts:
 
 
 def stock() -> Parts:
-    """A transformer of plain NNX, which the package does not know."""
+    """A transformer of plain NNX modules, none of them from this package."""
     tokens = shape(ROWS, 17, dtype="int32")
     return parts_of(lambda rngs: Llama(rngs), stock_loss, {"tokens": tokens})
 

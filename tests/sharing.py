@@ -1,8 +1,8 @@
-"""Programs that are the same share one executable, within a worker.
+"""Equal programs share one executable within a worker.
 
-Tests build the same Trainer again and again, and jax's caches know functions by their
-identity. Nothing goes to disk: programs with collectives that come from there are not
-safe on simulated devices.
+Tests build the same Trainer many times, but jax's caches compare functions by identity.
+Programs are not stored on disk, because programs with collectives that are loaded from
+there are not safe on simulated devices.
 """
 
 import hashlib
@@ -18,17 +18,17 @@ NUM_KEPT = 64
 
 
 def share_compiled_programs() -> None:
-    """Has jax compile a program once that is asked for again.
+    """Makes jax compile equal programs only once.
 
-    It has no public seam for that; where a later version has other names, the tests
-    take longer.
+    jax has no public hook for that. If a later version has other names, programs are
+    not shared and the tests take longer.
     """
     if hasattr(compiler, "backend_compile_and_load"):
         compiler.backend_compile_and_load = sharing(compiler.backend_compile_and_load)
 
 
 def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
-    """The function which turns a module into an executable, with a memory."""
+    """Adds a cache to the function that compiles a module into an executable."""
     kept: OrderedDict[tuple, Any] = OrderedDict()
 
     def compile_or_share(
@@ -43,7 +43,7 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
             return compile_program(
                 backend, module, executable_devices, options, host_callbacks, *args
             )
-        bytecode = io.BytesIO()  # without lines of Python: conftest
+        bytecode = io.BytesIO()  # has no Python lines: see conftest.py
         module.operation.write_bytecode(bytecode)
         key = (
             id(backend),

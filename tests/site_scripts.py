@@ -1,4 +1,4 @@
-"""The site's scripts, which import each other as they do when it is built."""
+"""Imports the site's scripts, which import each other as in a build of the site."""
 
 import importlib
 from pathlib import Path

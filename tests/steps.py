@@ -1,4 +1,4 @@
-"""Training steps compiled only from shapes; nothing is run or allocated."""
+"""Training steps that are compiled from shapes; nothing runs or is allocated."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ QUICKLY = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""Machine code is not optimised: collectives, memory, opcodes are decided before it."""
+"""Turns off machine-code optimizations, which come after all that the tests examine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """A compiled step and the plan that it follows.
+    """A compiled step, with the plan of its state.
 
     Attributes:
-        plan: Structure and place of every array.
+        plan: Structure and placement of every array.
         num_devices: Devices of the mesh.
         memory: The compiler's memory statistics, per device.
         report: Audit of its FLOPs and transfers.
@@ -54,7 +54,7 @@ def compile_step(
     seq_len: int,
     num_microbatches: int = 1,
 ) -> CompiledStep:
-    """Compiles an AdamW step on batches of tokens, over as many devices as needed."""
+    """Compiles an AdamW step on token batches, on the devices that a strategy needs."""
     plan = plan_step(build, strategy)
     step = make_train_step(plan, loss, StepOptions(num_microbatches=num_microbatches))
     compiled = lower_step(step, plan, num_rows, seq_len).compile(QUICKLY)
@@ -67,7 +67,7 @@ def compile_step(
 
 
 def plan_step(build: Callable[[nnx.Rngs], nnx.Module], strategy: Strategy) -> StatePlan:
-    """The plan of a model under AdamW, over as many devices as needed."""
+    """The plan of a model under AdamW, for as many devices as the strategy needs."""
     sizes = strategy.axis_sizes.values()
     mesh = strategy.make_mesh(jax.devices()[: math.prod(n or 1 for n in sizes)])
     return plan_state(abstract_model(build, nnx.Rngs(0)), strategy.layout(mesh), TX)
@@ -76,7 +76,7 @@ def plan_step(build: Callable[[nnx.Rngs], nnx.Module], strategy: Strategy) -> St
 def lower_step(
     step: Callable, plan: StatePlan, num_rows: int, seq_len: int
 ) -> jax.stages.Lowered:
-    """A step on batches of tokens, lowered for its mesh."""
+    """Lowers a step on batches of tokens for the mesh of its plan."""
     rows = plan.layout.sharding(plan.layout.batch_spec(num_rows))
     tokens = jax.ShapeDtypeStruct((num_rows, seq_len + 1), np.int32, sharding=rows)
     return step.lower(plan.abstract, {"tokens": tokens})  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,4 +1,4 @@
-"""Checkpoints of only adapters: their bytes, their base by checksum, any strategy."""
+"""Checkpoints of adapters only: size, checksums of the base, any strategy."""
 
 import re
 from pathlib import Path
@@ -49,20 +49,20 @@ def test_run_resumes_from_adapters_and_base(tmp_path: Path) -> None:
     expected = whole.fit(BATCHES, 4)["loss"]
     first = make_trainer(tmp_path / "run")
     before = first.fit(BATCHES[:2], 2)["loss"]
-    # Under another strategy: on disk the layout depends on none.
+    # The second run uses another strategy: the layout on disk does not depend on it.
     tensor = Composite(TensorParallel(2), FSDP(min_size=0))
     second = make_trainer(tmp_path / "run", strategy=tensor)
     after = second.fit(BATCHES, 4)["loss"]
     np.testing.assert_allclose([*before, *after], expected, rtol=1e-5)
     assert len(after) == 2
-    # Adam's two moments of the adapters and a count; step and key; nothing else.
+    # The state has two Adam moments per adapter and a count, then step and key.
     num = sum(x.size for x in jax.tree.leaves(nnx.state(first.model, nnx.LoRAParam)))
     assert num_bytes(first.state.opt_state) == 8 * num + 4
     stored = read_stored(tmp_path / "run")
     sizes = {name: num_bytes(group) for name, group in stored.groups.items()}
     assert (sizes["model"], sizes["optimizer"]) == (4 * num, 8 * num + 4)
     assert set(sizes) == {"model", "optimizer", "progress"}
-    # A full checkpoint stores the rest, which here is only named by checksum.
+    # A full checkpoint stores the base; here the base has only checksums.
     more = read_stored(tmp_path / "whole")
     assert stored.base.keys() == more.groups["model"].keys() - stored.groups["model"]
     assert stored.checksums["base"] == {
@@ -71,7 +71,7 @@ def test_run_resumes_from_adapters_and_base(tmp_path: Path) -> None:
     assert on_disk(tmp_path / "whole") - on_disk(tmp_path / "run") > 0.8 * num_bytes(
         {path: more.groups["model"][path] for path in stored.base}
     )
-    # A checkpoint with its base restores where only checksums are saved.
+    # A Trainer that saves only checksums of the base restores a full checkpoint.
     make_trainer(tmp_path / "new").restore(directory=tmp_path / "whole")
 
 
@@ -90,7 +90,7 @@ def on_disk(directory: Path) -> int:
 
 
 def other_base(rngs: nnx.Rngs) -> nnx.Module:
-    """The same weights but for one element."""
+    """The same base with one different element."""
     model: Any = GPT.from_pretrained(GOLDENS / "llama")(rngs)
     kernel = model.blocks.layer.mlp.up.kernel
     kernel.set_value(kernel.get_value().at[0, 0, 0].add(1e-3))

@@ -1,4 +1,4 @@
-"""Adapters in files of PEFT: read, written, and refused."""
+"""Adapters in PEFT's files: they are read and written, and invalid ones raise."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ def test_peft_adapters_round_trip_bit_for_bit(
     assert sorted(given["target_modules"]) == found["target_modules"]
     same = found.keys() - {"lora_alpha", "target_modules"}
     assert {k: found[k] for k in same} == {k: given[k] for k in same}
-    # The whole model with them, and the base as it was.
+    # The adapters load into the full model, and the base's weights are unchanged.
     model: Any = load_adapters(base, ours)(nnx.Rngs(0))
     table = content(GOLDENS / family)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(model.embed.embedding[...], table)
@@ -88,7 +88,7 @@ def test_mismatched_adapters_raise(tmp_path: Path) -> None:
         load(lambda rngs: base(rngs))
     with pytest.raises(WeightsError, match=r"adapts none of the model's layers\. It"):
         load(GPT.from_pretrained(GOLDENS / "gpt2"))
-    # A layer that is not adapted, where the others are.
+    # One layer has adapters in the files, but is not adapted in the model.
     names = [entry for entry in base.names if "down" not in entry[0]]
     with pytest.raises(WeightsError, match=r"down_proj.lora_A.weight' and 3 more, wh"):
         load_adapters(base, folder, names=names)(nnx.Rngs(0))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nnx_parallel"
 MODELS = PACKAGE / "models"
 
-# A module imports only from those above it.
+# A module may only import modules that are above it in this list.
 ORDER = [
     "errors",
     "files",
@@ -54,7 +54,7 @@ ORDER = [
 ]
 OPEN_TO_MODELS = {"layers", "sharding", "metrics", "models", "weights"}
 
-# Distributions whose import name differs from their name.
+# Distributions whose import name differs from the distribution name.
 IMPORT_NAMES = {"orbax-checkpoint": "orbax", "pyyaml": "yaml"}
 
 
@@ -63,13 +63,13 @@ def files_of(package: Path) -> list[Path]:
 
 
 def dotted_name(file: Path) -> str:
-    """`nnx_parallel/layers/__init__.py` is `nnx_parallel.layers`."""
+    """The name of a file's module; `nnx_parallel.layers` for `layers/__init__.py`."""
     parts = file.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
 def imported_modules(node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[str]:
-    """The absolute dotted names that a statement imports, each with its last part."""
+    """Absolute dotted names that a statement imports, each with its last component."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
         return
@@ -83,7 +83,7 @@ def imported_modules(node: ast.Import | ast.ImportFrom, file: Path) -> Iterator[
 
 @functools.cache
 def imports(file: Path) -> list[str]:
-    """Every import of a file: inside functions and under `TYPE_CHECKING` too."""
+    """Every import of a file, also those in functions and under `TYPE_CHECKING`."""
     return [
         name
         for node in ast.walk(tree_of(file))
@@ -93,10 +93,10 @@ def imports(file: Path) -> list[str]:
 
 
 def unit(name: str) -> str:
-    """The entry of `ORDER` that a name of the package belongs to.
+    """The entry of `ORDER` that contains a name of the package.
 
-    A name taken from the package itself (`from nnx_parallel import FSDP`) belongs to
-    `__init__`, which imports everything and stands below everything.
+    A name that is imported from the package (`from nnx_parallel import FSDP`) belongs
+    to `__init__`. That module imports everything and is below all others.
     """
     _, _, rest = name.partition(".")
     first, _, more = rest.partition(".")
@@ -116,7 +116,7 @@ def is_ours(name: str) -> bool:
 
 
 def file_of(name: str) -> Path:
-    """The file that a dotted name of the package is, or is defined in."""
+    """The file of a module, or the file that defines a name of a module."""
     path = ROOT.joinpath(*name.split("."))
     if path.is_dir():
         return path / "__init__.py"
@@ -125,7 +125,7 @@ def file_of(name: str) -> Path:
 
 
 def closure(module: str) -> set[str]:
-    """Modules that a module imports, directly or through others."""
+    """All modules that a module imports, directly or through others."""
     found: set[str] = set()
     left = [module]
     while left:
@@ -137,7 +137,7 @@ def closure(module: str) -> set[str]:
 
 
 def required_at_import(file: Path) -> set[str]:
-    """Top-level packages that must be installed for a file to be imported."""
+    """Top-level packages that must be installed to import a file."""
 
     def statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
         for node in body:
@@ -170,10 +170,12 @@ def test_modules_import_only_from_above(file: Path) -> None:
     if file == PACKAGE / "__init__.py":
         return
     here = unit(dotted_name(file))
-    assert here in ORDER, f"{dotted_name(file)} has no place in ORDER: add `{here}`."
+    assert here in ORDER, f"{dotted_name(file)} is not in ORDER. Add `{here}`."
     above = ORDER[: ORDER.index(here) + 1]
     below = units_imported(file) - set(above)
-    assert not below, f"{dotted_name(file)} imports {sorted(below)} from below it."
+    assert not below, (
+        f"{dotted_name(file)} imports {sorted(below)} from below it in ORDER."
+    )
 
 
 def test_placement_does_not_import_upper_packages() -> None:
@@ -189,14 +191,16 @@ def test_models_import_only_layers_sharding_and_metrics(file: Path) -> None:
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
 def test_import_needs_only_required_dependencies(file: Path) -> None:
-    """Libraries of an extra are imported inside the function that uses them."""
+    """Libraries of an extra are imported only in the functions that use them."""
     known = required_dependencies() | sys.stdlib_module_names | {PACKAGE.name}
     missing = required_at_import(file) - known
-    assert not missing, f"{dotted_name(file)} needs {sorted(missing)} to be imported."
+    assert not missing, (
+        f"{dotted_name(file)} cannot be imported without {sorted(missing)}."
+    )
 
 
 def test_tpu_compiler_is_the_one_that_jax_pins() -> None:
-    """Another libtpu may compile other programs than a TPU machine runs."""
+    """Another version of libtpu may compile other programs than a TPU machine runs."""
     extras = PROJECT["optional-dependencies"]
     assert "jax[tpu]" in extras["tpu-compiler"]
     assert not [line for lines in extras.values() for line in lines if "libtpu" in line]
@@ -224,7 +228,7 @@ def test_every_public_name_has_a_docstring() -> None:
 
 
 def has_docstring(value: object) -> bool:
-    """True if its docstring is written by hand, not by `@dataclass` or a constant."""
+    """True if the docstring is written by hand, not generated or inherited."""
     text = value.__doc__ or ""
     if inspect.isclass(value):
         return bool(text) and not text.startswith(f"{value.__name__}(")
@@ -233,7 +237,7 @@ def has_docstring(value: object) -> bool:
 
 @functools.cache
 def documented_constants() -> set[str]:
-    """Names of constants of the package that a string follows, as Sphinx reads it."""
+    """Names of the package's constants that have a docstring, which Sphinx shows."""
     return {
         target.id
         for file in files_of(PACKAGE)
@@ -254,7 +258,7 @@ def test_functions_have_at_most_60_lines(file: Path) -> None:
 
 @pytest.mark.parametrize("file", files_of(PACKAGE), ids=dotted_name)
 def test_names_are_imported_from_defining_module(file: Path) -> None:
-    # Models are there to be copied: they import public names.
+    # Models are written to be copied, so they import public names.
     if file.name == "__init__.py" or MODELS in file.parents:
         return
     borrowed = {
@@ -272,7 +276,7 @@ def test_schedules_do_not_import_jax() -> None:
         assert "jax" not in {name.partition(".")[0] for name in imports(file)}, file
 
 
-# Each step of a walk imports the next one, but for one: the step calls the claims'
+# In each walk, a module imports the next one, with one exception: the step calls
 # `Execution`, which a pipeline's schedule implements.
 WALKS = {
     "from fit to the gather of FSDP": (
@@ -317,7 +321,7 @@ def is_function(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionD
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function from its first statement on, without its docstring."""
+    """Number of lines from a function's first statement on, without the docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return last_line(body[-1]) - body[0].lineno + 1 if body else 0
 
@@ -327,7 +331,7 @@ def last_line(node: ast.stmt) -> int:
 
 
 def names_imported(file: Path) -> Iterator[tuple[str, str]]:
-    """Each `from source import name` of a file."""
+    """Source and name of each `from source import name` in a file."""
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom):
             yield from ((node.module or "", alias.name) for alias in node.names)
@@ -335,7 +339,7 @@ def names_imported(file: Path) -> Iterator[tuple[str, str]]:
 
 @functools.cache
 def names_defined(module: str) -> set[str]:
-    """The names that the statements of a module bind, without imports."""
+    """Names that a module's top-level statements bind, except for imports."""
     names = set()
     for node in tree_of(file_of(module)).body:
         if is_function(node) or isinstance(node, ast.ClassDef):
@@ -350,9 +354,9 @@ MODULES = {dotted_name(file) for file in files_of(PACKAGE)}
 
 
 def modules_imported(file: Path) -> set[str]:
-    """Modules of the package that a file names, the package itself left out.
+    """Modules of the package that a file imports, without the package's `__init__`.
 
-    Through `__init__`, which exports everything, every module would reach all others.
+    `__init__` exports everything, so with it every module would reach all others.
     """
     ours = filter(is_ours, imports(file))
     named = {name if name in MODULES else name.rpartition(".")[0] for name in ours}

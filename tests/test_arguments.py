@@ -1,4 +1,4 @@
-"""Natural mistakes in arguments: each error has the finding and a valid spelling."""
+"""Natural mistakes in arguments: each error states the mistake and a valid spelling."""
 
 import inspect
 import re
@@ -55,7 +55,7 @@ def loss(model: Any, batch: Any) -> Any:
 
 
 def whole(message: str) -> str:
-    """A pattern of all of a message: found, rule and valid value."""
+    """A pattern that matches a full message: mistake, rule and valid value."""
     return f"^{re.escape(message)}$"
 
 
@@ -353,7 +353,7 @@ def test_grouped_argument_names_its_class(name: str, group: str, option: str) ->
         f"Trainer has no argument {name!r}. It is {option}: pass {group}={option}."
     )
     with pytest.raises(TypeError, match=whole(message)):
-        make(MODEL, None, None, **{name: None})  # before anything else is looked at
+        make(MODEL, None, None, **{name: None})  # before all other checks
 
 
 ZERO = "ZeRO-3 is 'params', ZeRO-2 'gradients', ZeRO-1 'optimizer'."

@@ -28,7 +28,7 @@ def make_trainer(model: Any = None, loss: Any = squares) -> Trainer:
 
 
 class ByName(nnx.Linear):
-    """A layer that takes its streams by name only, as Flax's layers do."""
+    """A layer with a keyword-only `rngs`, as in Flax."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         super().__init__(4, 2, rngs=rngs)
@@ -95,7 +95,7 @@ def test_partial_loss_keeps_bound_arguments() -> None:
 
 
 class Scores(NamedTuple):
-    """Metrics as a tuple with names."""
+    """Metrics in a named tuple."""
 
     exact: Any
     rows: Any
@@ -122,11 +122,11 @@ def test_metrics_in_pytrees_are_named_by_path(names: str, make: Any) -> None:
         assert history[name] in ([0.5], [0.75])
 
 
-# A wrapper of one method of a model
+# A wrapper that replaces one method of a model.
 
 
 class TwoWays(nnx.Module):
-    """A model that a loss can call in two ways."""
+    """A model with two methods that a loss can call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 2, rngs=rngs)
@@ -139,7 +139,7 @@ class TwoWays(nnx.Module):
 
 
 def quantize(model: nnx.Module, name: str) -> Any:
-    """As Qwix does: in a class made for the model, one method runs on rounded arrays.
+    """Makes a subclass for the model in which one method rounds its inputs, like Qwix.
 
     https://github.com/google/qwix, `quantize_nnx_model`
     """
@@ -163,12 +163,12 @@ def test_loss_that_bypasses_quantized_method_raises() -> None:
     for use in (lambda: trainer.fit([batch], 1), lambda: trainer.evaluate([batch])):
         with pytest.raises(LossError, match=re.escape(message)):
             use()
-    # Wrapped where the loss calls it, or called where it is wrapped.
+    # Valid: the wrapped method is the one that the loss calls, directly or indirectly.
     expected = float(squares(model, BATCH))
     for name, loss in (("hidden", through_hidden), ("__call__", squares)):
         found = make_trainer(quantize(model, name), loss).fit([batch], 1)["loss"]
         np.testing.assert_allclose(found, [expected], rtol=1e-5)
-    # A user's class with the same name as its base was not quantized.
+    # A user's subclass with the same name as its base is not taken for quantized.
     make_trainer(_same_name(), through_hidden).fit([batch], 1)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are assigned: in the forward pass, or from outside on the model."""
+"""Assigned parameters: in the forward pass, or from outside on the Trainer's model."""
 
 import re
 import warnings
@@ -29,7 +29,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers import Stack
 
-# Before Flax 0.12.12 the scales of WeightNorm were in no Variable.
+# Before Flax 0.12.12, the scales of WeightNorm were outside of Variables.
 pytestmark = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
 
 WIDTH = 8
@@ -37,7 +37,7 @@ TX = optax.sgd(0.02, momentum=0.9)
 
 
 class Clipped(nnx.Module):
-    """A product whose weights are cut to a range before they are used [1].
+    """A linear layer whose weights are clipped before they are used [1].
 
     References:
         [1] Arjovsky et al., "Wasserstein GAN", 2017, algorithm 1,
@@ -55,7 +55,7 @@ class Clipped(nnx.Module):
 
 
 class Codebook(nnx.Module):
-    """The nearest of some codes, which move to the rows that chose them."""
+    """Returns the nearest codes; each code moves to the mean of its rows."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.codes = nnx.Param(jax.random.normal(rngs.params(), (4, WIDTH)))
@@ -84,7 +84,7 @@ LAYERS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
 
 
 def build(*names: str) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A model of some of these layers, after one that assigns nothing."""
+    """Builds a model of these layers, after a first layer that assigns nothing."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         layers = [LAYERS[name](rngs) for name in names]
@@ -105,7 +105,7 @@ def make_batches(count: int = 4, rows: int = 8) -> list[dict]:
 def plain(
     model: nnx.Module, loss: Any, batches: list[dict], num_microbatches: int = 1
 ) -> list[float]:
-    """The losses of plain NNX, microbatch after microbatch."""
+    """The losses in plain NNX, with one microbatch after another."""
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
     @nnx.jit
@@ -131,7 +131,7 @@ def make_trainer(model: Any, strategy: Any = None, **options: Any) -> Trainer:
 ALONE = {"strategy": DataParallel(), "devices": jax.devices()[:1]}
 
 
-# In the forward pass
+# Assignments in the forward pass.
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -177,7 +177,7 @@ class ClippedBlock(nnx.Module):
 
 
 class Deep(nnx.Module):
-    """Such blocks in a Stack, or one after the other."""
+    """Clipped blocks in a `Stack`, or called one after the other."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool = True) -> None:
         self.first = nnx.Linear(4, WIDTH, rngs=rngs)
@@ -217,7 +217,7 @@ def test_prefetching_stack_refuses_assignments() -> None:
 
 
 class Around(nnx.Module):
-    """Blocks that assign nothing, before a layer that does."""
+    """Blocks that assign nothing, before or after a layer that does."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 2, rngs=rngs)
@@ -239,7 +239,7 @@ def test_pipeline_refuses_assignments_before_compiling(model: Any, path: str) ->
     message = f"assigns trained parameters while it runs: `{path}"
     with pytest.raises(PipelineError, match=re.escape(message)):
         trainer.fit([batch], 1)
-    # In an evaluation nothing of it stays.
+    # An evaluation may assign, and discards the assignments.
     loss = make_trainer(model, **ALONE).evaluate([batch])["loss"]
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], loss, rtol=1e-5)
 
@@ -278,7 +278,7 @@ def test_assignment_of_another_shape_raises() -> None:
         trainer.fit(make_batches(1), 1)
 
 
-# From outside, on the model of a Trainer
+# Assignments from outside, on the model of a Trainer.
 
 
 def linear(rngs: nnx.Rngs) -> nnx.Module:
@@ -299,7 +299,8 @@ def test_assigned_weights_are_trained_on(tmp_path: Path) -> None:
     kernel = jnp.full((4, 1), 2.0)
     model: Any = trainer.model
     model.kernel.set_value(kernel)
-    # Evaluated, trained on and saved; placed, and the user's array is not used.
+    # The assigned weights are placed on the mesh, then evaluated, trained and saved.
+    # The user's array is copied.
     expected = loss_at(np.full((4, 1), 2.0), batch)
     np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
     model.bias = nnx.Param(np.ones(1))
@@ -309,7 +310,7 @@ def test_assigned_weights_are_trained_on(tmp_path: Path) -> None:
     found = trainer.fit([batch], 1)["loss"]
     np.testing.assert_allclose(found, [expected], rtol=1e-5)
     assert not kernel.is_deleted()
-    # The averages are another model.
+    # The model of the averages is separate.
     average: Any = trainer.ema_model
     nnx.update(average, jax.tree.map(jnp.zeros_like, nnx.state(average)))
     assert trainer.state.ema is not None
@@ -369,7 +370,7 @@ def test_added_or_removed_parameter_raises(change: Any, paths: str) -> None:
 
 
 class Counting(nnx.Module):
-    """Counts its calls in an attribute, which plain NNX would trace again and again."""
+    """Counts its calls in an attribute. Plain NNX would trace it again at each call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear, self.dropout = linear(rngs), nnx.Dropout(0.1, rngs=rngs)
@@ -387,13 +388,13 @@ def test_changed_static_attributes_warn() -> None:
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         trainer.fit(batches, 1)
     model: Any = trainer.model
-    model.train()  # the Trainer does not run the model in this mode
+    model.train()  # the Trainer does not use this mode of the model
     model.eval()
     model.dropout.rate = 0.5
     with pytest.warns(ParallelWarning, match=r"in trainer\.model: `dropout\.rate`"):
         trainer.evaluate(batches)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # said once
+        warnings.simplefilter("error")  # the warning appears only once
         trainer.evaluate(batches)
 
 
@@ -421,7 +422,7 @@ def test_stale_model_raises() -> None:
         for use in uses:
             with pytest.raises(RuntimeError, match="Array has been deleted"):
                 use(model)
-    # A copy, a model that is read again, and the fit work as before.
+    # A copy, a fresh `trainer.model`, and the fit work as before.
     np.testing.assert_array_equal(copied(batches[0]["x"]), expected)
     present: Any = trainer.model
     assert np.isfinite(present(batches[0]["x"])).all()
@@ -439,13 +440,13 @@ def test_fit_keeps_arrays_of_passed_model() -> None:
 
 
 class Clipping(Callback):
-    """Clips the weights from outside, while the steps go on."""
+    """Clips the weights from outside during the fit."""
 
     def __init__(self) -> None:
         self.kernels: dict[int, np.ndarray] = {}
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        del step, metrics  # hooks come later than the steps that they tell of
+        del step, metrics  # a hook runs later than the step that it reports
         model: Any = trainer.model
         model.kernel[...] = jnp.clip(model.kernel[...], -0.01, 0.01)
         model.bias[...] = jnp.zeros(1)

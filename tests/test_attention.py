@@ -33,7 +33,7 @@ from nnx_parallel.layers.attention.kernels import (
 )
 from nnx_parallel.sharding import using
 
-# Errors of the implementations that do not take an argument.
+# Errors of the implementations that do not support an argument.
 REFUSED: dict[str, dict[str, str]] = {
     "`segments`": {
         "cudnn": "segments; it takes rows of one document",
@@ -63,7 +63,7 @@ IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
 
 
 def reference(call: AttentionCall, grad: Any = 0.0) -> tuple[np.ndarray, ...]:
-    """The output, and gradients of queries, keys and values, in float64 NumPy."""
+    """The output, and gradients of queries, keys and values, in float64 by NumPy."""
     query, key, value = (
         np.asarray(x, np.float64) for x in (call.query, call.key, call.value)
     )
@@ -106,10 +106,11 @@ def reference(call: AttentionCall, grad: Any = 0.0) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("name", ARGUMENTS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_implementations_refuse_or_match_xla(implementation: str, name: str):
-    """Each implementation refuses an argument by name, or its answer is right.
+    """Each implementation either refuses an argument by name or computes correctly.
 
-    CPUs have no cuDNN: its arguments are given to JAX's function. Nor do they have
-    kernels of Tokamax, whose function has plain operations too.
+    CPUs have no cuDNN, so JAX's plain function gets cuDNN's arguments. CPUs have no
+    Tokamax kernels either, but Tokamax's function also has an implementation in plain
+    operations.
     """
     found = refusal(implementation, name)
     assert found == REFUSED.get(name, {}).get(implementation)
@@ -125,7 +126,7 @@ def test_implementations_refuse_or_match_xla(implementation: str, name: str):
         out = plain_attention(call, "xla")
     elif HAS_TOKAMAX:
         out = tokamax_attention(call, "xla_chunked")
-    else:  # not available for Python 3.11
+    else:  # Tokamax needs Python 3.12
         assert "pip install" in next(FUSED["tokamax"].refusals(call))
         return
     wanted = reference(call)[0]
@@ -167,7 +168,7 @@ ANSWERS: dict[str, Any] = {
     ],
 )
 def test_fully_masked_queries_give_zero(answer: str, name: str):
-    """Checks outputs and gradients; queries that see something are unchanged."""
+    """Checks outputs and gradients; other queries have their usual results."""
     rules, run, strategy = UNSEEN[name], ANSWERS[answer], None
     if isinstance(run, Strategy):
         run, strategy = None, run
@@ -193,7 +194,7 @@ def test_fully_masked_queries_give_zero(answer: str, name: str):
         with using(layout):
             return attention(*arrays, **rules)
 
-    # Tokamax joins masks of other ranks.
+    # Tokamax combines masks of different ranks.
     with jax.numpy_rank_promotion("allow"):
         out, pull = jax.vjp(jax.jit(compute), *arrays)
         found = out, *pull(grad)
@@ -240,9 +241,9 @@ def test_splash_gives_padding_no_gradient():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_long_sequences_never_hold_all_scores(packed: bool):
-    """Checks forward and backward, and layers in a scan, which JAX would give masks.
+    """Checks both passes, also of layers in a scan, where JAX would store masks.
 
-    No array of the program is as large as 4096 x 4096.
+    No array of the program has as many elements as the 4096 x 4096 scores.
     """
     seq = 4096
     x = jax.ShapeDtypeStruct((1, seq, 1, 4), jnp.float32)

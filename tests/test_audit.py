@@ -1,4 +1,4 @@
-"""The audit's counts match theory: every number here is worked out by hand."""
+"""The audit's counts match theory; all expected numbers are computed by hand."""
 
 import re
 import subprocess
@@ -122,7 +122,7 @@ class TestConvolution:
             return self.convolve(images, kernel, padding="SAME")
 
         report = audit_jit(same, ones(1, 4, 4, 8), ones(3, 3, 8, 8))
-        # Along each dim the four outputs see 2, 3, 3 and 2 of the three taps.
+        # Along each dim, the four outputs use 2, 3, 3 and 2 of the three taps.
         assert report.flops == 2 * (8 * 8) * (2 + 3 + 3 + 2) ** 2
 
     @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
@@ -158,7 +158,7 @@ class TestControlFlow:
         assert report.conditionals[0].count == 7
 
     def test_conditional_counts_by_frequency(self):
-        """3 of 12 iterations take a branch of two products, 9 a branch of one."""
+        """Of 12 iterations, 3 take a branch with two products, 9 a branch with one."""
 
         def step(x, flag):
             with jax.named_scope("twice"):
@@ -210,7 +210,7 @@ class TestControlFlow:
             audit(compiled, trips={"few": 1})
 
     def test_grouped_products_are_counted(self):
-        """Overflow rounds of a mixture are not counted by default."""
+        """By default, overflow rounds of a mixture of experts are not counted."""
         moe = MoE(16, Experts(num_experts=8, top_k=2, mlp_dim=32), rngs=nnx.Rngs(0))
         moe.deterministic = True
         strategy = ExpertParallel(4, "gather")
@@ -224,8 +224,8 @@ class TestControlFlow:
         report, twice = audit(compiled), audit(compiled, trips={"more_rounds": 1})
         assert "more_rounds/while" in report.unknown_loops[0]
         assert "loop of unknown length, not counted" in str(report)
-        # A device has 16 tokens, of which 2 experts are chosen, and room for 40 rows.
-        # On CPUs each of its two experts multiplies all of them.
+        # Each device has 16 tokens, which choose 2 experts each, and room for 40 rows.
+        # On CPUs, each of a device's two experts multiplies all 40 rows.
         assert report.grouped_flops == 3 * 2 * (2 * 40) * 16 * 32
         assert twice.grouped_flops == 2 * report.grouped_flops
         assert twice.grouped_products == 2 * report.grouped_products >= 6
@@ -236,7 +236,7 @@ class TestControlFlow:
         ("start", "stop", "step"), [(0, 16, 1), (3, 16, 4), (16, 2, -3), (5, 5, 1)]
     )
     def test_trip_count_is_read_from_loop(self, start, stop, step):
-        """The text of a TPU program does not state the trip count."""
+        """The loop's bounds give the trip count; the text of a TPU program has none."""
 
         def f(x):
             def goes_on(carry):
@@ -352,7 +352,7 @@ def test_unoptimized_hlo_raises():
         audit(jax.jit(jnp.sin).lower(1.0).as_text())
 
 
-# The format of the compiler's dump: elements of tuples have no line.
+# In the format of the compiler's dump, elements of tuples have no line.
 DUMPED = """HloModule jit_f, is_scheduled=true, num_partitions=4
 
 %async_computation (x: bf16[6,8], y: bf16[9,8], s: s32[4]) -> bf16[9,8] {
@@ -376,7 +376,7 @@ async-start(%p, %all-reduce, %s), calls=%async_computation
 
 
 def test_compiler_dump_is_parsed():
-    """Tuple elements have names; a ragged exchange counts its smaller side."""
+    """Tuple elements have names; a ragged exchange counts its smaller operand."""
     report = audit(DUMPED)
     assert report.bytes("all-reduce") == report.bytes("ragged-all-to-all") == 6 * 8 * 2
     assert [each.asynchronous for each in report.collectives] == [False, True]

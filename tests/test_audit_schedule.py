@@ -1,4 +1,4 @@
-"""The audit of a schedule: senders, hidden transfers, and unreadable instructions."""
+"""Tests the audit of a schedule: senders, hidden transfers, unreadable instructions."""
 
 import json
 import re
@@ -14,10 +14,10 @@ from nnx_parallel.audit.collectives import UNREAD
 
 SHARD, WHOLE = 2 * 16 * 2, 8 * 16 * 2  # bytes of bf16[2,16] and of bf16[8,16]
 
-# A loop of three layers under FSDP over 4 chips, as libtpu schedules transfers of
-# SparseCores: a start without operands, an update that hands over the data, a done.
-# One gather is awaited before the layer's product, one after; the sum's data come
-# after the product, and another product follows.
+# A loop over three layers under FSDP on 4 chips, in which libtpu schedules transfers on
+# SparseCores: a start without operands, an update that hands over the data, and a done.
+# The program waits for one gather before the layer's product, and for one after it. The
+# reduction gets its data after the product, and another product follows.
 SPARSE_CORES = """\
 HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -113,7 +113,7 @@ def test_sparse_core_collectives_are_read():
         (each.kind, each.count, each.bytes_each, each.asynchronous, each.is_hidden)
         for each in report.collectives
     ] == [
-        ("all-gather", 3, WHOLE, True, False),  # awaited before the product
+        ("all-gather", 3, WHOLE, True, False),  # waited for before the product
         ("all-gather", 3, WHOLE, True, True),
         ("reduce-scatter", 3, WHOLE, True, True),
     ]
@@ -123,18 +123,18 @@ def test_sparse_core_collectives_are_read():
     assert report.hidden_share_of("all-gather") == 0.5
     assert report.unread == ()
     assert report.collectives[0].source == "jit(step)/while/body/up"
-    assert not report.custom_calls  # which are kernels
+    assert not report.custom_calls  # custom_calls lists kernels only
 
 
 def test_sum_is_hidden_only_after_data_arrive():
-    """The sum starts before the first product, when it has nothing to send yet."""
+    """The reduction starts before the first product, but has no data to send yet."""
     report = audit(SPARSE_CORES.replace("SECOND", "%t = bf16[16,8]{1,0} copy(%h)"))
     assert report.hidden_share_of("reduce-scatter") == 0.0
     assert report.hidden_share == pytest.approx(1 / 3)
 
 
 def test_compiler_dump_matches_printed_program():
-    """The dump wraps a SparseCore's program in a computation, and has other names."""
+    """The dump wraps a SparseCore's program in a computation, and uses other names."""
     wrapped = "".join(
         f"""
 %wrapper.{i} (q: {given}) -> {result} {{
@@ -173,7 +173,7 @@ def test_text_without_schedule_has_no_hidden_share():
 @pytest.mark.parametrize(
     ("written", "name", "num_bytes"),
     [
-        # The computation is not in the text.
+        # The called computation is missing from the text.
         ("SPARSE", "TODO(b/522284627)", 3 * 4 * (8192 + 53)),
         ("%u = (bf16[16,8]{1,0}, token[]) send(%h, %k), channel_id=9", "send", 256),
         (
@@ -221,7 +221,7 @@ def test_report_names_axes_and_is_json():
     report = audit(compiled)
     (gather,) = report.collectives
     assert gather.axes == ("fsdp",)
-    assert report.hidden_share == 0.0  # a CPU waits for each
+    assert report.hidden_share == 0.0  # a CPU waits for each transfer
     row = str(report).splitlines()[-1].split()
     assert row[:2] == ["all-gather", "1"]
     assert row[7:9] == ["fsdp", "no"]
@@ -240,7 +240,7 @@ def test_audit_of_text_uses_given_mesh():
     assert {each.axes for each in audit(SCHEDULE, mesh=mesh).collectives} == {("fsdp",)}
 
 
-# A collective that the TensorCore sends while it multiplies, over three fusions.
+# A collective that the TensorCore sends during products, spread over three fusions.
 FUSIONS = """\
 HloModule m, is_scheduled=true, num_partitions=4
 

@@ -1,4 +1,4 @@
-"""The audit of programs for other backends, as their compilers write them."""
+"""The audit of programs in the text formats of other backends' compilers."""
 
 import pytest
 
@@ -44,9 +44,10 @@ def test_report_prints_its_class_table():
     assert str(Short(**vars(audit(text)))) == "0 FLOPs"
 
 
-# Text of the TPU compiler: layouts with parentheses, no trip count, asynchronous
-# starts, a dot turned convolution inside a fusion, a reduce-scatter that is an
-# all-reduce fused with a slice, and a collective repeated in each fusion that it spans.
+# Text of the TPU compiler. It has layouts with parentheses, no trip count, asynchronous
+# starts, a dot rewritten as a convolution inside a fusion, a reduce-scatter written as
+# an all-reduce fused with a slice, and a collective that is repeated in each fusion
+# that it spans.
 TPU_TEXT = """\
 HloModule jit_step, is_scheduled=true, num_partitions=8
 
@@ -223,7 +224,7 @@ ENTRY %main (x: f32[8]) -> f32[4] {
 
 
 def test_multiline_kernel_metadata_is_parsed():
-    """The TPU compiler writes such metadata; one of the lines begins with a brace."""
+    """The TPU compiler writes such metadata; one of its lines begins with a brace."""
     text = """\
 HloModule m, num_partitions=4
 
@@ -273,7 +274,7 @@ def test_table_sums_equal_collectives():
         "49.15",
         "kB",
         "4",
-        "-",  # axes: no mesh
+        "-",  # no axes without a mesh
         "no",
     ]
 

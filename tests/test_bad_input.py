@@ -1,4 +1,4 @@
-"""Mistakes of users: each error has the finding, the rule, and valid values."""
+"""Mistakes of users: each error states the mistake, the rule, and valid values."""
 
 import re
 from collections.abc import Iterator
@@ -129,7 +129,7 @@ def test_loss_may_call_functions_defined_later() -> None:
 
 
 class Table(nnx.Module):
-    """A product and a constant in no Variable."""
+    """A product, and a constant outside of Variables."""
 
     def __init__(self, rngs: nnx.Rngs, make: Any = jnp.arange) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -347,7 +347,7 @@ def test_changed_hyperparameters_warn_on_resume(tmp_path: Path) -> None:
         make_trainer(optimizer=optimizer, checkpoint=tmp_path).fit([BATCH] * 4, steps)
 
     train(0.1, 2)
-    train(0.1, 3)  # the schedule has moved on: not a change
+    train(0.1, 3)  # the schedule's progress is not a change
     message = (
         "Hyperparameters have changed since the checkpoint: learning_rate: 0.1 in the "
         "checkpoint, 0.2 in the optimizer now. The checkpoint's values are used"
@@ -369,7 +369,7 @@ def test_out_of_memory_raises_device_memory_error() -> None:
     model = abstract_model(lambda rngs: nnx.Linear(4, 4, rngs=rngs), nnx.Rngs(0))
     plan = plan_state(model, layout, optax.adam(0.1))
     with pytest.raises(DeviceMemoryError) as caught, explaining_memory(plan, 4, 1000):
-        # More than a process can address, so that no machine ever grants it.
+        # This array exceeds a process's address space, so no machine can allocate it.
         jnp.zeros((2**23, 2**23)).block_until_ready()
     text = str(caught.value)
     assert text.startswith("Out of device memory: RESOURCE_EXHAUSTED: ")
@@ -418,7 +418,7 @@ def test_untested_versions_warn() -> None:
 
 
 class Holder(nnx.Module):
-    """A layer and an array without elements."""
+    """A layer, and an array of size 0."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, 4, rngs=rngs)
@@ -459,7 +459,7 @@ def test_invalid_checkpoint_options_raise(
 
 
 class Unplugged(Callback):
-    """The disk is gone while step 4 is saved, and back afterwards."""
+    """Makes the disk fail during the save of step 4, and restores it afterwards."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._away = directory, directory.with_name("away")
@@ -526,7 +526,7 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
 def test_unsplittable_experts_raise(
     options: dict[str, Any], num_devices: int, message: str
 ) -> None:
-    """The error comes before anything is compiled."""
+    """The error is raised before compilation."""
     with pytest.raises(ExpertsError, match=re.escape(message)):
         make_trainer(**options, devices=jax.devices()[:num_devices])
 
@@ -558,4 +558,4 @@ def test_loss_without_balance_loss_warns() -> None:
     )
     with pytest.warns(UserWarning, match=re.escape(message)):
         trainer.fit([TOKENS], 1)
-    trainer.evaluate([TOKENS])  # where nothing is balanced
+    trainer.evaluate([TOKENS])  # evaluations do not balance experts

@@ -1,4 +1,4 @@
-"""Attention in blocks: exact, forward and backward, and never queries x keys."""
+"""Blockwise attention: exact forward and backward, without queries x keys arrays."""
 
 import itertools
 from functools import partial
@@ -34,7 +34,7 @@ def naive(
     sinks: jax.Array | None = None,
     mask: jax.Array | None = None,
 ) -> jax.Array:
-    """All scores at once, in the words of the contract."""
+    """Computes all scores at once, directly as the contract says."""
     groups = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, groups, axis=2) for x in (key, value))
     scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) * pattern.scale
@@ -60,13 +60,13 @@ def naive(
 
 
 def operands(case: Operands, rows: int = 2, heads: int = 4) -> tuple:
-    """The arguments of `blockwise_attention` after the pattern."""
+    """Arguments of `blockwise_attention` that follow the pattern."""
     rng = np.random.default_rng(0)
     seq, keys = case["lengths"]
     widths = (seq, heads, 8), (keys, case["kv_heads"], 8), (keys, case["kv_heads"], 6)
     arrays = [jnp.asarray(rng.normal(size=(rows, *s)), jnp.float32) for s in widths]
     own = other = None
-    if case["packed"]:  # also with padding in front
+    if case["packed"]:  # the first segment is padding
         own, other = (np.sort(rng.integers(0, 4, (rows, n))) for n in (seq, keys))
         own, other = map(jnp.asarray, (own, own if seq == keys else other))
     sinks = jnp.asarray(rng.normal(size=heads), jnp.float32) if case["sinks"] else None
@@ -76,7 +76,7 @@ def operands(case: Operands, rows: int = 2, heads: int = 4) -> tuple:
 
 
 def value_and_gradients(function: Any, operands: tuple) -> tuple:
-    """Value and gradients of a scalar that weighs every output differently."""
+    """Value and gradients of a scalar in which each output has a different weight."""
     query, key, value, *tokens, sinks, mask = operands
 
     @jax.jit
@@ -96,7 +96,7 @@ def value_and_gradients(function: Any, operands: tuple) -> tuple:
 def assert_same(found: Any, expected: Any) -> None:
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert a.shape == b.shape
-        # A NaN fails this comparison.
+        # A NaN makes this comparison false.
         assert np.max(np.abs(a - b)) <= 1e-5 * np.max(np.abs(b))
 
 
@@ -115,7 +115,7 @@ PRODUCT = [dict(zip(CHOICES, each, strict=True)) for each in EACH]
 
 
 def covering(cases: list[Operands], count: int) -> list[Operands]:
-    """Few cases that cover every combination of ``count`` choices."""
+    """Chooses few cases that cover every combination of ``count`` arguments' values."""
 
     def combinations(case: Operands) -> set:
         choices = [(k, repr(v)) for k, v in case.items()]
@@ -144,7 +144,7 @@ REST = [case for case in PRODUCT[::11] if case not in (*QUICK, *PAIRS)]
     ids=lambda case: "-".join(map(str, case.values())),
 )
 def test_blockwise_matches_naive_attention(case: Operands):
-    """Every argument of the contract, in blocks that divide neither side."""
+    """Checks all arguments; the blocks divide neither the queries nor the keys."""
     pattern = Pattern(
         scale=0.5,
         causal=case["causal"],
@@ -163,7 +163,7 @@ PACKED = {
 
 
 def test_key_blocks_merge_in_any_order():
-    """Merges pieces of shuffled keys, as a ring does."""
+    """Merges results over blocks of shuffled keys, as a ring does."""
     pattern = Pattern(scale=0.5, causal=True, window=(9, None), block=(8, 8))
     given = operands(PACKED)
     query, key, value, q_tokens, k_tokens, sinks, _ = given
@@ -202,7 +202,7 @@ def test_key_blocks_merge_in_any_order():
 
 
 def test_fully_masked_rows_give_zero():
-    """No NaN and no gradient; merging such a row changes nothing."""
+    """Outputs are 0, gradients 0, and merging such a row changes nothing."""
     nothing = (jnp.zeros((1, 2, 1, 3)), jnp.full((1, 2, 1), -jnp.inf))
     some = (jnp.ones((1, 2, 1, 3)), jnp.zeros((1, 2, 1)))
     assert_same(merge(nothing, some), some)
@@ -237,7 +237,7 @@ def test_bfloat16_is_summed_in_float32():
 
 
 def blocks_run(pattern: Pattern, tokens: Tokens) -> int:
-    """How many blocks the loops of the forward pass compute, not skip."""
+    """Number of blocks that the forward pass computes; it skips the others."""
     seen = []
 
     class Counting(Pattern):
@@ -264,7 +264,7 @@ def blocks_run(pattern: Pattern, tokens: Tokens) -> int:
     ],
 )
 def test_empty_blocks_are_skipped(changes, segments, expected):
-    """Each block of 8 tokens is one document or padding."""
+    """Each block of 8 tokens is either one document or padding."""
     own = None if segments is None else jnp.repeat(jnp.asarray([segments]), 8, axis=1)
     pattern = Pattern(scale=1.0, block=(8, 8), **changes)
     assert blocks_run(pattern, Tokens.in_order(64, own)) == expected

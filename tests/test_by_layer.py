@@ -1,4 +1,4 @@
-"""An optimizer sees the layers of a `Stack` as the arrays of a list."""
+"""An optimizer treats the layers of a `Stack` like the separate arrays of a list."""
 
 import re
 import warnings
@@ -48,7 +48,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Layers of different sizes: as lists, or as two stacks of other lengths."""
+    """Layers of two sizes: as lists, or as two stacks of different lengths."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool) -> None:
         blocks = [Block(rngs, 0.5 + 0.5 * index) for index in range(6)]
@@ -86,7 +86,7 @@ lamb = optax.lamb(1e-2)
 clipped_lamb = optax.chain(optax.clip_by_global_norm(0.5), lamb)
 by_kind: dict[Any, Any] = {"lamb": lamb, "sgd": optax.sgd(0.1)}
 
-# Their updates of a stack differ from those of a list.
+# These optimizers update a stack differently from a list.
 MIXING: dict[str, optax.GradientTransformation] = {
     "lamb": lamb,
     "lars": optax.lars(0.1),
@@ -146,7 +146,7 @@ def test_optimizer_that_separates_layers_does_not_warn(name: str) -> None:
 
 @pytest.mark.parametrize("make", [optax.contrib.muon, muon])
 def test_muon_warns_only_without_dimension_numbers(make: Any) -> None:
-    """Optax counts the dims of kernels with three dims from either end."""
+    """Optax's dimension numbers count the dims of 3-D kernels from either end."""
 
     def model(rngs: nnx.Rngs) -> nnx.Module:
         return Stack(
@@ -161,11 +161,11 @@ def test_muon_warns_only_without_dimension_numbers(make: Any) -> None:
 
     check(model, numbered)
     with pytest.warns(UserWarning, match="an update of `groups"):
-        check(stacked, make(0.02))  # takes the layers' biases for a matrix
+        check(stacked, make(0.02))  # treats the stacked biases as a matrix
 
 
 def test_factors_of_large_matrices_are_compared() -> None:
-    """Adafactor factors from 128 on, whatever the number of layers."""
+    """Adafactor factors dims from 128 on; the number of layers plays no part."""
 
     def model(rngs: nnx.Rngs) -> nnx.Module:
         return Stack(lambda r: nnx.Linear(300, 300, rngs=r), 3, rngs=rngs)
@@ -175,7 +175,7 @@ def test_factors_of_large_matrices_are_compared() -> None:
 
 
 def trees(seed: int) -> tuple[dict, dict]:
-    """Values of the parameters as lists, and the same ones stacked."""
+    """Parameter values as lists of layers, and the same values stacked."""
     rng = np.random.default_rng(seed)
     shapes = {"kernel": (WIDTH, WIDTH), "bias": (WIDTH,)}
     groups, joined = {}, {}
@@ -195,7 +195,7 @@ def trees(seed: int) -> tuple[dict, dict]:
 
 
 def join(tree: dict) -> dict:
-    """A tree of lists, stacked."""
+    """Stacks the layers of a tree of lists."""
     groups = {
         index: {"layer": jax.tree.map(lambda *xs: jnp.stack(xs), *layers.values())}
         for index, layers in tree["groups"].items()
@@ -252,7 +252,7 @@ def squares(model: Any, batch: np.ndarray) -> jax.Array:
 
 
 class Piped(nnx.Module):
-    """One group of blocks."""
+    """A model with one group of blocks."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool) -> None:
         self.embed = nnx.Linear(4, WIDTH, rngs=rngs)
@@ -305,7 +305,7 @@ def test_training_matches_list_on_one_device(
         saved = {"checkpoint": Checkpoint(tmp_path, every=2)}
         first, losses = train(True, STRATEGIES[name], by_layer(tx), 2, **saved)
         np.testing.assert_allclose(losses, expected[:2], rtol=1e-5)
-        # The state is in the shards of its parameters, and goes on anywhere.
+        # The state is sharded like its parameters, and restores under other strategies.
         planned = first._run.plan.shardings.opt_state
         for x, sharding in zip(
             jax.tree.leaves(first.state.opt_state),

@@ -41,7 +41,7 @@ from tests.waiting import wait_until
 
 
 def shard_over(num_devices: int):
-    """Shards dim 0 over ``num_devices`` where they divide it; otherwise replicates."""
+    """Shards dim 0 over ``num_devices`` if they divide it; otherwise replicates."""
     mesh = jax.make_mesh(
         (num_devices,),
         ("data",),
@@ -160,7 +160,7 @@ def test_pending_checksums_release_arrays():
 
 
 def start_save(options: Checkpoint, values):
-    """Starts an Orbax save as the CheckpointManager does, with the given checksums."""
+    """Starts an Orbax save like `CheckpointManager`, with the given checksums."""
     orbax = open_directory(str(options.directory))
     parts = {**weights(), PART: PendingChecksums("digest", values)}
     response = orbax.save_checkpointables_async(1, parts, force=True)
@@ -176,7 +176,7 @@ def test_save_does_not_wait_for_checksums(options):
         return {"params": {"w": 5}}
 
     orbax, response = start_save(options, values)
-    assert not path_of(options, "1").exists()  # here a fit goes on
+    assert not path_of(options, "1").exists()  # the fit continues here
     may_finish.set()
     response.result()
     assert read_checksums(str(path_of(options, "1")), "digest") == values()
@@ -190,7 +190,7 @@ def test_failed_checksums_leave_no_checkpoint(options):
     before = set(threading.enumerate())
 
     def writers() -> list[threading.Thread]:
-        """Orbax's threads, without those that wait for more work."""
+        """Orbax's threads, except those that wait for more work."""
         return [
             thread
             for thread in set(threading.enumerate()) - before
@@ -201,13 +201,13 @@ def test_failed_checksums_leave_no_checkpoint(options):
     with pytest.raises(Exception, match="a device is gone"):
         response.result()
     with contextlib.suppress(Exception):
-        orbax.close()  # tells it once more
+        orbax.close()  # raises the error again
     assert wait_until(lambda: not writers(), seconds=60)
     assert not path_of(options, "1").exists()
 
 
 def bytes_read() -> int:
-    """Bytes that this process has read from files so far."""
+    """Bytes that this process has read from files."""
     return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
@@ -349,7 +349,7 @@ def test_replaced_step_that_cannot_be_deleted_is_not_listed(options, monkeypatch
             patch.setattr(shutil, "rmtree", fail)
             with pytest.raises(CheckpointSaveError, match="Cannot delete step 20"):
                 manager.save_groups(20, weights(2), {}, overwrite=True)
-        assert manager.saved.steps == []  # it was renamed before
+        assert manager.saved.steps == []  # the step was renamed before its deletion
         manager.save_groups(20, weights(3), {})
         assert manager.saved.steps == [20]
 
@@ -393,7 +393,7 @@ def test_save_is_due_every_n_steps(tmp_path):
 
 
 def block(options: Checkpoint, step: int) -> None:
-    """Makes the save under way fail where it renames its directory to ``step``."""
+    """Makes the running save fail when it renames its directory to ``step``."""
     path_of(options, str(step)).mkdir()
     path_of(options, str(step), "in the way").touch()
 
@@ -412,18 +412,20 @@ def test_background_failure_names_its_step(tmp_path):
         message = f"Saving step 20 in '{options.directory}' failed: "
         with pytest.raises(CheckpointSaveError, match=re.escape(message)):
             manager.save_groups(30, groups, {})
-        assert not list(tmp_path.glob("run/20.*")), "written files keep their bytes"
+        assert not list(tmp_path.glob("run/20.*")), (
+            "files of the failed save still take disk space"
+        )
         assert manager.saved.steps == [10]
         assert_same(manager.saved.restore(abstract(weights()))[0], weights(1))
         late, other = (tmp_path / f"run/{n}.orbax-checkpoint-tmp" for n in (20, 90))
-        late.mkdir()  # threads of the failed save may still write
+        late.mkdir()  # as by threads of the failed save that still write
         manager.save_groups(30, weights(3), {})
         assert manager.saved.steps == [30]
         assert not late.exists()
         other.mkdir()
         manager.save_groups(40, weights(4), {})
         assert manager.saved.steps == [40]
-        assert other.exists(), "no search for remains after a successful save"
+        assert other.exists(), "a successful save searched for remains of failed saves"
 
 
 def test_close_raises_failure_of_last_save(options):
@@ -512,7 +514,7 @@ def test_missing_steps_raise(options):
 
 
 def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
-    """A failed save may be a warning; a lost process is always an error."""
+    """With on_save_error="warn", a failed save warns and a lost process raises."""
 
     def lose(directory, check_lock):
         raise ProcessError("Process 1 is lost.")
@@ -523,7 +525,9 @@ def test_only_unwritable_directory_is_failed_save(tmp_path, monkeypatch):
         manager.save_groups(1, weights(), {}, metrics={"loss": 1.0})
     with CheckpointManager(options) as manager:
         saved = manager.saved
-        monkeypatch.setattr(saved, "metrics", lambda: pytest.fail("it was read"))
+        monkeypatch.setattr(
+            saved, "metrics", lambda: pytest.fail("the metrics were read")
+        )
         directory.rename(tmp_path / "away")
         directory.write_text("no directory")
         with pytest.raises(CheckpointSaveError, match="CheckpointDirectoryError: "):
@@ -672,7 +676,9 @@ def test_kill_during_save_keeps_last_checkpoint(options):
         time.sleep(0.001)
     child.send_signal(signal.SIGKILL)
     child.communicate()
-    assert list(path_of(options).glob("*tmp*")), "the kill came between two saves"
+    assert list(path_of(options).glob("*tmp*")), (
+        "the process was killed between two saves"
+    )
 
     with CheckpointManager(options) as manager:
         latest = manager.latest_step

@@ -1,4 +1,4 @@
-"""The classifier, tensor-parallel and pipelined: one device's numbers, one model."""
+"""The tensor-parallel and pipelined classifier has the same numbers as one device."""
 
 import math
 from dataclasses import replace
@@ -66,7 +66,7 @@ def one_device(microbatches: int) -> Run:
         for item in (TENSOR | PIPELINES).items()
     ],
 )
-# It has no sequences, of which a strategy that splits them warns.
+# The images have no sequences, and strategies that split sequences warn of that.
 @pytest.mark.filterwarnings("ignore:TensorParallel.* splits activations")
 def test_training_matches_one_device(name: str, strategy: Strategy):
     sizes = {axis: size or 1 for axis, size in strategy.axis_sizes.items()}
@@ -75,7 +75,8 @@ def test_training_matches_one_device(name: str, strategy: Strategy):
     run = measure(CASE, strategy, devices, MICROBATCHES[stages])
     assert_same_numbers(run, one_device(MICROBATCHES[stages]))
     blocks = run.end.params["blocks"]["layer"]
-    # Columns of the kernel into the MLP and rows of that out of it; layers by stage.
+    # The MLP's first kernel is split by columns, its second by rows; stages split
+    # layers.
     split = {name: sizes.get(name, 1) for name in ("pipe", "tensor", "fsdp")}
     for kernel in (blocks["up"]["kernel"], blocks["down"]["kernel"]):
         assert_parts(kernel, math.prod(split.values()))

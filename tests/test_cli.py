@@ -1,4 +1,4 @@
-"""The command line: scripts for schedulers, and reports about checkpoints."""
+"""The command line: scripts for schedulers, and reports on checkpoints."""
 
 import argparse
 import datetime
@@ -42,7 +42,7 @@ CPU_VARIABLES = {
 
 
 def exported(script: str) -> dict[str, str]:
-    """The variables that a shell script sets for its commands."""
+    """The variables that a shell script exports."""
     return dict(re.findall(r"^export (\w+)=(\S+)$", script, re.MULTILINE))
 
 
@@ -102,7 +102,8 @@ def test_slurm_script_requests_tasks_devices_and_signal(
     lines = printed("slurm", capsys).splitlines()
     assert "#SBATCH --ntasks=4" in lines
     assert "#SBATCH --gpus-per-task=8" in lines
-    # Without it jax takes one of them: that with the number of the task on its node.
+    # Without this variable, each jax process takes only the device whose index is the
+    # number of the task on its node.
     assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7" in lines
     assert "#SBATCH --signal=TERM@120" in lines
     on_cpu = printed("slurm", capsys, "--cpu")
@@ -111,7 +112,8 @@ def test_slurm_script_requests_tasks_devices_and_signal(
 
 
 def test_tpu_command_sets_cluster_variable(capsys: pytest.CaptureFixture[str]) -> None:
-    # Under ssh no variable tells; jax asks the TPU's metadata once it is called.
+    # Over ssh, no variable identifies a TPU cluster. With this one, jax is initialized,
+    # and reads the TPU's metadata.
     assert "--command='NNX_PARALLEL_CLUSTER=tpu python" in printed("tpu", capsys)
 
 
@@ -245,7 +247,7 @@ def test_inspect_prints_table_of_steps(
         assert found, line
         assert float(found[1]) == pytest.approx(loss, rel=1e-4)
     assert "model: 2 arrays, 80 B" in text
-    assert "kernel" not in text  # --arrays lists them
+    assert "kernel" not in text  # only `--arrays` lists them
     assert max(map(len, (header, *lines[:2]))) <= 80
 
 

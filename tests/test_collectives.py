@@ -1,6 +1,6 @@
-"""Products that communicate give the numbers of the plain product.
+"""Products with communication give the same numbers as plain products.
 
-Compared in values, gradients and compiled programs, for every mode and ring.
+The tests compare values, gradients and compiled programs, for every mode and ring.
 """
 
 import re
@@ -42,7 +42,7 @@ def ring_mesh(size: int, data: int = 1) -> Mesh:
 
 
 def arrays(x_shape: tuple, w_shape: tuple, y_shape: tuple) -> list[jax.Array]:
-    """x, w and a cotangent."""
+    """Returns x, w and a cotangent."""
     rng = np.random.default_rng(0)
     return [
         jnp.asarray(rng.normal(size=s), jnp.float32)
@@ -51,7 +51,7 @@ def arrays(x_shape: tuple, w_shape: tuple, y_shape: tuple) -> list[jax.Array]:
 
 
 def assert_same(found: Callable, plain: Callable, given: list[jax.Array]) -> None:
-    """Equal in value, and in the gradients of x and of w."""
+    """Compares the values, and the gradients of x and w."""
     x, w, dy = given
 
     def both(function: Callable) -> list:
@@ -95,7 +95,7 @@ def test_matmul_reduce_scatter_matches_matmul(size: int, mode: Mode, length: int
 
 @ALL_MODES
 class TestWithDataAxis:
-    """The batch is split over an axis that stays automatic."""
+    """The batch is split over another axis, which stays automatic."""
 
     MESH = staticmethod(lambda: ring_mesh(4, data=2))
 
@@ -190,11 +190,11 @@ def test_any_dims_can_be_contracted_and_gathered(mode: Mode):
 
 @ALL_MODES
 def test_products_of_one_input_share_ring(mode: Mode):
-    """Values and gradients match single products, and the input is sent only once."""
+    """Values and gradients match separate products, but the input is sent only once."""
     mesh = ring_mesh(4)
     x, *ws = arrays((2, 8, IN), (IN, 4, 3), (8, IN))
     dys = arrays((2, 8, 4, 3), (2, 8, 8), ())[:2]
-    # Where each is split and contracted.
+    # For each kernel: the dim that is split, and the dims that are contracted.
     kernels: list[tuple[int, Any]] = [(1, 1), (0, ((2,), (1,)))]
 
     def together(x, *ws):
@@ -257,7 +257,7 @@ def test_sum_dtype_defaults_to_float32(sum_dtype, sent: str):
 
 
 class TestTransfers:
-    """Bytes and hops of both gradients."""
+    """Tests the bytes and hops of both gradients."""
 
     SIZE, SEQ, WIDTH = 4, 16, 8
 
@@ -283,8 +283,8 @@ class TestTransfers:
     def test_ring_sends_shards_hop_by_hop(self):
         shard = self.SEQ // self.SIZE * self.WIDTH * 4
         report = self.report("ring")
-        # x, which both passes share where nothing stands between them; the sums of its
-        # gradient.
+        # The ring sends x, once for both passes if no operation is between them, and
+        # the partial sums of its gradient.
         assert report.count("collective-permute") == 2 * (self.SIZE - 1)
         assert report.bytes("collective-permute") == 2 * (self.SIZE - 1) * shard
 

@@ -1,7 +1,8 @@
-"""Communication of a compiled step: every number here is worked out by hand.
+"""The communication of a compiled step; all expected numbers are computed by hand.
 
-Collectives are counted with loops multiplied out; their bytes are the data's size,
-per device. XLA for CPU sums gradients by all-reduce where others reduce and scatter.
+Counts of collectives include the trips of loops. Bytes are the size of the data per
+device. XLA for CPU sums gradients by all-reduce, where XLA for accelerators uses
+reduce-scatter.
 """
 
 from collections import Counter
@@ -58,7 +59,7 @@ ALL_STRATEGIES = pytest.mark.parametrize(
     "strategy", STRATEGIES.values(), ids=STRATEGIES.keys()
 )
 
-SCALAR = 4  # bytes of the loss, and of the share of one array in the gradient norm
+SCALAR = 4  # bytes of the loss, and of an array's share of the gradient norm
 
 
 def compiled(
@@ -76,21 +77,22 @@ def num_arrays(step: CompiledStep) -> int:
 
 
 def gradient_bytes(step: CompiledStep, config: GPTConfig) -> int:
-    """Gradient bytes of all parameters' uses; a tied table has two uses.
+    """Bytes of the gradients of all uses of parameters; a tied table has two uses.
 
-    Each use is summed over devices where its product ends, before the two are added.
+    The gradient of each use is summed over devices separately, before the two are
+    added.
     """
     table = config.vocab_size * config.embed_dim * 4
     return param_bytes(step) + (table if config.tied else 0)
 
 
 def product_bytes(config: GPTConfig) -> int:
-    """Bytes of kernels and head, by which the backward pass multiplies again."""
+    """Bytes of all kernels, with the head's, which backward products need again."""
     return config.num_product_params * 4
 
 
 def head_bytes(config: GPTConfig) -> int:
-    """The head: its gradients are computed with its logits, so it is gathered once."""
+    """Bytes of the head, which is gathered once: logits and gradients share a pass."""
     return config.vocab_size * config.embed_dim * 4
 
 
@@ -103,8 +105,9 @@ def test_data_parallel_reduces_gradients_once(config: GPTConfig):
     step = compiled(config, DP8)
     assert kinds(step.report) == {"all-reduce"}
     assert step.report.bytes() == gradient_bytes(step, config) + SCALAR
-    # A layer's gradients travel together, while the layer before it is computed. The
-    # head's travel before all layers' gradients; jax 0.10's XLA adds them to the last.
+    # The gradients of one layer are sent together, while those of the layer before are
+    # computed. The head's gradients are sent before all layers' gradients; jax 0.10's
+    # XLA sends them with the last layer's.
     assert step.report.count() in (LAYERS + 1, LAYERS + 2)
 
 
@@ -113,9 +116,9 @@ def test_fsdp_gathers_per_pass_and_reduces_once(config: GPTConfig):
     step = compiled(config, FSDP8)
     layer_arrays = len(jax.tree.leaves(step.plan.abstract.params["blocks"]))
     edge_arrays = num_arrays(step) - layer_arrays
-    # Forward each array once; backward the layers' kernels, since a bias is not needed
-    # again, of a norm its product with the deviation is kept, and the head's gradients
-    # are computed with its logits.
+    # The forward pass gathers each array once. The backward pass gathers only the
+    # layers' kernels again: it needs no bias, the normalised inputs are kept, and the
+    # head's gradients are computed together with its logits.
     layer_kernels = 6
     assert step.report.count("all-gather") == (
         LAYERS * (layer_arrays + layer_kernels) + edge_arrays
@@ -141,7 +144,8 @@ def test_hybrid_gathers_within_replica_and_reduces_between(config: GPTConfig):
     for each in step.report.collectives:
         if each.kind == "all-reduce":
             by_group[each.group_size] += each.bytes
-    # Products' gradients are summed in a replica, then a quarter between the two.
+    # Gradients of products are summed within a replica; a quarter is then summed over
+    # replicas.
     assert by_group[2] == product_bytes(config) / 4
     norms_and_loss = (num_arrays(step) + 1) * SCALAR
     whole = gradient_bytes(step, config) + norms_and_loss
@@ -170,16 +174,17 @@ def test_tensor_parallel_reduces_twice_per_block(config: GPTConfig):
     backward = [each for each in looped if "transpose" in each.source]
     forward = [each for each in looped if each not in backward]
     assert [each.bytes_each for each in forward] == [activation] * 2
-    # The inputs of query, key and value get their gradients in one all-reduce of three
-    # operands; an accelerator's compiler adds these first.
+    # Gradients of the inputs of query, key and value are in one all-reduce with three
+    # operands. An accelerator's compiler adds them before the all-reduce.
     assert sorted(e.bytes_each for e in backward) == [activation, 3 * activation]
 
     edges = [each for each in step.report.collectives if each.count == 1]
     sharded = sum(
         bool(any(x.sharding.spec)) for x in jax.tree.leaves(step.plan.abstract.params)
     )
-    # The tokens' rows; each token's maximum, sum and label's logit; the gradient of the
-    # head's input; and of the gradient norm the shares of the arrays that are split.
+    # The five reduce: the embedded tokens; each token's maximum, sum, and label's
+    # logit; the gradient of the head's input; and the split arrays' shares of the
+    # gradient norm.
     assert len(edges) == 5
     assert sum(each.bytes for each in edges) == (
         2 * activation + 3 * per_token + sharded * SCALAR
@@ -202,7 +207,7 @@ def test_no_strategy_repeats_computation(config: GPTConfig, strategy: Strategy):
 @CONFIGS
 @ALL_STRATEGIES
 def test_no_all_to_all_or_permute_is_sent(config: GPTConfig, strategy: Strategy):
-    """No array changes the dim that it is split along, nor the device that holds it."""
+    """No array is split along another dim, or moves to another device."""
     report = compiled(config, strategy).report
     assert kinds(report) <= {"all-gather", "all-reduce", "reduce-scatter"}
 
@@ -216,7 +221,7 @@ def test_column_split_table_sends_no_all_to_all():
 
 
 class NamedMLP(nnx.Module):
-    """Flax's table and layers, with named dims."""
+    """Flax's embedding table and layers, with named dims."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         def named(*names: str):
@@ -257,7 +262,7 @@ def test_unnamed_stock_model_is_gathered_at_use():
 
 
 class TestMicrobatches:
-    """Each microbatch is a separate pass, with the collectives of one."""
+    """Each microbatch has the collectives of one full pass."""
 
     def test_data_parallel_reduces_per_microbatch(self):
         step = compiled(TIED, DP8, microbatches=4)
@@ -273,8 +278,9 @@ class TestMicrobatches:
         of_layers = [each for each in gathers if each.count == 4 * LAYERS]
         kernels = product_bytes(TIED) - head
         assert sum(each.bytes for each in of_layers) == 4 * (layers + kernels)
-        # The rest is the same for every microbatch: the compiler may gather it once,
-        # before the loop over them. At least the arrays of the forward pass are.
+        # Other arrays are the same for every microbatch, so the compiler may gather
+        # them once, before the loop. It does so at least for the arrays of the forward
+        # pass.
         rest = param_bytes(step) - layers
         of_rest = step.report.bytes("all-gather") - 4 * (layers + kernels)
         assert rest <= of_rest <= rest + 4 * head

@@ -1,4 +1,4 @@
-"""The compiler's options of a step: which are set, and reports about the others."""
+"""Compiler options of a step: which are set, and the reports about refused ones."""
 
 import re
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ def test_environment_flags_take_precedence(monkeypatch: pytest.MonkeyPatch):
 
 
 class Greeter(Logger):
-    """Keeps the messages of a fit."""
+    """Collects the messages of a fit."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -113,7 +113,7 @@ def test_fit_reports_set_and_refused_options():
     header = "\n".join(greeter.lines)
     line = f"compiler options  {FAST}=false (refused by this compiler: "
     assert f"{line}xla_tpu_of_tomorrow)" in header
-    # Once a process, not again for each program of it.
+    # The report appears once per process, although the evaluation is another program.
     assert trainer.evaluate([X])["loss"] > 0
 
 

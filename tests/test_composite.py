@@ -1,4 +1,4 @@
-"""Several strategies as one, whatever the order in which they are written."""
+"""Several strategies combined into one, independent of their order."""
 
 import re
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ PARTS = DataParallel(2), FSDP(2), TensorParallel(2)
 
 @dataclass(frozen=True, repr=False)
 class Experts(Strategy):
-    """A user's technique, which claims ``mlp`` for its axis."""
+    """A user's strategy, which claims ``mlp`` for its axis."""
 
     def claims(self) -> Claims:
         return Claims(axis_sizes={"expert": 2}, logical={"mlp": "expert"})

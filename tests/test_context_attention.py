@@ -1,4 +1,4 @@
-"""Attention whose sequence a mesh axis splits: one device's numbers, balanced work."""
+"""Attention over a split sequence: one device's numbers, and balanced work."""
 
 import re
 from collections import Counter
@@ -93,14 +93,14 @@ def operands(kv_heads: int, seq: int = SEQ, keys: int | None = None) -> list[Arr
 
 
 def documents(seq: int = SEQ) -> Array:
-    """Ids of three documents and of padding, other lengths in each row."""
+    """Segment ids of three documents and padding; lengths differ between rows."""
     ends = np.sort(np.random.default_rng(1).integers(1, seq, (ROWS, 3)), axis=1)
     ids = (np.arange(seq)[None, None] >= ends[..., None]).sum(1)
     return jnp.asarray((ids + 1) % 4, jnp.int32)
 
 
 def value(layout: Layout | None, arrays: list[Array], **rules: Any) -> Array:
-    """The output of an attention with sinks."""
+    """Returns the output of an attention with sinks."""
     query, key, value, sinks = arrays
     with using(layout):
         run = jax.jit(lambda q, k, v: attention(q, k, v, sinks=sinks, **rules))
@@ -110,7 +110,7 @@ def value(layout: Layout | None, arrays: list[Array], **rules: Any) -> Array:
 def value_and_gradients(
     layout: Layout | None, arrays: list[Array], **rules: Any
 ) -> tuple:
-    """Value and gradients of a scalar that weighs every output; sinks come last."""
+    """Value and gradients of a scalar that weighs each output; sinks come last."""
 
     def loss(*arrays: Array) -> tuple[Array, Array]:
         query, key, value, sinks = arrays
@@ -155,7 +155,7 @@ def test_attention_matches_one_device(exchange, mask, kv_heads, mesh):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("keys", [16, 15])
 def test_cross_attention_matches_one_device(exchange, keys):
-    """Keys are exchanged where the axis divides them, otherwise gathered."""
+    """Keys are exchanged if the axis divides their number, and gathered otherwise."""
     arrays = operands(2, keys=keys)
     found = value_and_gradients(layout_of(ContextParallel(4, exchange)), arrays)
     assert_same(found, value_and_gradients(None, arrays))
@@ -174,9 +174,9 @@ def test_cross_attention_matches_one_device(exchange, keys):
     ],
 )
 def test_causal_work_is_balanced(exchange, is_trained, monkeypatch):
-    """Blocks that eight devices compute, counted while they run.
+    """Counts the blocks that each of eight devices computes at run time.
 
-    With neighbours on a device, the last would compute 1.88 times the mean.
+    If each device had neighbouring blocks, the last would do 1.88 times the mean work.
     """
     counts: Counter[int] = Counter()
 
@@ -198,8 +198,8 @@ def test_causal_work_is_balanced(exchange, is_trained, monkeypatch):
     jax.effects_barrier()
     assert set(counts) == set(range(8))
     assert max(counts.values()) <= 1.05 * np.mean(list(counts.values()))
-    # Blocks without a visible key are not computed. The excess over half of all blocks
-    # is the diagonal, 16 to a side.
+    # Blocks without a visible key are skipped. The excess over half of all blocks comes
+    # from the diagonal, which has 16 blocks.
     assert sum(counts.values()) == (1 + is_trained) * seq * (seq + 16) // 2
 
 
@@ -251,31 +251,34 @@ def compiled(exchange: Any, *, causal: bool, is_trained: bool) -> jax.stages.Com
 
 
 def sent(exchange: str, *, causal: bool, is_trained: bool) -> dict[str, int]:
-    """Bytes by kind that a device sends in one attention."""
+    """Bytes that a device sends in one attention, by kind of collective."""
     found: Counter[str] = Counter()
     for each in audit(
         compiled(exchange, causal=causal, is_trained=is_trained)
     ).collectives:
-        # An all-gather is counted by its result: a device sends its shard to 3.
+        # The audit counts an all-gather's result; of that, a device sends 3 times its
+        # shard.
         share = 3 / 4 if each.kind != "collective-permute" else 1
         found[each.kind] += int(each.bytes * share)
-    # Single numbers, as of a sum over all devices in the loss.
+    # Drops scalars, such as a sum over all devices in the loss.
     return {kind: size for kind, size in found.items() if size > 64}
 
 
-KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # and values, of one device
+KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # bytes of one device's keys and values
 
 
 @pytest.mark.parametrize(
     ("exchange", "is_trained", "expected"),
     [
-        # A device receives n - 1 of n shards, backward once more, with their gradients.
+        # A device receives n - 1 of n shards, in the backward pass again, with the
+        # gradients.
         ("ring", False, {"collective-permute": 3 * KEYS}),
         ("ring", True, {"collective-permute": 3 * 3 * KEYS}),
-        # Backward gathered again, and the gradients scattered.
+        # The backward pass gathers again, and scatters the gradients.
         ("gather", False, {"all-gather": 3 * KEYS}),
         ("gather", True, {"all-gather": 6 * KEYS, "reduce-scatter": 3 * KEYS}),
-        # Queries, outputs, keys and values repeated to 4 heads; and all gradients.
+        # Exchanged: queries, outputs, and keys and values repeated to 4 heads; then all
+        # gradients.
         ("all_to_all", False, {"all-to-all": (2 * HEADS + 2 * 4) * SHARD * 3 // 4}),
         ("all_to_all", True, {"all-to-all": 2 * (2 * HEADS + 2 * 4) * SHARD * 3 // 4}),
     ],
@@ -283,13 +286,13 @@ KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # and values, of one device
 def test_sent_bytes_match_theory(exchange, is_trained, expected):
     found = sent(exchange, causal=False, is_trained=is_trained)
     if jax.__version_info__ < (0, 11) and (exchange, is_trained) == ("gather", True):
-        # Its XLA finds both gathers of one program to be the same.
+        # XLA of jax 0.10 merges the equal gathers of both passes.
         found["all-gather"] *= 2
     assert found == expected
 
 
 def test_balancing_sends_each_token_twice():
-    """Balancing adds only the moves of queries, keys, values and the output."""
+    """Balancing adds only transfers of queries, keys, values and outputs."""
     found = sent("ring", causal=True, is_trained=False)
     halves = (2 * HEADS + 2 * KV_HEADS_OF_LONG) * SHARD
     assert found == {"collective-permute": 3 * KEYS + halves}
@@ -304,7 +307,7 @@ def test_no_array_holds_all_scores(exchange):
     assert text is not None
     shapes = re.findall(r"(?:f|s|u|pred)\d*\[([\d,]+)\]", text)
     largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
-    # The scores of one block of all heads, or of one device's: not of all queries.
+    # The largest array has one block's scores of all heads, or one device's scores.
     assert largest <= HEADS * 256 * 512 < LONG * LONG * HEADS // 4
 
 
@@ -371,7 +374,7 @@ def test_kernel_for_whole_sequences_raises():
 
 @pytest.mark.parametrize("seq", [1, 30])
 def test_generating_model_is_not_split(seq):
-    """The partitioner handles single tokens, and arrays as masks."""
+    """Single tokens and array masks are left to the partitioner."""
     query, key, value, _ = operands(2, seq)
     mask = jnp.ones((1, 1, seq, seq), bool)
     with using(layout_of(ContextParallel(4))):

@@ -1,7 +1,7 @@
-"""Each mask of attention, with dropout, in a trained model whose sequence is split.
+"""All masks of attention, with dropout, in a trained model with a split sequence.
 
-`test_context_attention` has every pair of exchange, mask, heads and mesh on one
-attention; here are the pairs with pipelines, and the product.
+`test_context_attention` tests every pair of exchange, mask, heads and mesh on a single
+attention. This file tests the pairs with pipelines, and the full product.
 """
 
 import itertools
@@ -67,7 +67,7 @@ DEEP = [
 
 
 class Block(nnx.Module):
-    """Attention with a mask of any kind, and dropout."""
+    """Attention with any kind of mask, and dropout."""
 
     def __init__(self, mask: str, kv_heads: int, *, rngs: nnx.Rngs) -> None:
         self.mask = mask
@@ -93,8 +93,9 @@ class Tagger(nnx.Module):
         self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
         self.blocks = Stack(lambda rngs: Block(mask, kv_heads, rngs=rngs), 4, rngs=rngs)
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        # Logits near 0 at the start, as a GPT's: from a loss above a guess's loss SGD
-        # oscillates, and in 20 steps differences of rounding grow to 1e-5.
+        # Logits are near 0 at the start, as in a GPT. If the first loss were above that
+        # of a uniform guess, SGD would oscillate, and rounding differences would grow
+        # to 1e-5 in 20 steps.
         init = nnx.initializers.normal(0.02)
         self.head = Dense(
             {"embed": WIDTH}, {"vocab": VOCAB}, rngs=rngs, kernel_init=init
@@ -105,13 +106,13 @@ class Tagger(nnx.Module):
 
 
 def tag_loss(model: Tagger, batch: dict[str, jax.Array]) -> Mean:
-    """Padding has no label."""
+    """Token loss with weight 0 for padding."""
     logits = model(batch["tokens"], batch["segments"])
     return cross_entropy(logits, batch["labels"], batch["segments"] != 0)
 
 
 def tagged_batch(rng: np.random.Generator) -> Arrays:
-    """Two documents a row and padding; a token's label is whether it is odd."""
+    """Two documents and padding per row; a token's label is whether it is odd."""
     places = np.arange(SEQ)[None]
     first, second = (rng.integers(low, low + 6, (ROWS, 1)) for low in (4, 10))
     segments = 1 + (places >= first) - 2 * (places >= second)
@@ -145,7 +146,7 @@ def parametrized() -> list:
 
 
 def test_deep_cases_cover_pipeline_pairs():
-    """`test_context_attention` covers the pairs with the other meshes."""
+    """The pairs with other meshes are covered by `test_context_attention`."""
     piped = {(3, "pp"), (3, "pp_tp")}
     wanted = {pair for pair in pairs_met(all_pairs(*FACTORS)) if piped & {*pair}}
     assert wanted <= pairs_met(DEEP)
@@ -154,7 +155,7 @@ def test_deep_cases_cover_pipeline_pairs():
 @pytest.mark.parametrize(("exchange", "mask", "kv_heads", "mesh"), parametrized())
 def test_training_matches_one_device(exchange, mask, kv_heads, mesh):
     size = 4 if mesh == "pp" else 2
-    # One key head is not split; each device repeats it for its query heads.
+    # A single key head is not split. Each device repeats it for its query heads.
     rules = (LogicalRules({"kv_heads": None}),) if kv_heads == 1 else ()
     strategy = Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
     microbatches = 4 if "pp" in mesh else 1

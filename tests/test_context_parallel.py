@@ -1,4 +1,4 @@
-"""Long sequences split over devices: one device's numbers, 1 / n of the activations."""
+"""Split sequences: the numbers of one device, and 1 / n of the activations."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ SEQ, ROWS, VOCAB = 16, 16, 64
 
 
 def packed_batch(rng: np.random.Generator) -> Arrays:
-    """Arithmetic progressions, two documents a row and padding, tokens that count."""
+    """Arithmetic progressions: two documents and padding per row, token weights."""
     start, difference = rng.integers(0, VOCAB, (2, ROWS, 1))
     places = np.arange(SEQ + 1)[None]
     first, second = (rng.integers(low, low + 6, (ROWS, 1)) for low in (4, 11))
@@ -113,7 +113,7 @@ DEEP = [
 
 def strategy_of(exchange: Exchange, model: str, mesh: str) -> Strategy:
     size = 4 if len(MESHES[mesh]) < 2 and mesh != "tp_overlap" else 2
-    # One key head is not split; each device repeats it for its query heads.
+    # A single key head is not split. Each device repeats it for its query heads.
     rules = (LogicalRules({"kv_heads": None}),) if model == "one_head" else ()
     return Composite(ContextParallel(size, exchange), *MESHES[mesh], rules=rules)
 
@@ -137,7 +137,7 @@ def alone(model: str, microbatches: int) -> Run:
     [*FEW, *(pytest.param(*case, marks=pytest.mark.deep) for case in DEEP)],
 )
 def test_training_matches_one_device(exchange, model, mesh):
-    """Compares 20 steps with packed documents and dropout."""
+    """Compares 20 training steps with packed documents and dropout."""
     strategy = strategy_of(exchange, model, mesh)
     microbatches, devices = microbatches_of(strategy), devices_of(strategy)
     run = measure(CASES[model], strategy, devices, microbatches)
@@ -206,10 +206,11 @@ class TestPlaces:
 
 
 class Stock(nnx.Module):
-    """A transformer's layer in Flax's modules, without names."""
+    """A transformer layer made of Flax's modules, without named dims."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # Larger than Flax's default, so that twenty steps train it.
+        # The initial scale is larger than Flax's default, so that twenty steps train
+        # the model.
         init = nnx.initializers.normal(1.0)
         self.embed = nnx.Embed(VOCAB, 32, embedding_init=init, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
@@ -226,7 +227,8 @@ def test_stock_attention_matches_one_device():
     case = Case(build=Stock, loss=token_loss, make_batch=token_batch)
     runs = []
     for strategy in (DataParallel(1), Composite(ContextParallel(4), FSDP(2))):
-        # Unoptimized machine code rounds the start of a shard of one row otherwise.
+        # Without optimizations, the first step of a shard with one row is rounded
+        # differently.
         with compiling(optimized=True):
             runs.append(measure(case, strategy, devices_of(strategy), 1))
     assert_same_numbers(*reversed(runs))
@@ -249,7 +251,7 @@ def temporaries(num_layers: int, size: int) -> int:
 
 @pytest.mark.deep
 def test_layer_keeps_its_share_of_activations():
-    """With a whole part W and a split part S a layer would take W + S / size."""
+    """If W bytes were not split and S bytes were, a layer would take W + S / size."""
     two, four = ((temporaries(6, n) - temporaries(2, n)) / 4 for n in (2, 4))
     assert 2 * four - two < 0.05 * four
 
@@ -259,7 +261,7 @@ def test_layer_keeps_its_share_of_activations():
 
 @pytest.mark.deep
 def test_generation_and_evaluation_match_one_device():
-    """Includes prompts that the axis does not divide."""
+    """Includes prompts whose length the axis does not divide."""
     rng = np.random.default_rng(0)
     config = GPTConfig.tiny_llama(num_layers=2, seq_len=32, num_kv_heads=2)
     prompts = [rng.integers(0, 256, (2, 5)).astype(np.int32)]

@@ -1,4 +1,4 @@
-"""Hundreds of damaged runs, each read again: the outcomes are counted.
+"""Damages hundreds of saved runs, reads each again, and counts the outcomes.
 
 `NNX_PARALLEL_DAMAGES=700 pytest -m deep -s tests/test_damage_campaign.py` makes 1,400.
 """
@@ -36,7 +36,7 @@ NAMED = (CheckpointReadError, CheckpointFormatError, CheckpointNotFoundError)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A run with two checkpoints, and its state as it is asked for."""
+    """A run with two checkpoints, and the abstract state to read them with."""
     directory = tmp_path_factory.mktemp("run")
     trainer = Trainer(
         model=lambda rngs: nnx.Sequential(
@@ -62,7 +62,7 @@ def truncate(path: Path, rng: random.Random) -> None:
 
 
 def blank(path: Path, rng: random.Random) -> None:
-    """A block of a disk that was never written."""
+    """Writes zeros over a block, as on a disk block that was never written."""
     content = bytearray(path.read_bytes())
     start = rng.randrange(len(content))
     content[start : start + 512] = bytes(len(content[start : start + 512]))
@@ -74,12 +74,12 @@ def empty(path: Path, rng: random.Random) -> None:
 
 
 def delete(path: Path, rng: random.Random) -> None:
-    victim = rng.choice([path, path.parent])  # the whole step too
+    victim = rng.choice([path, path.parent])  # the parent may be the whole step
     shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
 
 
 def exchange(path: Path, rng: random.Random) -> None:
-    """Exchanges a file with its counterpart in the other step, or with another file."""
+    """Swaps a file with its counterpart in the other step, or with another file."""
     step = next(x for x in path.parents if x.name == "4")
     same = step.parent / "2" / path.relative_to(step)
     other = (
@@ -91,7 +91,7 @@ def exchange(path: Path, rng: random.Random) -> None:
 
 
 def exchange_parts(path: Path, rng: random.Random) -> None:
-    """Replaces a directory, up to the whole step, by the other step's directory."""
+    """Replaces a directory, up to the whole step, with that of the other step."""
     run = next(x for x in path.parents if x.name == "4").parent
     part = rng.choice([x for x in path.parents if run in x.parents])
     shutil.rmtree(part)
@@ -120,7 +120,7 @@ def damaged_runs(run: Path, scratch: Path) -> Iterator[tuple[Path, str]]:
 
 
 def outcome(read: Callable[[], list[bytes]], newest: Any, previous: Any) -> str:
-    """The outcome of reading a damaged run, in one to three words."""
+    """Describes the outcome of reading a damaged run in one to three words."""
     found: list[str] = []
 
     def look() -> None:
@@ -165,7 +165,8 @@ def test_every_damage_is_detected_or_named(
         outcomes[result.partition(":")[0]] += 1
         if result not in {"equal", "fell back", "named error"}:
             bad.append(f"{name}: {result}")
-        # A step of which nothing is left was perhaps never saved.
+        # If a step has no files left, a fallback is allowed: it may never have been
+        # saved.
         elif (
             result == "fell back"
             and on_damage == "error"

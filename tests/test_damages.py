@@ -1,4 +1,4 @@
-"""Damaged files never restore as other values: harmless, or named by an error."""
+"""Damaged files never restore wrong values: they are harmless, or raise an error."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ from tests.checkpoints import (
 
 NUM_FLIPS = 150
 
-# Orbax abandons asyncio tasks whose file could not be read.
+# Orbax abandons asyncio tasks whose files could not be read.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """Collects the futures that Orbax never awaits, so that their errors end here."""
+    """Collects the futures that Orbax never awaits, so that errors end in this test."""
     yield
     gc.collect()
 
@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flips(step: Path, count: int) -> Iterator[tuple[str, Any]]:
-    """Single bits, in every file in turn."""
+    """Yields flips of single bits, in each file in turn."""
     rng = random.Random(0)
     files = [f for f in sorted(step.rglob("*")) if f.is_file() and f.stat().st_size]
     for index in range(count):
@@ -76,7 +76,7 @@ def flips(step: Path, count: int) -> Iterator[tuple[str, Any]]:
 
 
 def cuts(step: Path) -> Iterator[tuple[str, Any]]:
-    """Each file halved, emptied and deleted; each directory deleted."""
+    """Yields cuts: each file halved, emptied or deleted, and each directory deleted."""
     for path in sorted(step.rglob("*")):
         name = str(path.relative_to(step))
         if path.is_file():
@@ -128,7 +128,7 @@ def train(directory: Path, num_steps: int, **options: Any) -> Trainer:
 
 
 def spoil_values(step: Path) -> None:
-    """Replaces the largest array by the same array of another, intact checkpoint."""
+    """Replaces the largest array with the same array of another intact checkpoint."""
     other = step.parent / "2"
     for path in ("model", "optimizer"):
         shutil.rmtree(step / path)
@@ -200,10 +200,10 @@ def test_transient_error_is_not_damage(
             gc.collect()
 
         with monkeypatch.context() as patch:
-            # Event loops that could not be made complain as they are collected, and
-            # pytest's hook opens files to report it.
+            # Garbage collection of half-made event loops raises errors, and pytest's
+            # hook would open files to report them.
             patch.setattr(sys, "unraisablehook", lambda _: None)
-            for spare in range(16):  # it fails at one place after another
+            for spare in range(16):  # each number makes it fail at another place
                 restore(first_free + spare)
         assert len(told) > 1
         assert all("This is not damage, and nothing was changed" in x for x in told)
@@ -245,7 +245,7 @@ def test_transient_errors_are_recognized(error: Exception, passes: bool) -> None
 
 
 def told(error: Exception) -> Exception:
-    """The error that reading raises in place of one of Orbax's."""
+    """The error that reading raises in place of an error of Orbax."""
     with pytest.raises(ParallelError) as caught, reading("step 4", [4]):
         raise error
     return caught.value
@@ -350,7 +350,7 @@ def test_package_never_unpickles() -> None:
         for line in file.read_text().splitlines()
         if re.search(pattern, line) and ".eval()" not in line
     ]
-    # A plan runs the user's script, and talks to its child process by a pipe.
+    # `plan` runs the user's script, and sends pickles to its child process over a pipe.
     assert found == [
         "cli/script.py: exec(code, vars(module))",
         "plan/compiled.py: sent = cloudpickle.dumps((parts, candidate, topology, "

@@ -1,4 +1,4 @@
-"""Prefetching: batches in order, resumed where they ended, and bad data refused."""
+"""Prefetching: batches keep their order, runs resume in the data, bad data raises."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_batches(num_batches: int, num_rows: int = 4) -> list[dict[str, np.ndarr
 
 
 class Files:
-    """Batches whose number is unknown before they end."""
+    """Batches without a length."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -63,7 +63,7 @@ def prefetch_threads() -> list[threading.Thread]:
 
 
 class Counted:
-    """A generator's worth of batches that counts how many were pulled."""
+    """A generator of batches that counts how many were taken from it."""
 
     def __init__(self, num_batches: int) -> None:
         self.pulled = 0
@@ -76,7 +76,7 @@ class Counted:
 
 
 class Seeded:
-    """A resumable iterator whose state holds bytes, NumPy numbers and big integers."""
+    """A resumable iterator whose state has bytes, NumPy numbers and large integers."""
 
     def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
@@ -344,7 +344,8 @@ def test_short_list_raises_at_once(skip: int, message: str) -> None:
 def test_data_may_reuse_its_buffer(prefetch: int) -> None:
     def one_buffer() -> Iterator[np.ndarray]:
         memory = np.zeros(8 * 1024 + 16, np.float32)
-        start = -memory.ctypes.data % 64 // 4  # where jax makes no copy
+        # Aligned to 64 bytes, so that jax does not copy.
+        start = -memory.ctypes.data % 64 // 4
         buffer = memory[start : start + 8 * 1024].reshape(8, 1024)
         for i in range(6):
             buffer[:] = i
@@ -543,7 +544,8 @@ def test_grain_resumes_within_epoch(kind: str, prefetch: int) -> None:
         grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch
     ) as placed:
         items = list(placed)
-    state = json.loads(json.dumps(items[3].state))  # 32 rows: within the second epoch
+    # Each batch has 32 rows, so this is within the second epoch.
+    state = json.loads(json.dumps(items[3].state))
     with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=7, skip=4, state=state
     ) as placed:

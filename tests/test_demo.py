@@ -1,4 +1,4 @@
-"""The demo's text and baselines, and a small run of it from start to end."""
+"""The demo's text and baseline models, and one small run of the full demo."""
 
 import itertools
 import json
@@ -87,14 +87,16 @@ def test_spread_windows_cover_text() -> None:
 
 
 def test_unigram_bits_match_hand_calculation() -> None:
-    # "aab" with 1 added to each of 256 bytes: a 3/259, b 2/259, c 1/259.
+    # The text "aab", with 1 added to each of 256 counts, gives a 3/259, b 2/259, c
+    # 1/259.
     rows = as_bytes(b"zabc").astype(np.int32)[None]
     expected = -sum(math.log2(n / 259) for n in (3, 2, 1)) / 3
     assert unigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
 
 
 def test_bigram_bits_match_hand_calculation() -> None:
-    # Pairs of "aab" are aa and ab: after a 2/258 each, after another byte 1/256.
+    # The pairs of "aab" are aa and ab: after a, each has 2/258; after another byte,
+    # 1/256.
     rows = as_bytes(b"aabc").astype(np.int32)[None]
     expected = -(2 * math.log2(2 / 258) + math.log2(1 / 256)) / 3
     assert bigram_bits(as_bytes(b"aab"), [rows]) == pytest.approx(expected)
@@ -177,6 +179,6 @@ def test_demo_beats_ngram_models(
 
 
 def gpt_bits(output: str) -> list[float]:
-    """The bits per byte before and after the restore."""
+    """The bits per byte before the restore and after it."""
     before, after = re.findall(r"GPT +(\d+\.\d+)", output)
     return [float(before), float(after)]

@@ -1,4 +1,4 @@
-"""Texts of a description, a report, a table and a Trainer, and their widths."""
+"""Texts of a description, a report, a schedule and a Trainer, and their widths."""
 
 import io
 import re
@@ -43,7 +43,7 @@ def described() -> Description:
 
 
 def html_of(thing: Any) -> str:
-    """The HTML that a notebook shows."""
+    """The HTML of an object in a notebook."""
     return thing._repr_html_()
 
 
@@ -73,7 +73,7 @@ def test_description_fits_terminal_and_lists_hidden_columns(
     assert (f"not shown in {width} columns: " in text) == bool(hidden)
     for name in hidden:
         assert re.search(rf"not shown in {width} columns: .*\b{name}\b", text)
-    # Paths and specs are in one piece; a line has the reason's first words.
+    # Paths are not broken, and the bytes are in the same line.
     lines = text.splitlines()
     for row in described.rows:
         (line,) = (line for line in lines if f"│ {row.info.path} " in line)
@@ -99,7 +99,7 @@ def test_default_width_is_120(
     described: Description, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("sys.__stdout__", None)  # not a terminal, even under -s
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal, even with `pytest -s`
     assert "not shown in 120 columns: " in str(described)
     assert str(visualize(described)) == str(described)
 

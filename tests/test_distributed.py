@@ -1,4 +1,4 @@
-"""Start-up, agreement, signals and watchdog, where one process can show them."""
+"""Start-up, agreement, signals and the watchdog, as far as one process shows them."""
 
 import dataclasses
 import json
@@ -56,7 +56,8 @@ STEP = SBATCH | {
     [
         ({}, None),
         (STEP | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),  # a shell on the node
+        # A shell on a node is not a task.
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, None),
         (SBATCH, None),
         (SBATCH | {"SLURM_NTASKS": "4"}, None),
         (STEP, ProcessSpec()),
@@ -372,7 +373,8 @@ def test_skipped_exchange_does_not_shift_others() -> None:
         value = f"{turn} of {process}"
         results[turn, process] = clients[process].allgather(keys[process], value, 30)
 
-    # No process makes the first; the others are made in another order on each.
+    # No process makes the first exchange. Each process makes the others in another
+    # order.
     turns = [("second", 0, second), ("third", 1, third), ("second", 1, second)]
     threads = [threading.Thread(target=give, args=turn) for turn in turns]
     for thread in threads:
@@ -391,7 +393,7 @@ def test_skipped_exchange_does_not_shift_others() -> None:
 
 
 def all_threads_are_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each thread of a test is the main one of a process."""
+    """Makes each thread of a test appear as the main thread of a process."""
     monkeypatch.setattr(threading, "main_thread", threading.current_thread)
 
 
@@ -574,7 +576,7 @@ def test_logging_records_are_tagged(caplog: pytest.LogCaptureFixture) -> None:
     try:
         tag_logging()
         logging.getLogger("x").warning("50 %s", "percent")
-        assert tag() == ""  # one process needs no name
+        assert tag() == ""  # a single process has no tag
         assert caplog.messages == ["50 percent"]
     finally:
         logging.setLogRecordFactory(factory)
@@ -598,7 +600,7 @@ def test_failed_collective_waits_for_lost_process(
     cause: Exception | None,
     waits: bool,
 ) -> None:
-    """The name of the lost process comes on another thread, which ends this one."""
+    """Another thread learns which process is lost, and ends the waiting thread."""
     heard, ended = threading.Event(), threading.Event()
     waited: list[float] = []
     monkeypatch.setattr(heard, "wait", lambda seconds: waited.append(seconds))
@@ -606,7 +608,7 @@ def test_failed_collective_waits_for_lost_process(
     monkeypatch.setattr(runtime, "_ending", threading.Lock())
     monkeypatch.setattr(runtime, "_end", lambda *given: ended.set())
     monkeypatch.setattr(runtime, "_notify", None)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # restored after the test
     runtime.install(lambda reason: None)
     error.__cause__ = cause
     sys.excepthook(type(error), error, None)

@@ -1,4 +1,4 @@
-"""The site's pages: their code runs and prints the output shown."""
+"""Code on the site's pages runs, and prints the output that is shown."""
 
 import importlib.util
 import os
@@ -40,12 +40,13 @@ def test_python_blocks_run_and_match_shown_output(page: Path, tmp_path: Path) ->
         if importlib.util.find_spec(found.stem) is None:
             (tmp_path / found.name).symlink_to(found)
     for printed, shown in run_page(page, tmp_path):
-        if shown is not None:  # its lines are broken for the page, in words
+        if shown is not None:  # the page breaks its lines between words
             assert shown.split() == printed.split()
 
 
 OURS = "python -m nnx_parallel "
-# Cannot be run here: they install, are a script of the reader, or need a cluster.
+# These commands cannot run here: they install packages, run a reader's script, or need
+# a cluster.
 OTHERS = ("pip install ", "sbatch ", "kubectl apply ", "TPU=", "python train.py")
 
 
@@ -55,7 +56,7 @@ def with_commands() -> list:
 
 
 def console_lines(block: str) -> list[str]:
-    """The commands of a block, each with the lines that go on after a backslash."""
+    """The commands of a block, each with its continuation lines."""
     return [line for line in re.split(r"^\$ ", block, flags=re.MULTILINE) if line]
 
 
@@ -74,7 +75,7 @@ def test_commands_run_and_match_shown_output(page: Path, tmp_path: Path) -> None
         if next_kind in ("bash", "yaml"):
             assert done.stdout == below
         elif next_kind == "text":
-            # Gloo greets from all threads at once, and tears its lines.
+            # Gloo prints greetings from all threads at once, so its lines may be torn.
             assert set(below.splitlines()) <= set(done.stdout.splitlines())
 
 
@@ -112,8 +113,8 @@ def test_every_block_has_known_kind() -> None:
         "{toctree}",
         "{include} ../CONTRIBUTING.md",
     }
-    known |= {"diff"}  # of a file of others
-    known |= {"bash", "yaml"}  # printed by a command above them
+    known |= {"diff"}  # of other people's files
+    known |= {"bash", "yaml"}  # printed by the command above the block
     known |= {"{include} ../CHANGELOG.md"}
     known |= {"{raw} html", "{error-list}", "{plan-numbers}"}
     known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
@@ -126,7 +127,7 @@ def test_every_block_has_known_kind() -> None:
 def test_every_public_name_is_in_reference() -> None:
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     documented = set(re.findall(r"^\.\. auto\w+:: (\w+)$", text, re.MULTILINE))
-    modules = {"errors", "layers", "weights"}  # each has its page
+    modules = {"errors", "layers", "weights"}  # these modules have separate pages
     assert set(nnx_parallel.__all__) - modules <= documented
 
 
@@ -164,7 +165,7 @@ def test_every_page_is_listed_on_home() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """Anchors of a page, as the site makes them."""
+    """Anchors of a page's headings, as the site generates them."""
     found = re.findall(r"^##+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found}
 
@@ -199,7 +200,7 @@ def test_migrating_page_has_every_tutorial_table() -> None:
 def test_pictures_are_readable_on_phone_and_have_alt(name: str) -> None:
     for panel in drawings.FIGURES[name]():
         width, _ = panel.size
-        # A phone shows two small panels in a row, and one of the others.
+        # A phone shows small panels in pairs, and wide panels one by one.
         shown = 170 if width < 200 else 358
         sizes = [
             12.0,
@@ -217,7 +218,8 @@ def test_hero_pictures_show_shards_of_each_device() -> None:
     data, fsdp, tensor, pipeline = ("".join(panel.marks) for panel in drawings.hero())
     colours = [f'fill="{drawings.device(i)}"' for i in range(8)]
     assert data.count('class="whole"') == 4
-    assert [data.count(colour) for colour in colours] == [1] * 8  # rows of the batch
+    # Each row of the batch has one colour.
+    assert [data.count(colour) for colour in colours] == [1] * 8
     assert [fsdp.count(colour) for colour in colours] == [1 + 4] * 8
     assert [tensor.count(colour) for colour in colours] == [1 + 4] * 8
     assert [pipeline.count(colour) for colour in colours] == [1 + 2] * 8
@@ -226,7 +228,7 @@ def test_hero_pictures_show_shards_of_each_device() -> None:
 def test_zero_bars_match_state_bytes() -> None:
     (panel,) = drawings.zero()
     found = [int(number) for number in re.findall(r"(\d+) GB", panel.alt)]
-    state = 16 * 8.03  # AdamW in float32: 16 bytes a parameter
+    state = 16 * 8.03  # AdamW in float32 has 16 bytes per parameter
     shards = [1, 8 / 16 + 8 / 16 / 8, 4 / 16 + 12 / 16 / 8, 1 / 8]
     assert found == [round(state * share) for share in shards]
 
@@ -234,4 +236,4 @@ def test_zero_bars_match_state_bytes() -> None:
 def test_picture_files_are_up_to_date() -> None:
     for name, draw in drawings.FILES.items():
         text = (drawings.STATIC / name).read_text()
-        assert text == draw(), "python docs/drawings.py draws them again"
+        assert text == draw(), "run python docs/drawings.py to draw them again"

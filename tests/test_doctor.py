@@ -1,4 +1,4 @@
-"""The doctor: its report of the installation, and the problems that it finds."""
+"""The doctor reports on the installation, and names problems that it finds."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from nnx_parallel.cli.doctor import (
     version_problems,
 )
 
-# By its name: in the package the name `doctor` is the function.
+# Looked up by name, because `nnx_parallel.cli.doctor` is the function in the package.
 doctoring: Any = sys.modules["nnx_parallel.cli.doctor"]
 
 CUDA = {"jax-cuda12-plugin": "0.12.0"}
@@ -35,11 +35,11 @@ def only(found: Iterable[str]) -> str:
 def test_healthy_machine_has_no_problems(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Starts JAX in a real process, on the CPU of the machine that runs the tests."""
+    """Starts JAX in a separate process, on the CPU of the test machine."""
     for name in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for name in ("_GPU", "_TPU"):  # of whatever runs the tests
+    for name in ("_GPU", "_TPU"):  # hides the test machine's accelerators
         kind = getattr(doctoring, name)._replace(files=())
         monkeypatch.setattr(doctoring, name, kind)
     assert main(["doctor", str(tmp_path)]) == 0
@@ -67,7 +67,7 @@ def test_backend_start_error_is_quoted(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine with the driver of an NVIDIA GPU, by a file that stands for it."""
+    """A machine with an NVIDIA driver, represented by a file."""
     (tmp_path / "nvidiactl").touch()
     for name, pattern in {"_GPU": "nvidia*", "_TPU": "accel0"}.items():
         kind = getattr(doctoring, name)._replace(files=(f"{tmp_path}/{pattern}",))
@@ -175,7 +175,7 @@ def test_unwritable_disk_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(disk_problems(str(tmp_path / "new" / "run"), {})) == []
-    assert not (tmp_path / "new").exists()  # nothing is made
+    assert not (tmp_path / "new").exists()  # the check creates nothing
     (tmp_path / "file").touch()
     text = only(disk_problems(str(tmp_path / "file"), {}))
     assert text.startswith(f"Cannot write to '{tmp_path / 'file'}': ")

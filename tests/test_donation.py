@@ -1,4 +1,4 @@
-"""A donated array is refused on the host if it is gone or passed twice."""
+"""A donated array that is deleted or passed twice raises an error on the host."""
 
 import re
 from typing import Any
@@ -22,7 +22,7 @@ def mesh() -> Mesh:
 
 
 def step(params: Any, batch: Any, *more: Any) -> Any:
-    # The mean needs all devices: if only one of them failed, the others would wait.
+    # The mean needs all devices: if the call failed on only one, the others would wait.
     shift = batch.mean() + sum(x.mean() for x in more)
     return jax.tree.map(lambda x: x + shift, params)
 
@@ -45,12 +45,12 @@ def test_array_donated_earlier_raises(jitted: Any, mesh: Mesh) -> None:
         "`params.b.0`, of shape (8,), is gone: it was donated to an earlier call, or "
         "deleted. Pass the output of that call, or give it a copy: jnp.copy(x)."
     )
-    for _ in range(3):  # with and without a look-up
+    for _ in range(3):  # a repeated program is tried without a look-up
         with pytest.raises(DonatedArrayError, match=re.escape(message)):
             jitted(gone, batch)
     with pytest.raises(RuntimeError, match=re.escape("`params.b.0`, of shape")):
         jitted(batch=batch, params=gone)
-    # Nothing was taken by the refused calls.
+    # The refused calls donated nothing.
     new = jitted(jitted(new, batch), batch)
     np.testing.assert_array_equal(new["w"], 4.0)
 
@@ -97,7 +97,7 @@ def test_stepping_state_twice_raises() -> None:
     trainer.state, metrics = trainer.train_step(trainer.state, batch)
     assert jnp.isfinite(metrics["loss"])
     assert trainer.step == 2
-    # A loop that keeps the new state to itself.
+    # A loop that does not hand the new state back to the Trainer.
     state, _ = trainer.train_step(trainer.state, batch)
     for use in (trainer.save, lambda: trainer.step, lambda: trainer.evaluate([batch])):
         with pytest.raises(

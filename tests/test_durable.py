@@ -1,4 +1,4 @@
-"""A reported save is on the disk: files, directories and their names."""
+"""When a save is reported, its files, directories and names are on the disk."""
 
 import errno
 import os
@@ -19,14 +19,16 @@ class Trace:
     """The order in which this process syncs and renames.
 
     Attributes:
-        renames: Old name, new name, and unsynced paths, of each rename of a directory
-            that is not a part of a step. The paths are below the directory; if it
-            is to be deleted, also the directory that holds it, and all steps there.
+        renames: Old name, new name and unsynced paths of each directory's rename,
+            except for directories inside a step. Unsynced paths are searched below
+            the directory. Before a deletion, they are also searched in the parent
+            directory and in all of its steps.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.renames: list[tuple[str, str, list[str]]] = []
-        self._changed: dict[tuple[int, int], int] = {}  # when, by file; as last synced
+        # The change time of each file at its last sync.
+        self._changed: dict[tuple[int, int], int] = {}
         self._fsync, self._rename = os.fsync, os.rename
         patch.setattr(os, "fsync", self._note_sync)
         patch.setattr(os, "rename", self._note_rename)
@@ -47,7 +49,7 @@ class Trace:
         self._rename(source, target)
 
     def unsynced(self, *directories: Path, deep: bool = True) -> list[str]:
-        """Files and directories that have changed since they were synced."""
+        """Files and directories that have changed since their last sync."""
         return [
             str(path)
             for directory in directories
@@ -75,7 +77,7 @@ def test_step_is_synced_before_older_one_is_deleted(
     def report(text: str) -> None:
         step = text.split()[2]
         unsynced = trace.unsynced(run / step)
-        # Unless it has changed since, by the deletion of an older step.
+        # The run's directory counts only if no older step was deleted in it.
         parents = [run] * (keep_last is None) + [run.parent, tmp_path]
         reports.append(unsynced + trace.unsynced(*parents, deep=False))
 
@@ -85,7 +87,7 @@ def test_step_is_synced_before_older_one_is_deleted(
             manager.save_groups(step, make_groups(step), META, metrics={"loss": 0.5})
             manager.wait()
     assert reports == [[], [], []]
-    # Each step is whole when it gets its name, and the older one goes after that.
+    # Each step is complete when it gets its name. The older step is deleted afterwards.
     names = [(old, new.partition("-")[0]) for old, new, _ in trace.renames]
     commits = [(f"{step}.orbax-checkpoint-tmp", f"{step}") for step in (1, 2, 3)]
     deletions = [(f"{step}", "deleted") for step in (1, 2)] if keep_last else []
@@ -134,7 +136,7 @@ def test_only_directories_may_fail_to_sync(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))  # as some network disks
+    monkeypatch.setattr(os, "fsync", failing(errno.EINVAL))  # as on some network disks
     sync(tmp_path)
     with pytest.raises(OSError, match="Invalid argument"):
         sync_tree(tmp_path)

@@ -1,4 +1,4 @@
-"""Early stopping: its decisions, which a resumed run repeats."""
+"""Early stopping: its decisions, and the same decisions in a resumed run."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ BATCH = {"x": np.ones((8, 4), np.float32), "score": np.zeros(8, np.float32)}
 
 
 class Scores:
-    """Evaluation data of one batch, with the next score at each pass."""
+    """Evaluation data of one batch that has the next score in each pass."""
 
     def __init__(self, *scores: float) -> None:
         self.left = [*scores]
@@ -57,18 +57,18 @@ def test_fit_ends_after_patience_is_exhausted(tmp_path: Path) -> None:
     trainer = make_trainer(stopping, directory=tmp_path)
     assert fit(trainer, 9, 3.0, 2.0, 2.5, float("nan"), 1.0) == 4
     assert (stopping.best, stopping.best_step, stopping.num_since) == (2.0, 2, 2)
-    # Started again, the same program stops at once: it evaluates nothing.
+    # A new process with the same program stops at once, without an evaluation.
     again = EarlyStopping(patience=2)
     assert fit(make_trainer(again, directory=tmp_path), 9) == 4
     assert again.best == 2.0
-    # With more patience it goes on.
+    # With more patience, the run continues.
     patient = EarlyStopping(patience=3)
     assert fit(make_trainer(patient, directory=tmp_path), 9, 2.1, 1.0) == 5
 
 
 def test_resumed_run_stops_at_same_step(tmp_path: Path) -> None:
     class Other(Callback):
-        """Has no state, and does not shift the states of others."""
+        """Has no state. The states of the other callbacks must not shift."""
 
     first = EarlyStopping(patience=2), EarlyStopping("eval_accuracy", mode="max")
     assert fit(make_trainer(*first, directory=tmp_path), 3, 3.0, 2.0, 2.5) == 3
@@ -76,7 +76,7 @@ def test_resumed_run_stops_at_same_step(tmp_path: Path) -> None:
     trainer = make_trainer(Other(), *both, directory=tmp_path)
     assert fit(trainer, 9, 2.4, 1.0) == 4
     assert (both[0].best, both[1].best, both[1].num_since) == (2.0, -2.0, 2)
-    # Restoring only weights restores no callback's state.
+    # A restore of only the weights does not restore callbacks.
     fresh = EarlyStopping(patience=2)
     trainer = make_trainer(fresh)
     trainer.restore(directory=tmp_path, weights_only=True)
@@ -90,11 +90,12 @@ def test_min_delta_and_mode_define_improvement() -> None:
     assert [fine.observe(i, x) for i, x in enumerate((3, 2.4, 2.0))] == [0, 0, 1]
     large = EarlyStopping("eval_accuracy", mode="max", patience=1, min_delta=0.1)
     assert [large.observe(i, x) for i, x in enumerate((0.5, 0.7, 0.79))] == [0, 0, 1]
-    # A metric of training is judged at each step; with a rate of 0 the loss stays.
+    # Stopping on a training metric decides at each step; rate 0 keeps the loss
+    # constant.
     stopping = EarlyStopping("loss", patience=2)
     trainer = make_trainer(stopping)
     trainer.fit([BATCH] * 20, 20)
-    # Metrics arrive up to two steps after their step.
+    # Metrics arrive up to two steps late.
     assert trainer.step <= 5
     assert stopping.best_step == 1
 

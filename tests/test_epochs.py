@@ -1,4 +1,4 @@
-"""Passes over data with a length, and the last, smaller batch of each."""
+"""Passes over data with a length, with a smaller last batch in each pass."""
 
 import functools
 import io
@@ -60,7 +60,7 @@ BATCHES = split(make_rows(sum(SIZES)), *SIZES)
 
 
 class Files:
-    """Batches with a length, of which none can be looked at before its turn."""
+    """Batches with a length; a batch cannot be seen before its turn."""
 
     def __init__(self, batches: list[dict] = BATCHES) -> None:
         self.batches, self.num_read = batches, 0
@@ -75,7 +75,7 @@ class Files:
 
 
 class Loader:
-    """Gives the rows in another order in each pass, as PyTorch's DataLoader does."""
+    """Orders the rows differently in each pass, like PyTorch's DataLoader."""
 
     def __init__(self, seed: int = 0, drop_last: bool = False) -> None:
         self.rows, self.batch_size = make_rows(sum(SIZES)), 16
@@ -95,7 +95,7 @@ class Loader:
 
 
 class Numbered(Loader):
-    """Shuffles each pass by its number, as DistributedSampler does."""
+    """Shuffles each pass by the number of the pass, like DistributedSampler."""
 
     def set_epoch(self, epoch: int) -> None:
         self.rng = np.random.default_rng(epoch)
@@ -130,7 +130,7 @@ def fit(trainer: Trainer, data: Any, epochs: int, last: Any = "drop") -> list[fl
 
 @pytest.fixture(scope="module")
 def by_hand() -> list[float]:
-    """Losses of three passes over all batches, the small ones too, on one device."""
+    """Losses of three passes over all batches, including small ones, on one device."""
     one = make_trainer(devices=jax.devices()[:1])
     return [float(one.fit([b], num_epochs=1)["loss"][0]) for b in BATCHES * 3]
 
@@ -138,7 +138,7 @@ def by_hand() -> list[float]:
 def test_epoch_is_one_pass_over_data(by_hand: list[float]) -> None:
     trainer = make_trainer()
     assert len(fit(trainer, BATCHES, 3)) == trainer.step == 6
-    # The total number of passes, including earlier ones.
+    # `num_epochs` is the total number of passes, including earlier ones.
     assert fit(trainer, BATCHES, 3) == []
     assert len(fit(trainer, BATCHES, 5)) == 4
     # Passes over other data are counted from zero.
@@ -173,7 +173,7 @@ def test_pipeline_pads_last_batch() -> None:
 @pytest.mark.parametrize("make", [Files, Loader, Numbered, grain_dataset])
 @pytest.mark.parametrize(
     ("last", "stop"),
-    # Before step 5 comes a batch that is left out, which no step has passed yet.
+    # A batch is dropped between steps 4 and 5, so no completed step includes it.
     [("drop", 3), ("drop", 4), (Pad("weights"), 4)],
 )
 def test_run_resumes_within_epoch(
@@ -194,7 +194,7 @@ def uninterrupted(make: Any, last: Any) -> list[float]:
 
 
 class StopAt(Callback):
-    """Ends the fit at a step; metrics come two steps later."""
+    """Ends the fit at a step; calls `stop` earlier, as metrics are two steps late."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -210,7 +210,7 @@ def test_resume_skips_numbered_passes(tmp_path: Path) -> None:
     )
     data = Numbered()
     assert len(fit(make_trainer(Checkpoint(tmp_path, every=2)), data, 3)) == 2
-    assert data.num_read == 5  # of 8: none of the first pass
+    assert data.num_read == 5  # of 8 batches; it skips all of the first pass
 
 
 def test_script_resumes_in_second_fit(tmp_path: Path) -> None:
@@ -251,7 +251,8 @@ def test_late_drop_warns_at_line_of_fit() -> None:
     logger = SimpleNamespace(start=_ignore, log=_ignore, finish=_ignore)
     logger.message = said.append
     trainer = make_trainer(loggers=[logger])
-    # Met by the thread that reads: a class with no order shows no last batch before.
+    # The reading thread finds the small batch. `Files` has no index to look it up
+    # earlier.
     with pytest.warns(ParallelWarning, match="A last batch of 5 rows") as found:
         trainer.fit(Files(), num_epochs=3)
     assert [w.filename for w in found] == [__file__]
@@ -423,7 +424,7 @@ def test_pad_keeps_dtype_of_weights() -> None:
 def test_all_processes_drop_last_batch_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One process may come to its last, smaller batch before the others."""
+    """One process may reach its smaller last batch before the others."""
     mine = {"x": np.zeros((4, 2), np.float32)}
     signature = batches.batch_signature(mine)
     theirs = {

@@ -1,4 +1,4 @@
-"""Every error of the library leads to its entry on the site."""
+"""Every error of the library links to its entry on the site."""
 
 import traceback
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def _asked_again() -> Iterator[None]:
 
 
 def name_sites(monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
-    """The metadata of an installed package that has these addresses."""
+    """Gives the package's metadata these project addresses."""
     found = Message()
     for url in urls:
         found["Project-URL"] = url

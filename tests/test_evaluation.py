@@ -1,4 +1,4 @@
-"""Evaluation by another loss, metrics that are not means, sampled predictions."""
+"""Evaluation with another loss, metrics that are not means, and sampled predictions."""
 
 import dataclasses
 import re
@@ -41,7 +41,7 @@ CLASSES = 3
 
 
 class Block(nnx.Module):
-    """A block whose mode is an argument."""
+    """A block whose mode is an argument of the call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -85,13 +85,14 @@ def f1(counts: Any) -> Any:
 
 
 def confusion(model: Any, batch: Any) -> tuple[jax.Array, dict]:
-    logits = model(batch["x"], training=False)  # once: a pipeline cuts at its Stack
+    # Called once, because a pipeline is cut at the Stack.
+    logits = model(batch["x"], training=False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     found = logits.argmax(axis=-1)
     matrix = jnp.zeros((CLASSES, CLASSES), int).at[batch["label"], found].add(1)
     hits = jnp.sum((found == 0) & (batch["label"] == 0))
     errors = jnp.sum((found == 0) != (batch["label"] == 0))
-    # Each trace makes another function, as a lambda in a loss is.
+    # Each trace makes a new function, as a lambda in a loss does.
     score = Sum(jnp.stack([hits, errors]), then=lambda counts: f1(counts))
     return losses.mean(), {"matrix": Sum(matrix), "f1": score}
 
@@ -103,7 +104,8 @@ def make_batch(seed: int, rows: int) -> dict:
 
 
 TRAINING = [make_batch(0, 8), make_batch(1, 8)]
-HELD_OUT = [make_batch(2, 8), make_batch(3, 3)]  # of which one does not divide
+# The devices do not divide the rows of the second batch.
+HELD_OUT = [make_batch(2, 8), make_batch(3, 3)]
 ROWS = {key: np.concatenate([b[key] for b in HELD_OUT]) for key in HELD_OUT[0]}
 
 
@@ -139,7 +141,7 @@ def test_eval_loss_runs_under_every_strategy(name: str) -> None:
     )
     history = trainer.fit(TRAINING, 2, eval_data=HELD_OUT)
     found = trainer.evaluate(HELD_OUT)
-    # Plain NNX with the same arrays, all rows at once.
+    # Plain NNX with the same arrays, on all rows at once.
     model = trainer.model
     logits = np.asarray(model(ROWS["x"], training=False))
     expected = float(eval_loss(model, ROWS))
@@ -193,14 +195,14 @@ def test_evaluation_in_training_mode_warns_once(name: str) -> None:
     with pytest.warns(ParallelWarning, match=re.escape(message)) as caught:
         trainer.evaluate(HELD_OUT)
     assert [warning.filename for warning in caught] == [__file__]
-    trainer.evaluate([make_batch(4, 5)])  # warnings are errors: none comes again
+    trainer.evaluate([make_batch(4, 5)])  # a second warning would raise here
     trainer.evaluate(HELD_OUT, loss=eval_loss)
     with pytest.warns(ParallelWarning, match="or a function to predict"):
         trainer.predict(HELD_OUT, lambda model, batch: model(batch["x"], training=True))
 
 
 class Sampler(nnx.Module):
-    """Draws random numbers by design: a variational autoencoder does."""
+    """Always draws random numbers, like a variational autoencoder."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(4, CLASSES, rngs=rngs)
@@ -208,7 +210,7 @@ class Sampler(nnx.Module):
         self.noise = rngs.fork()
 
     def __call__(self, x: jax.Array, *, training: bool) -> jax.Array:
-        del training  # it follows model.eval()
+        del training  # dropout follows model.eval() instead
         logits = self.dropout(self.linear(x))
         return logits + jax.random.normal(self.noise(), logits.shape)
 
@@ -233,7 +235,7 @@ def test_eval_loss_that_closes_over_model_raises() -> None:
 
 
 class Keeping(Callback):
-    """Keeps the metrics of an evaluation."""
+    """Collects the metrics of an evaluation."""
 
     def on_eval_end(self, trainer: Any, step: int, metrics: Any) -> None:
         self.metrics = metrics
@@ -269,7 +271,7 @@ def test_array_metric_in_training_raises() -> None:
 
 
 def test_predict_gives_row_losses_and_area() -> None:
-    """Computes losses of single rows and an area under the curve from outputs."""
+    """Computes losses of single rows, and an area under the curve from outputs."""
     trainer = make_trainer(evaluation=Evaluation(loss=eval_loss))
 
     def outputs(model: Any, batch: Any) -> dict:
@@ -303,7 +305,7 @@ def test_predictions_draw_random_numbers_from_seed() -> None:
     assert (found != trainer.predict(twice, sample, seed=1)).any()
     assert (found[:64] != found[64:]).any()  # batches draw different numbers
     assert set(found) == {0, 1, 2}
-    keys = jax.random.split(jax.random.key(1), 8)  # or a key for each row, as data
+    keys = jax.random.split(jax.random.key(1), 8)  # keys may also be data, one per row
     normal = jax.vmap(jax.random.normal)
     drawn = trainer.predict([keys], lambda model, keys: normal(keys))
     np.testing.assert_allclose(drawn, normal(keys), rtol=1e-6)
@@ -341,7 +343,7 @@ def test_predictions_of_different_lengths_raise() -> None:
 
 
 def test_flax_metrics_match_plain_values() -> None:
-    """Flax metrics are computed in a loss, and on the host from the outputs."""
+    """Computes Flax metrics in a loss, and on the host from outputs."""
 
     def measured(model: Any, batch: Any) -> tuple[jax.Array, dict]:
         logits = model(batch["x"], training=False)
@@ -367,7 +369,7 @@ def test_flax_metrics_match_plain_values() -> None:
 
 
 def test_policy_is_rolled_out_and_trained() -> None:
-    """REINFORCE on a bandit: action 1 pays, whatever the state."""
+    """Trains REINFORCE on a bandit in which action 1 pays in every state."""
 
     def policy_loss(model: Any, batch: Any) -> jax.Array:
         logits = jax.nn.log_softmax(model(batch["x"]))
@@ -471,7 +473,7 @@ def test_sam_evaluates_without_ascent() -> None:
     sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05))
     trainer = Trainer(linear, sam, reversed_rows, strategy=FSDP(), loggers=())
     before = numpy_loss(trainer.state.params, NUMBERS[:1])
-    trainer.fit(NUMBERS, 1)  # to the adversarial parameters
+    trainer.fit(NUMBERS, 1)  # leaves the adversarial parameters in the state
     assert numpy_loss(trainer.state.params, NUMBERS[:1]) > 1.01 * before
     assert trainer.evaluate(NUMBERS[:1])["loss"] == pytest.approx(before, rel=1e-5)
     trainer.fit(NUMBERS[1:], 2)

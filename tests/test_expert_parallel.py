@@ -1,4 +1,4 @@
-"""Experts split over devices: numbers of a loop over tokens, a share of the experts."""
+"""Split experts: the numbers of a loop over tokens, and a share of the experts each."""
 
 import itertools
 import json
@@ -70,16 +70,16 @@ MIXTURES = {
     ),
     "dropless": replace(MIXTURE, bias_rate=0.01),
 }
-# Added to the biases of later experts: at 0 tokens go everywhere, at 100 all go
-# to the same experts, of "switch" to one.
+# Added to the biases of later experts. With 0, tokens go to all experts; with 100, all
+# tokens go to the same experts ("switch": to one expert).
 SKEWS = {"uniform": 0.0, "skewed": 2.0, "one": 100.0}
 
 
 class TokenByToken(MoE):
-    """The mixture as its papers write it: a loop over tokens, each through its experts.
+    """The mixture as in its papers: a loop sends each token through its experts.
 
-    A token's choice is the only part that it shares with `MoE`; `tests/test_moe.py`
-    compares the choice with another loop.
+    Only the choice of experts is shared with `MoE`. `tests/test_moe.py` compares that
+    choice with another loop.
     """
 
     def _run(
@@ -115,7 +115,7 @@ class TokenByToken(MoE):
 
 
 class Skewed(GPT):
-    """A GPT whose routers prefer later experts, which has no gradient."""
+    """A GPT whose routers prefer later experts, by biases without a gradient."""
 
     def __init__(
         self, config: GPTConfig, skew: float, rngs: nnx.Rngs, *, loops: bool = False
@@ -126,7 +126,7 @@ class Skewed(GPT):
         preferred = skew * jnp.arange(bias.shape[-1], dtype=jnp.float32)
         bias.set_value(bias[...] + preferred[None])
         if loops:
-            block.mlp.__class__ = TokenByToken  # with the same parameters
+            block.mlp.__class__ = TokenByToken  # keeps the parameters
 
 
 def case_of(
@@ -162,7 +162,7 @@ MESHES: dict[str, tuple[Strategy, ...]] = {
     for size in SIZES
     for name, partner in PARTNERS.items()
 }
-# The axis of 8 experts splits the batch of 32 rows, and also the arrays of FSDP.
+# The axis of 8 experts splits the batch of 32 rows and the arrays that FSDP splits.
 MESHES["ep8_fsdp"] = (ExpertParallel(8), FSDP(1, min_size=0))
 WIDE = ("ep8_tp", "ep8_pp")
 """Meshes of 16 devices, for which a child process has to simulate more."""
@@ -191,8 +191,8 @@ OTHER_MESHES: dict[str, tuple[Strategy, ...]] = {
     ),
 }
 FEW = [("deepseek", "skewed", "ep2_fsdp", 1)]
-# With these every size, partner, number of microbatches, routing and mixture meets
-# every other of another kind.
+# Together with these cases, all pairs of two factors' values occur. The factors are
+# size, partner, number of microbatches, routing and mixture.
 PAIRS = [
     ("capacity", "uniform", "ep2_pp", 4),
     ("capacity", "one", "ep1_fsdp", 1),
@@ -219,7 +219,7 @@ OTHERS = [
     ("switch", "one", "ep2_pp2_fsdp2", 4),
     ("deepseek", "uniform", "ep2_pp2_tp2", 4),
 ]
-# Cases whose axes occur in others above.
+# Cases with axes that other cases above also have.
 SLOW_OTHERS = [
     ("capacity", "one", "ep8", 1),
     ("switch", "uniform", "ep4_dp2", 1),
@@ -242,7 +242,7 @@ def devices_of(strategy: Strategy) -> Sequence[Device]:
 
 @cache
 def looped(mixture: str, skew: str, microbatches: int, dropout: float = 0.1) -> Run:
-    """The run of one device whose experts take one token after the other."""
+    """The run on one device, whose experts process one token after the other."""
     case = case_of(mixture, skew, dropout, loops=True)
     return measure(case, DataParallel(1), jax.devices()[:1], microbatches)
 
@@ -254,7 +254,7 @@ def biases(run: Run) -> dict[str, np.ndarray]:
 
 
 def check_training(mixture: str, skew: str, mesh: str, microbatches: int) -> None:
-    """20 steps match a loop over tokens: gradients, losses, biases."""
+    """Compares 20 steps with a loop over tokens: gradients, losses, biases."""
     strategy = Composite(*(MESHES | OTHER_MESHES)[mesh])
     case, devices = case_of(mixture, skew), devices_of(strategy)
     run = measure(case, strategy, devices, microbatches)
@@ -272,7 +272,8 @@ def check_training(mixture: str, skew: str, mesh: str, microbatches: int) -> Non
     ("mixture", "skew", "mesh", "microbatches"),
     [
         *FEW,
-        # One after the other if their loops over tokens are the same program.
+        # Cases with the same loop over tokens are adjacent, so its program is compiled
+        # once.
         *(
             pytest.param(*case, marks=pytest.mark.deep)
             for case in sorted((*PAIRS, *OTHERS), key=lambda case: (case[0], case[3]))
@@ -326,7 +327,7 @@ def test_training_on_sixteen_devices_matches_loop(cases):
 
 
 def test_deep_cases_cover_every_pair():
-    """No pair is lost when the lists change."""
+    """Changes of the lists must not lose a pair."""
 
     def pairs(cases: Sequence[tuple[str, str, str, int]]) -> set:
         values = [(a, b, *mesh.split("_"), n) for a, b, mesh, n in cases]
@@ -350,7 +351,7 @@ def test_bias_does_not_depend_on_microbatches():
 
 @pytest.mark.deep
 def test_biases_restore_under_another_strategy(tmp_path):
-    """Biases restored under another strategy have the same bits; the run continues."""
+    """The restored biases have the same bits, and the run continues."""
     case = case_of("dropless", "skewed", 0.0)
     batches = case.batches(4)
 
@@ -384,7 +385,7 @@ ROWS, SEQ = 32, 8
 
 
 class Recorded(MoE):
-    """A mixture that keeps the scores of the tokens that it saw last."""
+    """A mixture that keeps the scores of its most recent tokens."""
 
     seen: Any
 
@@ -396,7 +397,7 @@ class Recorded(MoE):
 
 
 class NearTies(GPT):
-    """A GPT of one layer, two of whose experts have scores that rounding may order."""
+    """A GPT of one layer with two experts whose scores differ by rounding only."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         experts = replace(MIXTURE, num_experts=4)
@@ -435,10 +436,10 @@ def rows_and_scores(strategy: Strategy) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_equal_routing_matches_one_device():
-    """Rounding may swap two near scores; then other experts are used.
+    """Rounding may swap two nearly equal scores, and then other experts are used.
 
-    Scores agree everywhere. Rows have the same loss if their tokens have the same
-    experts; a token has others only if its second and third score are a tie.
+    The scores agree. Rows have the same loss if their tokens have the same experts. A
+    token has other experts only if its second and third score are tied.
     """
     expected, scores = rows_and_scores(DataParallel(1))
     strategy = Composite(ExpertParallel(2), TensorParallel(2), FSDP(2, min_size=0))

@@ -1,7 +1,7 @@
-"""Families of models against transformers: goldens of tiny random models.
+"""Model families compared with transformers, through goldens of tiny random models.
 
-`tests/goldens/make_goldens.py` made them. They are read by hand here, so that neither
-torch nor this library's reader of weights is between the numbers.
+`tests/goldens/make_goldens.py` made the goldens. These tests decode the files by hand,
+so they depend on neither torch nor this library's weight reader.
 """
 
 import json
@@ -54,7 +54,7 @@ def hf_config(family: str) -> dict[str, Any]:
 
 @cache
 def tensors(family: str) -> dict[str, np.ndarray]:
-    """The arrays of a file: 8 bytes for the length of a JSON header, then the data."""
+    """The arrays of a safetensors file: the header's length, a JSON header, data."""
     content = (GOLDENS / family / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     found = {}
@@ -72,7 +72,7 @@ def golden(family: str) -> dict[str, Any]:
 
 
 def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
-    """Their arrays in our shapes, by path."""
+    """The arrays of a golden in this library's shapes, by path."""
     given, found = tensors(family), {}
     sizes = config.sizes | {"seq": config.seq_len, "n": 3}
     fields = config.fields
@@ -139,7 +139,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("family", "change"), SETTINGS)
 def test_each_setting_changes_logits(family: str, change: dict[str, Any]) -> None:
-    """Otherwise a wrong setting would pass its golden."""
+    """Without this test, an ignored setting could pass its golden."""
     logits = run(load(family, **change), golden(family)["tokens"])
     assert np.abs(np.asarray(logits) - golden(family)["logits"]).max() > 1e-3
 
@@ -150,7 +150,7 @@ def test_config_round_trips(family: str) -> None:
     written = config_to_hf(config)
     kept = {"model_type", "architectures", "vocab_size", "tie_word_embeddings"}
     assert {k: written[k] for k in kept} == {k: hf_config(family)[k] for k in kept}
-    # transformers checks types: an int is not a float.
+    # transformers checks types: it does not accept an int as a float.
     for key, value in written.items():
         theirs = hf_config(family).get(key)
         assert theirs is None or type(value) is type(theirs), key
@@ -207,9 +207,10 @@ PUBLISHED = {
 
 
 def test_presets_have_published_sizes() -> None:
-    """Sizes of only the language model, with the rows of the table as in the files."""
+    """Sizes of the language models only, with the rows of the tables in the files."""
     found = {name: GPTConfig.preset(name).num_params for name in PRESETS}
-    del found["deepseek-v3-like"]  # without latent attention its size differs
+    # Its size differs from DeepSeek-V3's, which has latent attention.
+    del found["deepseek-v3-like"]
     assert found == PUBLISHED
 
 
@@ -222,7 +223,7 @@ def test_presets_have_transformers_config(name: str) -> None:
 
 
 def deepseek_like(**changes: Any) -> GPTConfig:
-    """Three layers, the first one dense."""
+    """Three layers, of which the first is dense."""
     config = GPTConfig.tiny_experts(
         vocab_size=64, num_layers=3, dense_layers=1, embed_dim=32, mlp_dim=48
     )
@@ -239,7 +240,7 @@ def test_parameters_of_dense_layers_are_counted(changes: dict[str, Any]) -> None
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     sizes = [p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))]
     assert config.num_params == sum(sizes)
-    # A token meets 2 of 8 experts in each of 2 layers.
+    # A token uses 2 of 8 experts in each of 2 layers.
     kernels = 2 if changes.get("activation") == "gelu" else 3
     idle = 2 * 6 * kernels * 32 * 64
     assert config.num_active_params == config.num_params - idle
@@ -248,7 +249,7 @@ def test_parameters_of_dense_layers_are_counted(changes: dict[str, Any]) -> None
 
 
 def test_deepseek_v3_has_three_dense_layers() -> None:
-    """Checks only the MLPs: attention differs."""
+    """Checks only the MLPs, because attention differs from DeepSeek-V3."""
     config = GPTConfig.preset("deepseek-v3-like")
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     shapes = {
@@ -262,7 +263,7 @@ def test_deepseek_v3_has_three_dense_layers() -> None:
 
 
 def test_decoding_uses_dense_layers() -> None:
-    """Some layers of both kinds have windows."""
+    """Dense layers and layers with experts have windows."""
     config = deepseek_like(window=2, layer_kinds=("local", "global"))
     model = GPT(config, rngs=nnx.Rngs(0))
     assert model.dense_blocks is not None
@@ -303,7 +304,7 @@ def test_parameters_are_counted(family: str) -> None:
 
 
 def test_missing_settings_use_transformers_defaults() -> None:
-    """Checks the text_config of Gemma 3 4B as on the hub, and Mistral's window."""
+    """Checks the hub's text_config of Gemma 3 4B, and Mistral's window."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -410,7 +411,7 @@ def test_logits_and_continuations_match_under_strategies(
     logits = trainer.predict([tokens])
     expected = np.concatenate([golden(family)["logits"]] * 4)
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
-    # Rows 0, 2, 4 and 6, on different devices, are the prompt of the golden.
+    # Rows 0, 2, 4 and 6 are the golden's prompt, on different devices.
     go_on = nnx.jit(generate, static_argnames=("max_new_tokens", "temperature"))
     prompts = trainer.shard_batch(tokens)
     model = cast(GPT, trainer.model)
@@ -444,7 +445,7 @@ def losses(family: str, strategy: Strategy | None) -> np.ndarray:
     ],
 )
 def test_training_matches_one_device(family: str, strategy: str) -> None:
-    """The families include alternating layers, caps and all kinds of norms."""
+    """Includes families with alternating layers, logit caps and all kinds of norms."""
     alone = losses(family, None)
     np.testing.assert_allclose(losses(family, STRATEGIES[strategy]()), alone, rtol=1e-5)
     assert alone[2] < alone[0]

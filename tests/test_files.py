@@ -1,4 +1,4 @@
-"""Small files of strangers are refused by kind and size, before they take memory."""
+"""Hostile small files are refused by kind and size before they take memory."""
 
 import json
 import os
@@ -160,7 +160,7 @@ def test_code_writable_by_others_raises(tmp_path: Path, change: Callable) -> Non
         open_private(path.parent, "x")
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change a file's owner")
 def test_code_of_another_user_raises(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.touch(mode=0o600)

@@ -1,4 +1,4 @@
-"""Models that Flax itself vmaps and scans: FSDP gathers one layer of them at a time."""
+"""Layers vmapped and scanned by Flax: FSDP gathers one layer at a time."""
 
 from collections import Counter
 from typing import Any
@@ -24,7 +24,7 @@ def loss(model: Any, batch: Any) -> jax.Array:
 
 
 def gathers(build: Any, strategy: Strategy) -> Counter:
-    """How often a step gathers how many bytes."""
+    """Counts a step's all-gathers by their bytes."""
     trainer = make_trainer(build, loss, strategy, num_microbatches=1)
     step: Any = trainer.train_step
     step = step.lower(trainer.state, trainer.shard_batch(BATCH)).compile(QUICKLY)
@@ -35,7 +35,7 @@ def gathers(build: Any, strategy: Strategy) -> Counter:
     return found
 
 
-KERNEL = 4 * 4 * WIDTH**2  # bytes of one layer's
+KERNEL = 4 * 4 * WIDTH**2  # bytes of one layer's kernel
 
 
 DEEP = pytest.mark.deep
@@ -48,7 +48,7 @@ DEEP = pytest.mark.deep
 def test_layers_are_gathered_one_by_one(build: Any) -> None:
     found = gathers(build, FSDP(4, min_size=4 * WIDTH**2))
     assert max(found) == KERNEL
-    # Two kernels of each layer, forward and backward (and the head's, of their size).
+    # Two kernels per layer, forward and backward; the head's kernel has the same size.
     assert 4 * LAYERS <= found[KERNEL] <= 4 * LAYERS + 2
 
 
@@ -65,7 +65,7 @@ def test_training_matches_one_device(build: Any, num_microbatches: int) -> None:
         count = num_microbatches
         trainer = make_trainer(build, loss, strategy, num_microbatches=count)
         found = one_step(trainer, BATCH)
-        # Evaluation gathers in the loop too.
+        # The loop of an evaluation also gathers each layer.
         return *found, trainer.evaluate([BATCH]) if build is ByHand else {}
 
     expected, found = train(ONE_DEVICE), train(FSDP(4, min_size=0))
@@ -86,7 +86,7 @@ def test_remat_of_model_is_kept() -> None:
         names = [eqn.primitive.name for eqn, _ in walk(traced.jaxpr)]
         return names.count("dot_general")
 
-    # Three products of a layer are computed again, the last of them in vain.
+    # Three products per layer are computed again; the compiler may drop the last one.
     assert num_products(Rematted) >= num_products(Scanned) + 2
 
 
@@ -103,7 +103,7 @@ def test_layers_dim_is_described_and_never_split() -> None:
 
 
 class Named(nnx.Module):
-    """A block whose kernel has names, with Flax's name of the layers or without."""
+    """A block whose kernel has names; the layers' name may be in Flax's metadata."""
 
     def __init__(self, metadata: dict, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(

@@ -1,7 +1,7 @@
-"""Attention by a fused kernel on each device's shard: the numbers of plain attention.
+"""Fused attention on each device's shard gives the numbers of plain attention.
 
-On CPU the kernel is plain attention too, or Splash interpreted. That the real kernels
-are in the program is read from the TPU compiler's output.
+On a CPU, the kernel is plain attention or interpreted Splash. Tests with the TPU
+compiler check that its programs contain the real kernels.
 """
 
 import math
@@ -69,7 +69,7 @@ def operands(
 
 
 def value_and_gradients(function: Any, arrays: list[jax.Array]) -> tuple:
-    """Value and gradients of a scalar that weighs every output differently."""
+    """Value and gradients of a scalar in which each output has a different weight."""
 
     @jax.jit
     def run(arrays: list[jax.Array]) -> tuple:
@@ -101,7 +101,7 @@ QUICK = {("fsdp", 8), ("tp", 2), ("tp_sequence", 8), ("composite", 1)}
     ],
 )
 def test_kernel_per_shard_matches_whole_attention(name: str, kv_heads: int):
-    """Includes meshes with more parts than key heads."""
+    """Some meshes have more parts than key heads."""
     strategy = STRATEGIES[name]
     sizes = strategy.axis_sizes.values()
     devices = jax.devices()[: int(np.prod([n or 1 for n in sizes]))]
@@ -137,7 +137,7 @@ def test_mask_is_split_along_its_dims(shape: tuple[int, int]):
 
 
 class Block(nnx.Module):
-    """Attention whose kernel runs per shard, or as it is."""
+    """Attention whose kernel runs per shard, or once for all."""
 
     def __init__(self, is_split: bool, rngs: nnx.Rngs) -> None:
         embed, head = {"embed": 16}, {"head_dim": 4}
@@ -160,13 +160,13 @@ def loss(blocks: Stack, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
-    """Loss and gradients of a step of four microbatches."""
+    """Loss and gradients of one step with four microbatches."""
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(16, 8, 16)).astype(np.float32) for name in "xy"}
     sizes = strategy.axis_sizes.values()
     trainer = Trainer(
         lambda rngs: Stack(lambda rngs: Block(is_split, rngs), 2, rngs=rngs),
-        optax.trace(decay=0.0),  # its state is the gradient
+        optax.trace(decay=0.0),  # the state is the gradient
         loss,
         strategy=strategy,
         num_microbatches=4,
@@ -189,7 +189,7 @@ def one_step(strategy: Strategy, *, is_split: bool) -> tuple[float, Any]:
     ids=repr,
 )
 def test_training_step_matches_one_device(strategy: Strategy):
-    """Includes a pipeline's stage, which is already manual over one axis."""
+    """Includes a pipeline stage, which is already manual over one axis."""
     expected_loss, expected = one_step(DataParallel(1), is_split=False)
     found_loss, found = one_step(strategy, is_split=True)
     assert found_loss == pytest.approx(expected_loss, rel=1e-6)
@@ -235,9 +235,9 @@ for kernel in (None, "xla"):
     ids=repr,
 )
 def test_tpu_runs_splash_by_default(strategy: Strategy):
-    """The kernel takes less memory than the scores would."""
+    """The program with the kernel takes less memory than the one with scores."""
     kernels, memory, none, plain = numbers_from(GPT_STEPS, repr(strategy))
-    # Forward, and its gradients: of queries, and of keys and values.
+    # Three kernels: the forward pass, the gradient of queries, that of keys and values.
     assert kernels >= 3
     assert none == 0
     assert memory < plain
@@ -254,7 +254,7 @@ for size in (4, 1):
 
 @pytest.mark.slow
 def test_mesh_without_head_axis_uses_partitioner():
-    """The partitioner cannot split a Pallas kernel, so none is used."""
+    """The partitioner cannot split Pallas kernels, so plain attention is used."""
     assert numbers_from(ATTENTION_ON_MESHES) == [0, 1]
 
 
@@ -304,7 +304,7 @@ def test_splash_with_mask_raises():
 
 
 def test_cudnn_takes_masks_of_even_lengths():
-    """With an odd length the gradient would fail, long after the choice."""
+    """With an odd length, only the gradient would fail, long after the selection."""
     x, odd = jnp.zeros((1, 8, 2, 64), jnp.bfloat16), jnp.zeros((1, 7, 2, 64))
     mask = jnp.ones((1, 1, 8, 7), bool)
     refusals = FUSED["cudnn"].refusals
@@ -316,7 +316,7 @@ def test_cudnn_takes_masks_of_even_lengths():
 
 @pytest.mark.parametrize(("axes", "is_split"), [("fsdp", True), (None, False)])
 def test_split_queries_are_detected(axes, is_split):
-    """With a kernel per shard each device would compute the rows of all."""
+    """With split queries, a kernel per shard would compute all rows on each device."""
     strategy = FSDP(4, rules=(LogicalRules({"batch": None, "seq": axes}),))
     layout = strategy.layout(strategy.make_mesh(jax.devices()[:4]))
     assert splits_queries(layout, jnp.zeros((2, 16, 4, 8))) == is_split

@@ -1,4 +1,4 @@
-"""A traced loss gathers a Stack's layers one by one, wherever it calls the Stack."""
+"""Gathers of a Stack's layers, one by one, wherever a traced loss calls the Stack."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def with_changed_layers(model: Model, x: jax.Array) -> jax.Array:
 
 
 def with_norms(model: Model, x: jax.Array) -> jax.Array:
-    """Computes with all layers, which stay in shards."""
+    """Uses the kernels of all layers, which are not gathered."""
     layer: Any = model.stack.layer
     return (model.stack(x) ** 2).mean() + 0.01 * jnp.sum(layer.kernel[...] ** 2)
 
@@ -67,7 +67,7 @@ LOSSES = (in_branch, in_loop, by_index, with_changed_layers, with_norms)
 
 
 def gathers(run: Any, *arguments: Any) -> Counter:
-    """How often a program gathers how many bytes."""
+    """Counts a program's all-gathers by their bytes."""
     found = Counter()
     for each in audit(run.lower(*arguments).compile(QUICKLY)).collectives:
         if each.kind == "all-gather":
@@ -81,7 +81,7 @@ def test_layers_are_gathered_one_by_one(loss: Loss) -> None:
     found = gathers(trainer.train_step, trainer.state, trainer.shard_batch(BATCH))
     assert max(found) == KERNEL
     calls = 2 if loss is in_loop else 1
-    # Once forward and at most once more backward, in each call.
+    # Each call gathers once in the forward pass, and at most once in the backward pass.
     assert LAYERS * calls <= found[KERNEL] <= 2 * LAYERS * calls
 
 
@@ -107,7 +107,7 @@ def test_evaluation_gathers_in_while_loop() -> None:
 
 
 class Unrolled(nnx.Module):
-    """Layers that are not stacked; some have a checkpoint."""
+    """Layers outside of a Stack; some are checkpointed."""
 
     def __init__(self, rngs: nnx.Rngs, checkpointed: tuple[int, ...] = ()) -> None:
         self.layers = nnx.List(
@@ -143,5 +143,5 @@ def test_unrolled_layers_are_gathered_again_backward(
         num_microbatches=1,
     )
     found = gathers(trainer.train_step, trainer.state, trainer.shard_batch(BATCH))
-    # The first layer's input has no gradient, so its kernel is not needed backward.
+    # The first layer's input needs no gradient, so backward does not gather its kernel.
     assert found == {KERNEL: 2 * LAYERS - 1}

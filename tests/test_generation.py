@@ -20,7 +20,7 @@ CONFIG = GPTConfig.tiny_llama(
 
 
 def decided(rngs: nnx.Rngs) -> GPT:
-    """Larger parameters, so that greedy choices are no near ties."""
+    """A GPT with larger parameters, so that greedy choices are clear."""
     model = GPT(CONFIG, rngs=rngs)
     nnx.update(model, jax.tree.map(lambda x: 4 * x, nnx.state(model, nnx.Param)))
     return model

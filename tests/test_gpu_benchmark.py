@@ -1,4 +1,4 @@
-"""The comparison on a GPU, as far as it runs without one."""
+"""The GPU benchmark, as far as it runs without a GPU."""
 
 import importlib.util
 import json
@@ -50,7 +50,7 @@ def test_out_of_memory_is_recognized() -> None:
 @pytest.mark.slow
 def test_missing_gpu_exits_with_message() -> None:
     if jax.default_backend() == "gpu":
-        pytest.skip("There is a GPU.")
+        pytest.skip("This machine has a GPU.")
     with pytest.raises(SystemExit, match="needs a GPU that jax and torch both"):
         gpu.measure()
 
@@ -108,7 +108,7 @@ def test_loss_and_gradients_match_torch() -> None:
 
 
 def to_torch(model: GPT) -> dict[str, np.ndarray]:
-    """Our parameters under PyTorch's names: (in, out) becomes (out, in)."""
+    """The parameters under PyTorch's names, with kernels (in, out) as (out, in)."""
     embed = CONFIG.embed_dim
     params = flatten_pure(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     params = {path: np.asarray(x) for path, x in params.items()}

@@ -1,4 +1,4 @@
-"""The comparison of experts on a GPU, as far as it runs without one."""
+"""The GPU benchmark of experts, as far as it runs without a GPU."""
 
 import importlib.util
 import json
@@ -85,7 +85,7 @@ def test_loss_and_gradients_match_torch(skew: float) -> None:
 
 
 def to_torch(model: GPT) -> dict[str, np.ndarray]:
-    """Our parameters under PyTorch's names; linear layers are (out, in) there."""
+    """The parameters under PyTorch's names; its linear layers have shape (out, in)."""
     embed = CONFIG.embed_dim
     params = flatten_pure(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     params = {path: np.asarray(x) for path, x in params.items()}

@@ -1,4 +1,4 @@
-"""First arrays: the values of one program, from few small ones."""
+"""Initial arrays: the values are those of one program, made by few small programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = 64
 
 
 class Block(nnx.Module):
-    """Kernels of several initializers, a bias, a dropout's stream."""
+    """Kernels of different initializers, a bias, and a random stream for dropout."""
 
     def __init__(self, width: int, rngs: nnx.Rngs) -> None:
         names = named(nnx.initializers.lecun_normal(), "embed", "mlp")
@@ -39,7 +39,7 @@ class Block(nnx.Module):
 
 
 class Everything(nnx.Module):
-    """Whatever a function of ``rngs`` may do to make arrays."""
+    """All ways in which a function of ``rngs`` may make arrays."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(WIDTH, WIDTH, rngs=rngs)
@@ -47,8 +47,8 @@ class Everything(nnx.Module):
         self.blocks = nnx.List([Block(WIDTH, rngs) for _ in range(3)])
         self.stack = Stack(lambda rngs: Block(WIDTH, rngs), 2, rngs=rngs)
         self.recurrent = nnx.LSTMCell(WIDTH, WIDTH, rngs=rngs)
-        # Several arrays from one; a custom derivative; a scale for each layer, taken
-        # from one array; a loop; a decomposition with two results; integers.
+        # The next arrays come from: several slices of one array; a custom derivative;
+        # one scale per layer; a loop; a decomposition with two results; integers.
         whole = jax.random.normal(rngs.params(), (2, WIDTH, WIDTH))
         self.halves = nnx.List([nnx.Param(half) for half in whole])
         self.mean = nnx.Variable(whole.mean())
@@ -69,7 +69,7 @@ class Everything(nnx.Module):
         )
         self.key, self.scale = nnx.Variable(rngs.params()), nnx.Param(jnp.log(1 / 0.07))
         self.numbers = nnx.Param(jnp.asarray(NUMBERS)[1])
-        # The compiler computes these: a program would in other bits.
+        # The compiler folds these constants; a program would compute other bits.
         rates = jnp.log(jnp.arange(1, WIDTH + 1, dtype=jnp.float32))
         self.rates = nnx.Param(jnp.tile(rates, (WIDTH, 1)))
         self.integer_rates = nnx.Param(jnp.tanh(jnp.arange(16) / 7))
@@ -99,7 +99,7 @@ def plan_of(
 
 
 def as_one_program(plan: StatePlan, build: Callable) -> Any:
-    """The state as one program computes it, which defines the values."""
+    """The state that one program computes, which defines the values."""
     make_arrays, streams = arrays_from(build, nnx.Rngs(0))
     compute = jax.jit(
         lambda streams, seed: plan.build(make_arrays(streams), seed),
@@ -129,7 +129,7 @@ def test_values_match_one_program(strategy: Strategy, num_devices: int) -> None:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         for shard in x.addressable_shards
     ]
-    assert len(set(buffers)) == len(buffers)  # a step donates each
+    assert len(set(buffers)) == len(buffers)  # a step donates each buffer
 
 
 def deep(num_layers: int) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -142,7 +142,7 @@ def deep(num_layers: int) -> Callable[[nnx.Rngs], nnx.Module]:
 
 @contextmanager
 def counting_programs() -> Iterator[list[float]]:
-    """The seconds of every compilation."""
+    """Collects the duration of every compilation, in seconds."""
     found: list[float] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:

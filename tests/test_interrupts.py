@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a fit: the checkpoint, and the data left to the next fit."""
+"""Ctrl-C and SIGTERM in a fit: its checkpoint, and the data for the next fit."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from tests.processes.running import ENVIRONMENT
 
 @pytest.fixture(autouse=True)
 def _hears_interrupts() -> Iterator[None]:
-    """Restores SIGINT: processes that a shell starts in the background ignore it."""
+    """Restores SIGINT, which background processes of a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -38,7 +38,7 @@ def _hears_interrupts() -> Iterator[None]:
 
 
 class At(Callback):
-    """Does something once the metrics of a step are known."""
+    """Calls a function when the metrics of a step are known."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act
@@ -49,7 +49,7 @@ class At(Callback):
 
 
 class Before(Callback):
-    """Does something before the first step."""
+    """Calls a function before the first step."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act = act
@@ -76,7 +76,7 @@ def make_trainer(*callbacks: Callback, **options: Any) -> Trainer:
 
 
 def batches(count: int = 20) -> Iterator[np.ndarray]:
-    """A generator, which fills one buffer again and again."""
+    """A generator that reuses one buffer for all batches."""
     buffer = np.empty((8, 4), np.float32)
     for i in range(count):
         buffer[:] = i + 1
@@ -84,7 +84,7 @@ def batches(count: int = 20) -> Iterator[np.ndarray]:
 
 
 class Data:
-    """Batches that can be read again."""
+    """Batches that can be iterated again."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return batches()
@@ -95,7 +95,7 @@ def interrupt() -> None:
 
 
 def interrupt_the_collector() -> None:
-    """Ctrl-C in a callback of the garbage collector, which swallows exceptions."""
+    """Sends Ctrl-C to a callback of the garbage collector, which swallows it."""
 
     def act(*_: object) -> None:
         gc.callbacks.remove(act)
@@ -115,7 +115,7 @@ def saved_steps(directory: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, np.ndarray]:
-    """Parameters after 12 steps that nothing interrupts."""
+    """Parameters after 12 steps without an interrupt."""
     trainer = make_trainer()
     trainer.fit(batches(), 12)
     return params(trainer)
@@ -155,7 +155,7 @@ def test_ctrl_c_before_first_step_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.fit(Data(), 12)
     assert saved_steps(tmp_path) == []
-    # Swallowed there, it is known after the first step.
+    # The collector swallows the interrupt, so the fit notices it after the first step.
     trainer = make_trainer(Before(interrupt_the_collector), checkpoint=tmp_path)
     with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
         trainer.fit(Data(), 12)
@@ -189,7 +189,7 @@ def test_signal_ends_wait_for_data(number: int, tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[np.ndarray]:
             yield from itertools.islice(batches(), 3)
             threading.Timer(0.5, os.kill, (os.getpid(), number)).start()
-            comes.wait(3)  # `close` waits for as long
+            comes.wait(3)  # as long as `close` waits
             yield np.ones((8, 4), np.float32)
 
     trainer = make_trainer(checkpoint=tmp_path)
@@ -203,7 +203,7 @@ def stop_by_error() -> None:
     raise ValueError("this fit has had enough")
 
 
-@pytest.mark.parametrize("kind", [iter, zip])  # a zip takes no weak reference
+@pytest.mark.parametrize("kind", [iter, zip])  # a zip has no weak references
 @pytest.mark.parametrize("act", [interrupt, stop_by_error, None])
 def test_next_fit_gets_batches_read_ahead(
     act: Callable[[], None] | None, kind: Callable, expected: dict
@@ -278,7 +278,7 @@ shell.run_cell("print('still here, at step', trainer.step)")
 def test_interrupted_fit_prints_no_traceback(
     script: str, signals: int, code: int, said: str, tmp_path: Path
 ) -> None:
-    """A shell reports a death by SIGINT, as of Python after a Ctrl-C, as code 130."""
+    """Python dies by SIGINT after a Ctrl-C, which a shell reports as code 130."""
     if script is NOTEBOOK:
         pytest.importorskip("IPython", reason="IPython is not installed")
     run = tmp_path / "run"
@@ -321,7 +321,7 @@ def test_other_errors_use_original_excepthook(monkeypatch: pytest.MonkeyPatch) -
     seen: list[Any] = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: seen.append(error))
     monkeypatch.setattr(runtime, "_excepthook", None)
-    for _ in range(2):  # the second fit installs nothing
+    for _ in range(2):  # the second fit does not install the hook again
         make_trainer().fit(Data(), 2)
     error = ValueError("no interrupt")
     sys.excepthook(ValueError, error, None)
@@ -348,7 +348,7 @@ def lose() -> None:
 
 
 def cancel_elsewhere() -> None:
-    """As when another thread reads, and the main thread is interrupted meanwhile."""
+    """Cancels a read on another thread while the main thread is interrupted."""
     with contextlib.suppress(KeyboardInterrupt):
         interrupt()
     raise ValueError("short read") from asyncio.CancelledError()
@@ -361,7 +361,7 @@ def wrap_an_exit() -> None:
         raise ExceptionGroup("reads", [ValueError("a"), ValueError("b")]) from error
 
 
-# The collector's callback swallows the interrupt, and Python says so.
+# The collector's callback swallows the interrupt, and Python warns about that.
 swallows = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 

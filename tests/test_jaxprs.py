@@ -1,4 +1,4 @@
-"""Programs that are cut, run in parts, and interpreted."""
+"""Programs that are cut, partly run, and interpreted."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ def test_inlining_separates_constants_and_inputs():
 
 
 def swap_in_scan(a: jax.Array, b: jax.Array, c: jax.Array) -> Any:
-    """The third carried value needs three iterations to depend on ``a``."""
+    """The third carried value depends on ``a`` only after three iterations."""
 
     def step(carry: tuple, x: jax.Array) -> tuple:
         first, second, third = carry
@@ -47,7 +47,7 @@ def sum_and_count(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 sum_and_count.defvjp(lambda a, b: (sum_and_count(a, b), a), lambda a, g: (g[0], a))
 
-# Each output's inputs.
+# The arguments that each output depends on.
 ORIGINS: dict[str, tuple[Callable, list[str]]] = {
     "literal": (lambda a, b, c: (jnp.float32(1), a * 2), ["", "a"]),
     "call": (lambda a, b, c: jax.jit(lambda x, y: (y, x))(a, b), ["b", "a"]),
@@ -71,7 +71,7 @@ def test_origins_of_outputs(name: str) -> None:
 
 
 class Names(Fold):
-    """Reads programs side by side: constants are pairs of numbers."""
+    """Folds several programs at once; a constant lists its number in each."""
 
     def constant(self, *numbers: Any) -> str:
         return str([float(x) for x in numbers])

@@ -1,4 +1,4 @@
-"""The launcher: signals, children that are left behind, devices."""
+"""The launcher: signals, orphaned child processes, devices."""
 
 import os
 import re
@@ -31,7 +31,8 @@ time.sleep(300)
 DEVICES = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'])"
 
 
-# Tests run under nohup ignore hangups, which their children would inherit.
+# If the tests run under nohup, they ignore SIGHUP, and child processes would inherit
+# that.
 HEEDING = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -72,7 +73,7 @@ def number(process: subprocess.Popen[str], word: str) -> int:
     for line in process.stdout:
         if found := re.search(rf"{word} (\d+)", line):
             return int(found.group(1))
-    raise AssertionError(f"{word} was not written")
+    raise AssertionError(f"{word} was not printed")
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

@@ -1,4 +1,4 @@
-"""The few layers that know an axis, against plain arithmetic."""
+"""The layers that use mesh axes, compared with plain arithmetic."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The loss from hidden states: optax's numbers, no logits, and no product twice."""
+"""The loss from hidden states: optax's numbers, no logits, no repeated product."""
 
 import math
 import re
@@ -61,7 +61,7 @@ def make_layout(strategy: Strategy):
 
 
 def given() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Hidden states, kernel, labels and weights."""
+    """Returns hidden states, kernel, labels and weights."""
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(ROWS, SEQ, EMBED)), jnp.float32)
     kernel = jnp.asarray(rng.normal(size=(EMBED, VOCAB)), jnp.float32)
@@ -78,7 +78,7 @@ def by_optax(hidden, kernel, labels, weights) -> jax.Array:
 
 
 def layouts() -> list:
-    """Sizes of chunks, by where the kernel has the vocabulary; most of them deep."""
+    """Combinations of chunk size and vocabulary dim of the kernel; most are deep."""
     quick = {(None, 0), (5, 1)}
     return [
         pytest.param(*case, marks=[] if case in quick else [pytest.mark.deep])
@@ -112,12 +112,12 @@ def test_values_and_gradients_match_optax(
 
     args = (0, 1, 2)
     arrays = hidden, kernel, weights
-    # Without gradients it is another program.
+    # The loss without gradients is a separate program.
     np.testing.assert_allclose(jax.jit(loss)(*arrays), expected(*arrays), rtol=1e-6)
     value, grads = jax.jit(jax.value_and_grad(loss, args))(*arrays)
     wanted_value, wanted = jax.value_and_grad(expected, args)(*arrays)
     np.testing.assert_allclose(value, wanted_value, rtol=1e-6)
-    # A weight of 0 leaves a label out for good: its gradient is 0 too.
+    # A label of weight 0 is left out, so the gradient of its weight is 0 too.
     wanted = (*wanted[:2], jnp.where(weights == 0, grads[2], wanted[2]))
     for found, leaf in zip(grads, wanted, strict=True):
         np.testing.assert_allclose(found, leaf, atol=1e-6)
@@ -189,7 +189,7 @@ def test_bfloat16_is_computed_in_float32(chunk_size: int | None):
 
 
 def compiled(strategy: Strategy, tokens: tuple[int, int], vocab: int, **options):
-    """Gradients of the loss, or of that from logits, compiled from shapes."""
+    """Compiles, from shapes, the gradients of this loss or of a loss from logits."""
     layout = make_layout(strategy)
     materialised = options.pop("materialised", False)
     embed = options.pop("embed", 64)
@@ -214,7 +214,7 @@ def compiled(strategy: Strategy, tokens: tuple[int, int], vocab: int, **options)
 
 
 class TestMemoryAndFlops:
-    """32,768 tokens against 50,304 words."""
+    """Tests with 32,768 tokens and a vocabulary of 50,304."""
 
     TOKENS, VOCAB, EMBED = (16, 2048), 50_304, 256
 
@@ -236,7 +236,7 @@ class TestMemoryAndFlops:
         assert whole.flops == 6 * math.prod(self.TOKENS) * self.VOCAB * self.EMBED
 
     def test_no_device_holds_full_chunk_logits(self):
-        """Logits are split over `vocab`, and the chunk's tokens over the batch."""
+        """Logits are split over `vocab`, the tokens of a chunk over the batch axes."""
         options = {"chunk_size": 1024, "embed": self.EMBED}
         one = compiled(DataParallel(1), self.TOKENS, self.VOCAB, **options)
         four = compiled(TensorParallel(4), self.TOKENS, self.VOCAB, **options)
@@ -272,7 +272,7 @@ class TestCommunication:
         hidden = math.prod(self.TOKENS) * self.EMBED * 4
         gathers = [c for c in report.collectives if c.kind == "all-gather"]
         assert max(each.bytes_each for each in gathers) == hidden / 64
-        # Labels and weights come along.
+        # Labels and weights are gathered too.
         assert hidden <= report.bytes("all-gather") <= 1.15 * hidden
 
 

@@ -1,4 +1,4 @@
-"""One run at a time writes to a directory; the lock of one that died is taken."""
+"""One run at a time writes to a directory; the lock of a dead process is replaced."""
 
 import json
 import os
@@ -25,14 +25,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[bytes]]:
-    """Another process, which lives."""
+    """Another process, which is alive."""
     with subprocess.Popen(["sleep", "60"]) as process:
         yield process
         process.kill()
 
 
 def write_lock(directory: Path, pid: int, **changes: Any) -> bytes:
-    """Writes the lock of a process; returns its content."""
+    """Writes the lock of a process, and returns its content."""
     machine, start = lock._identify(pid)  # pyright: ignore[reportPrivateUsage]
     owner = {
         "host": socket.gethostname(),
@@ -99,7 +99,7 @@ def test_lock_of_another_machine_is_watched(
 ) -> None:
     monkeypatch.setattr(lock, "_WATCH_SECONDS", 3.0)
     write_lock(tmp_path, 1, **(content or {}))
-    if content is None:  # created, and not yet written
+    if content is None:  # created but not yet written
         (tmp_path / LOCK).write_bytes(b"")
     timer = threading.Timer(0.7, os.utime, [tmp_path / LOCK])
     timer.start()

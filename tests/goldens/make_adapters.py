@@ -1,11 +1,12 @@
 """Makes the folders in ``adapters``: random LoRA adapters of tiny models, by PEFT.
 
 Each has ``adapter_model.safetensors`` and ``adapter_config.json`` as PEFT writes them
-for the model in the folder of the same name, and ``logits.npz`` with ``logits`` float32
-(2, 24, vocab) of that model's ``tokens``, computed by transformers and PEFT.
+for the model in the folder of the same name. It also has ``logits.npz`` with
+``logits``, float32 (2, 24, vocab), which transformers and PEFT compute from that
+model's ``tokens``.
 
-Not run by the tests. To make them again: ``pip install torch transformers peft
-safetensors``, then ``python make_adapters.py``.
+The tests do not run this script. To make the folders again: ``pip install torch
+transformers peft safetensors``, then ``python make_adapters.py``.
 """
 
 import json
@@ -29,7 +30,7 @@ TARGETS = {
 
 
 def main() -> None:
-    """Makes all of them."""
+    """Makes all adapters."""
     for name, settings in TARGETS.items():
         torch.manual_seed(0)
         base = transformers.AutoModelForCausalLM.from_pretrained(
@@ -45,14 +46,14 @@ def main() -> None:
         model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
         given = json.loads((folder / "adapter_config.json").read_text())
-        given["base_model_name_or_path"] = name  # not a path of this machine
+        given["base_model_name_or_path"] = name  # in place of a path on this machine
         text = json.dumps(given, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text + "\n")
         tokens = np.load(HERE / name / "logits.npz")
         with torch.no_grad():
             logits = model(torch.tensor(tokens["tokens"]).long()).logits.numpy()
         moved = np.abs(logits - tokens["logits"]).max()
-        print(f"{name}: logits move by up to {moved:.2f}")  # noqa: T201
+        print(f"{name}: logits change by up to {moved:.2f}")  # noqa: T201
         np.savez_compressed(folder / "logits.npz", logits=logits)
     modules = (torch, transformers, peft, np)
     versions = {m.__name__: m.__version__ for m in modules}

@@ -1,13 +1,13 @@
 """Makes the folders next to it: tiny random models of each family, by transformers.
 
-Each folder has ``model.safetensors`` and ``config.json`` as transformers writes them,
-and ``logits.npz``: ``tokens`` int (2, 24), ``logits`` float32 (2, 24, vocab), and
-``greedy`` int (64,), the tokens that follow the first row of ``tokens``. All of that is
-computed in float32, also where the weights are saved in bfloat16.
+Each folder has ``model.safetensors`` and ``config.json`` as transformers writes them.
+It also has ``logits.npz`` with ``tokens``, int (2, 24), ``logits``, float32 (2, 24,
+vocab), and ``greedy``, int (64,), the tokens that follow the first row of ``tokens``.
+All of these are computed in float32, even if the weights are saved in bfloat16.
 
-Not run by the tests, which need neither torch nor transformers. To make them again:
-``pip install torch transformers safetensors``, then ``python make_goldens.py``. The
-versions that made each are in ``versions.json``.
+The tests do not run this script, and need neither torch nor transformers. To make the
+folders again: ``pip install torch transformers safetensors``, then ``python
+make_goldens.py``. ``versions.json`` has the versions that made each folder.
 """
 
 import json
@@ -34,8 +34,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# Wavelengths of a head of 8: 6, 63, 628, 6283. One is kept, one is between, two are
-# stretched.
+# The wavelengths of a head of size 8 are 6, 63, 628 and 6283. Llama 3.1 keeps the
+# first, interpolates the second, and stretches the other two.
 LLAMA_31 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -44,7 +44,7 @@ LLAMA_31 = {
     "original_max_position_embeddings": 128,
 }
 BFLOAT16 = {"dtype": "bfloat16"}
-# Every setting that a config may have is not at its default in one of them.
+# Each setting of a config has another value than its default in at least one family.
 GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 8, **BFLOAT16}
 
 FAMILIES = {
@@ -83,7 +83,7 @@ FAMILIES = {
     "qwen3": {
         "model_type": "qwen3",
         **SIZES,
-        "head_dim": 16,  # not hidden_size / num_attention_heads
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
         "rope_theta": 1_000_000.0,
         "tie_word_embeddings": True,
         **BFLOAT16,
@@ -136,8 +136,8 @@ FAMILIES = {
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Draws weights of which each matters: no bias is 0 and no scale is 1."""
-    # Gemma multiplies embeddings by the root of their width.
+    """Draws random weights that all affect the output: no bias is 0, no scale is 1."""
+    # Gemma multiplies embeddings by the square root of their width.
     scale = 0.07 if "gemma" in model.config.model_type else 0.4
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -150,7 +150,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def make(name: str, seed: int) -> bool:
-    """Writes one folder; false if greedy tokens are nearly a tie, or repeat."""
+    """Writes one folder. Returns False if greedy tokens are nearly tied, or repeat."""
     torch.manual_seed(seed)
     settings = dict(FAMILIES[name])
     config = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -158,7 +158,8 @@ def make(name: str, seed: int) -> bool:
     randomise(model)
     dtype = getattr(torch, settings.get("dtype", "float32"))
     model.to(dtype).save_pretrained(HERE / name)
-    # Read again: casting there and back would have rounded the rotation's frequencies.
+    # The model is read back. Casting it to its dtype and back would have rounded the
+    # frequencies of its rotary embedding.
     model = transformers.AutoModelForCausalLM.from_pretrained(
         HERE / name, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -189,7 +190,7 @@ def make(name: str, seed: int) -> bool:
 
 
 def main() -> None:
-    """Makes the families that are named, or all."""
+    """Makes the families on the command line, or all families."""
     file = HERE / "versions.json"
     versions = json.loads(file.read_text())
     for name in sys.argv[1:] or FAMILIES:

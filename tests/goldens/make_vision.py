@@ -1,11 +1,11 @@
 """Makes the folders in ``vision``: tiny random models of images, by transformers.
 
-As `make_goldens.py` does for language models, in the same versions' formats:
-``logits.npz`` has ``images`` float32 (2, 3, 16, 16), as transformers takes them, and
-``logits`` float32 (2, classes), in evaluation mode. Statistics of norms are random too.
+Like `make_goldens.py`, with models of images. ``logits.npz`` has ``images``, float32
+(2, 3, 16, 16), in the layout of transformers, and ``logits``, float32 (2, classes),
+computed in evaluation mode. The statistics of the norms are random too.
 
-Not run by the tests. To make them again: ``pip install torch transformers
-safetensors``, then ``python make_vision.py``.
+The tests do not run this script. To make the folders again: ``pip install torch
+transformers safetensors``, then ``python make_vision.py``.
 """
 
 import json
@@ -49,7 +49,7 @@ MODELS = {
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Draws weights and statistics of which each matters."""
+    """Draws random weights and statistics that all affect the output."""
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if not x.is_floating_point():
@@ -63,7 +63,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def main() -> None:
-    """Makes all of them."""
+    """Makes all models."""
     for name, (kind, config) in MODELS.items():
         torch.manual_seed(0)
         model = kind(config).eval()

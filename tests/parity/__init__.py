@@ -1,1 +1,1 @@
-"""The cases of the proof by parity: models, strategies, and how one run is measured."""
+"""The cases of the parity tests: models, strategies, and how one run is measured."""

@@ -12,7 +12,7 @@ from tests.parity.runs import Run
 
 
 def assert_same_numbers(run: Run, expected: Run) -> None:
-    """Parity: start, gradients, losses, and all arrays after 20 steps."""
+    """Compares start, gradients, losses, and all arrays after 20 steps."""
     assert_training(expected)
     assert_same_bits(run.initial, expected.initial)
     assert_gradients_close(run.gradients, expected.gradients)
@@ -23,7 +23,7 @@ def assert_same_numbers(run: Run, expected: Run) -> None:
 
 
 def assert_training(run: Run) -> None:
-    """The losses fall, so that real training is compared."""
+    """Checks that the losses fall, so that real training is compared."""
     for losses in (run.losses, run.sgd_losses):
         assert losses[-4:].mean() < 0.9 * losses[:4].mean()
 
@@ -37,7 +37,7 @@ def assert_same_bits(found: Arrays, expected: Arrays) -> None:
 def assert_gradients_close(
     found: Arrays, expected: Arrays, limit: float = 1e-5
 ) -> None:
-    """Each leaf to 1e-5 of the largest gradient of the tree."""
+    """Compares gradients; each leaf's limit is 1e-5 of the tree's largest gradient."""
     assert found.keys() == expected.keys()
     largest = max(np.abs(leaf).max() for leaf in expected.values())
     assert largest > 0
@@ -46,7 +46,7 @@ def assert_gradients_close(
 
 
 def assert_params_close(found: Arrays, expected: Arrays) -> None:
-    """Each leaf to 1e-5 of its largest entry, or of 0.1 where that is more."""
+    """Compares each leaf to 1e-5 of its largest entry or, if that is more, of 0.1."""
     assert found.keys() == expected.keys()
     errors = {
         path: np.abs(found[path].astype(np.float64) - leaf).max()
@@ -57,13 +57,13 @@ def assert_params_close(found: Arrays, expected: Arrays) -> None:
 
 
 def assert_all_below(errors: dict[str, float], limit: float) -> None:
-    # A NaN is not below the limit.
+    # Written with `not`, so that NaN errors count too.
     above = {path: error for path, error in errors.items() if not error <= limit}
     assert above == {}
 
 
 def assert_placed(state: TrainState, description: Description) -> None:
-    """Every array lies where the description says; arrays that it omits, on all."""
+    """Checks that arrays are placed as described; others must be on all devices."""
     specs = {
         "model": {r.info.path: r.placement.stored for r in description.rows},
         "optimizer": {row.path: row.spec for row in description.optimizer_rows},
@@ -83,7 +83,7 @@ def assert_placed(state: TrainState, description: Description) -> None:
 
 
 def assert_parts(tree: object, parts: int | None) -> None:
-    """Every device holds one of ``parts`` equal parts of all arrays but scalars."""
+    """Checks that every device holds one of ``parts`` parts of non-scalar arrays."""
     if parts is None:
         return
     arrays = [x for x in jax.tree.leaves(tree) if x.ndim]
@@ -93,7 +93,7 @@ def assert_parts(tree: object, parts: int | None) -> None:
 
 
 def axes_in_use(run: Run) -> set[str]:
-    """The mesh axes that split some array of the state."""
+    """The mesh axes that split at least one array of the state."""
     entries = [
         entry
         for leaf in jax.tree.leaves(run.end)

@@ -1,7 +1,7 @@
-"""The models of the proof, each with its loss, its data, and its rules.
+"""The models of the parity tests, each with its loss, its data, and its rules.
 
-Sizes are such that every shard's last dim is at least 8 under every strategy: initial
-parameters are then the same bit for bit, whatever the layout.
+Under every strategy, every shard's last dim has a size of at least 8. Initial
+parameters are then bit for bit the same under every layout.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from nnx_parallel.models import (
 from nnx_parallel.sharding import Rules
 from nnx_parallel.training.step import LossFn
 
-NUM_ROWS = 32  # 4 microbatches * 8 shards of the batch
+NUM_ROWS = 32  # 4 microbatches of 8 shards each
 SEQ_LEN = 8
 WIDTH = 64
 VOCAB = 64
@@ -37,16 +37,16 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and all that training it takes.
+    """A model with everything that its training needs.
 
     Attributes:
         build: Builds the model.
         loss: Its loss.
-        make_batch: A batch from random numbers.
+        make_batch: Draws a batch from a random generator.
         wrt: Filter of the Variables that are trained.
-        tensor_rules: Placement over the axis ``tensor`` for a model that has no names
-            that `TensorParallel` knows.
-        other_rules: Rules that a strategy without that axis needs instead.
+        tensor_rules: Placement over the axis ``tensor`` for models without logical
+            axes that `TensorParallel` knows.
+        other_rules: Rules for the strategies without that axis.
     """
 
     build: Callable[[nnx.Rngs], nnx.Module]
@@ -57,7 +57,7 @@ class Case:
     other_rules: tuple[Rules, ...] = ()
 
     def batches(self, count: int) -> list[Arrays]:
-        """The same batches at every call."""
+        """Draws ``count`` batches, the same at every call."""
         rng = np.random.default_rng(0)
         return [self.make_batch(rng) for _ in range(count)]
 
@@ -65,13 +65,13 @@ class Case:
 class ConvNet(nnx.Module):
     """Convolutions with batch statistics and dropout.
 
-    Its activation is smooth: at the kink of a ReLU rounding decides a gradient.
+    The activation is smooth. At the kink of a ReLU, rounding would decide the gradient.
     """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(3, WIDTH, (3, 3), rngs=rngs)
         self.norm1 = nnx.BatchNorm(WIDTH, rngs=rngs)
-        # In groups: XLA's partitioner multiplies its gradient
+        # XLA's partitioner computes a multiple of the gradient of grouped convolutions
         # (docs/library-notes.md, "What the partitioner computes wrongly").
         self.conv2 = nnx.Conv(
             WIDTH, 32, (3, 3), strides=2, feature_group_count=4, rngs=rngs
@@ -87,7 +87,7 @@ class ConvNet(nnx.Module):
 
 
 class AdaptedTransformer(nnx.Module):
-    """Stock attention, trained; MLP and head adapted at low rank; the rest frozen."""
+    """Trained stock attention, low-rank adapters on MLP and head; the rest frozen."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -108,7 +108,7 @@ class AdaptedTransformer(nnx.Module):
 
 
 def adapted(in_features: int, out_features: int, rngs: nnx.Rngs) -> nnx.LoRA:
-    """A linear map with a trainable one of rank 8 beside it."""
+    """A linear map with a trainable map of rank 8 added to it."""
     base = nnx.Linear(in_features, out_features, rngs=rngs)
     return nnx.LoRA(in_features, 8, out_features, base_module=base, rngs=rngs)
 
@@ -126,7 +126,7 @@ class Recurrent(nnx.Module):
 
 
 class Annotated(nnx.Module):
-    """Flax's sharding metadata, with a mesh axis of its guide: ``model``.
+    """A model with Flax's sharding metadata and the mesh axis of its guide, ``model``.
 
     It has more outputs than classes, so that every shard's last dim is at least 8.
     """
@@ -146,7 +146,7 @@ class Annotated(nnx.Module):
 
 
 def label_loss(model: Any, batch: Arrays) -> jax.Array:
-    """Mean cross-entropy of one label a row, as a plain scalar."""
+    """Mean cross-entropy of one label per row, as a plain scalar."""
     logs = jax.nn.log_softmax(model(batch["inputs"]))
     return -jnp.take_along_axis(logs, batch["labels"][:, None], axis=1).mean()
 
@@ -159,7 +159,7 @@ def token_loss(model: Any, batch: Arrays) -> jax.Array:
 
 
 def token_batch(rng: np.random.Generator) -> Arrays:
-    """Arithmetic progressions, of which some tokens do not count."""
+    """Arithmetic progressions, with weight 0 for some tokens."""
     start, difference = rng.integers(0, VOCAB, (2, NUM_ROWS, 1))
     tokens = (start + difference % 4 * np.arange(SEQ_LEN + 1)) % VOCAB
     lengths = rng.integers(2, SEQ_LEN + 2, (NUM_ROWS, 1))

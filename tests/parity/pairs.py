@@ -1,4 +1,4 @@
-"""All pairs: few combinations in which every two values of two factors meet."""
+"""Pairwise selection: few combinations that cover all pairs of two factors' values."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
@@ -7,15 +7,15 @@ Combination = tuple[object, ...]
 
 
 def pairs_of(combination: Combination) -> set[tuple]:
-    """The pairs of values in one combination, each with its two factors."""
+    """The pairs of values in one combination, each pair with its two factors."""
     return set(combinations(enumerate(combination), 2))
 
 
 def all_pairs(*factors: Sequence) -> list[Combination]:
-    """A small choice from the product of the factors that holds every pair.
+    """A small subset of the factors' product that contains every pair.
 
-    Greedy: it always takes the combination with the most pairs not yet met, the first
-    of equals.
+    The choice is greedy: the combination with the most new pairs comes next, and of
+    equally good ones the first.
 
     Example:
         >>> len(all_pairs("abc", "xyz", [1, 4]))
@@ -32,5 +32,5 @@ def all_pairs(*factors: Sequence) -> list[Combination]:
 
 
 def pairs_met(chosen: Iterable[Combination]) -> set[tuple]:
-    """The pairs that occur in some combinations."""
+    """The pairs that occur in the given combinations."""
     return set().union(*map(pairs_of, chosen))

@@ -1,4 +1,4 @@
-"""One run of the proof: from the first parameters to those after 20 steps."""
+"""One run of the parity tests: from the first parameters to those after 20 steps."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ NUM_BATCHES = 4
 
 
 class Either(NamedTuple):
-    """State of two optimizers, of which one is heard."""
+    """State of two optimizers, of which one is used."""
 
     use_second: jax.Array
     first: Any
@@ -36,10 +36,10 @@ class Either(NamedTuple):
 def either(
     first: optax.GradientTransformation, second: optax.GradientTransformation
 ) -> optax.GradientTransformation:
-    """Two optimizers in one compiled step; a number in the state chooses.
+    """Combines two optimizers in one compiled step; a number in the state selects one.
 
-    Both see every gradient, so that a second one with momentum holds, after the first
-    step, that step's gradients.
+    Both receive every gradient. So after the first step, the momentum of the second
+    optimizer is the gradient of that step.
     """
 
     def init(params: Any) -> Either:
@@ -67,15 +67,15 @@ def recording(
 ) -> optax.GradientTransformation:
     """An optimizer whose state holds the gradients of its last step.
 
-    Adam and clipping hide a factor in them, which SGD would multiply.
+    Adam and clipping hide a constant factor in the gradients.
     """
     return optax.chain(optax.trace(decay=0.0), optimizer)
 
 
 def first_gradients(trainer: Trainer, batch: Any) -> Arrays:
-    """Gradients of a batch by parameter, of a Trainer that is `recording`.
+    """Gradients of a batch, by parameter, of a Trainer with a `recording` optimizer.
 
-    They come from its compiled step, and its state stays as it is.
+    The Trainer's compiled step computes them; the Trainer's state does not change.
     """
     batch = trainer.shard_batch(batch)
     recorded: Any = trainer.train_step(copy(trainer.state), batch)[0].opt_state
@@ -84,15 +84,15 @@ def first_gradients(trainer: Trainer, batch: Any) -> Arrays:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Results of 20 steps of AdamW and, from the start again, of SGD.
+    """Results of 20 steps of AdamW, and of 20 steps of SGD from the same start.
 
     Attributes:
         initial: Parameters, other variables and key before the first step.
         gradients: Gradients of the first step, by parameter.
         losses: Losses of AdamW's steps.
         sgd_losses: Losses of SGD's steps.
-        params: After SGD with momentum.
-        variables: Other variables after it.
+        params: Parameters after SGD with momentum.
+        variables: Other variables after SGD.
         start: The placed state before the first step.
         end: The placed state after SGD.
     """
@@ -146,7 +146,7 @@ def measure(
 def train(
     trainer: Trainer, state: TrainState, batches: Sequence[Any]
 ) -> tuple[np.ndarray, Arrays, TrainState]:
-    """Losses of 20 steps, gradients of the first, and the state after the last."""
+    """Returns 20 losses, the first step's gradients, and the state after the last."""
     losses, gradients = [], {}
     for index in range(NUM_STEPS):
         state, metrics = trainer.train_step(state, batches[index % NUM_BATCHES])
@@ -161,7 +161,7 @@ def train(
 def reference(
     model: str, microbatches: int, *, optimized: bool, deep: bool = False
 ) -> Run:
-    """The run on one device; of the deep models if ``deep``."""
+    """The run of a model on one device; ``deep`` selects the table of deep models."""
     case = DEEP_CASES[model] if deep else CASES[model]
     with compiling(optimized=optimized):
         return measure(
@@ -171,10 +171,10 @@ def reference(
 
 @contextlib.contextmanager
 def compiling(*, optimized: bool) -> Iterator[None]:
-    """Compiles with or without the optimizations of machine code.
+    """Compiles with or without LLVM's optimizations.
 
-    Earlier passes (the partitioner, fusion) always run, so that the programs are
-    the same; without, they compile in two thirds of the time.
+    Earlier passes (the partitioner, fusion) always run, so the HLO programs are the
+    same. Without the optimizations, programs compile in two thirds of the time.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", not optimized)
@@ -192,12 +192,12 @@ def described(case: Case, strategy: Strategy, devices: Sequence[Device]) -> Desc
 
 
 def copy(state: TrainState) -> TrainState:
-    """The same arrays in the same places, free to be donated."""
+    """A copy of each array in the same place, which may be donated."""
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
 
 
 def choose_second(state: TrainState) -> TrainState:
-    """The state with the second optimizer heard."""
+    """The state, changed to use the second optimizer."""
     old = state.opt_state
     assert isinstance(old, Either)
     one = jax.device_put(jnp.int32(1), old.use_second.sharding)
@@ -205,11 +205,11 @@ def choose_second(state: TrainState) -> TrainState:
 
 
 def to_host(tree: Any) -> Arrays:
-    """Arrays by dotted path; a random key as its words."""
+    """NumPy arrays by dotted path; random keys are replaced by their words."""
     return {path: as_numpy(x) for path, x in flatten_pure(tree).items()}
 
 
 def as_numpy(x: jax.Array) -> np.ndarray:
-    """A NumPy array; a random key as its words."""
+    """A NumPy array; a random key is replaced by its words."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)

@@ -1,4 +1,4 @@
-"""The strategies of the proof, the rules of a model given to each."""
+"""The strategies of the parity tests; each takes a model's rules."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from tests.parity.models import Case
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A strategy whose rules are still open.
+    """A strategy whose rules depend on the model.
 
     Attributes:
-        make: The strategy with a model's rules.
-        params_parts: Into how many parts the parameters are split for storage, on
-            every model; ``None`` where that depends on the model's names and rules.
-        optimizer_parts: The same for the optimizer state.
+        make: Makes the strategy from a model's rules.
+        params_parts: Number of parts that the stored parameters are split into, on
+            every model; ``None`` if that depends on the model's names and rules.
+        optimizer_parts: Number of parts of the optimizer state.
     """
 
     make: Callable[[tuple[Rules, ...]], Strategy]
@@ -36,7 +36,7 @@ class Plan:
         return self.make(case.tensor_rules if has_tensor else case.other_rules)
 
     def devices(self) -> Sequence[Device]:
-        """As many of the devices as the strategy covers."""
+        """The first devices, as many as the strategy covers."""
         sizes = self.make(()).axis_sizes.values()
         return jax.devices()[: math.prod(size or 1 for size in sizes)]
 

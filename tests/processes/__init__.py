@@ -1,1 +1,1 @@
-"""Runs of several processes, and the faults that end them."""
+"""Tests with several processes, and the faults that end them."""

@@ -1,4 +1,4 @@
-"""Starts the worker as processes, and waits for their end."""
+"""Starts the worker in several processes, and waits until they end."""
 
 import contextlib
 import io
@@ -29,9 +29,9 @@ class Ended:
     """How a run ended.
 
     Attributes:
-        code: Its exit code.
-        text: Its output, standard output before standard error.
-        seconds: How long it took.
+        code: Exit code of the launcher.
+        text: Standard output, followed by standard error.
+        seconds: Duration of the run.
     """
 
     code: int
@@ -54,12 +54,12 @@ def arguments(
 def launch(settings: dict[str, Any], **where: Any) -> Ended:
     """Runs the worker to its end.
 
-    The launcher is this process, whose imports, which take seconds, are done by now; it
-    passes signals on meanwhile.
+    The launcher runs in this process, because a new process would spend seconds on
+    imports. It forwards signals to the workers.
 
     Args:
-        settings: The worker's.
-        where: As `arguments`.
+        settings: Settings of the worker, as `Settings` names them.
+        where: Further arguments of `arguments`.
     """
     output, errors = io.StringIO(), io.StringIO()
     start = time.monotonic()

@@ -1,6 +1,6 @@
 """A fault ends every process within seconds, with a code and a line that says why.
 
-Each case is produced for real, with processes and signals.
+Each fault is real: the tests start processes and send signals.
 """
 
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.faults
 
 @pytest.fixture(autouse=True)
 def _hears_interrupts() -> Iterator[None]:
-    """Restores SIGINT, which a shell's background processes ignore."""
+    """Restores SIGINT, which background processes of a shell ignore."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -41,7 +41,7 @@ SAME_SCRIPT = "All processes of a run must run the same script"
 
 
 def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> dict:
-    """Settings of a run of which one process breaks at step 2."""
+    """Settings of a run in which one process breaks at step 2."""
     fault = {"kind": kind, "process": process, "step": 2}
     return {"model": "linear", "steps": steps, "fault": fault, **more}
 
@@ -120,7 +120,7 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
             HUNG,
             [
                 "No step has ended for 2 s (step_timeout) after step",
-                'worker.py", line',  # the stack shows where
+                'worker.py", line',  # the stack shows the line
             ],
         ),
         (
@@ -187,19 +187,19 @@ def test_fault_ends_all_processes(settings: dict, code: int, lines: list[str]) -
         "unusable",
         "save_after",
     )
-    if symmetric:  # each raises the error, or hears first that the other raised it
+    if symmetric:  # each raises the error, or first learns that the other raised it
         for process in (0, 1):
             pattern = rf"^\[{process}\] .*Error: "
             assert re.search(pattern, ended.text, re.MULTILINE), ended.text
-    if code == 1 and not symmetric and kind != "save":  # told by another thread
+    # Another thread reports the error.
+    if code == 1 and not symmetric and kind != "save":
         assert ended.text.count("Traceback (most recent call last)") == 1
-    assert (
-        ended.seconds < 30
-    )  # start-up included: without this library jax waits 98 to 301 s
+    # Start-up is included. Without this library, jax waits 98 to 301 s.
+    assert ended.seconds < 30
 
 
 def test_stuck_device_ends_all_by_default() -> None:
-    """The run does not end at step 8, where data and hooks are slow."""
+    """The run continues after step 8, where data and hooks are slow."""
     fault = {"kind": "stuck", "process": 0, "step": 12, "slow_step": 8}
     ended = launch({"model": "linear", "steps": 40, "step_seconds": 3, "fault": fault})
     assert ended.code in (HUNG, PEER_LOST), ended.text
@@ -219,7 +219,7 @@ def test_failed_save_on_one_process_ends_all(tmp_path: Path) -> None:
     failure = f"CheckpointSaveError: Saving step 20 in '{tmp_path}/run' failed: "
     assert f"[1] nnx_parallel.errors.{failure}" in ended.text
     assert f"[0] {LOST}{failure}" in ended.text
-    # The error and its cause: no log and no stack of Orbax's threads.
+    # The output has the error and its cause, but no log or stack of Orbax's threads.
     assert len(ended.text.splitlines()) < 60, ended.text
     assert ended.seconds < 30
 
@@ -233,7 +233,7 @@ def test_kill_during_save_ends_all_processes(tmp_path: Path) -> None:
     assert ended.code == 128 + signal.SIGKILL, ended.text
     assert "[0] " + LOST + "its connection closed without an exit message" in ended.text
     left = sorted(path.name for path in (tmp_path / "run").glob("[0-9]*"))
-    # Process 0 may be in the save too, which then fails and deletes its files.
+    # Process 0 may be saving too; its save then fails, and it deletes the files.
     assert left in (["4"], ["4", "8.orbax-checkpoint-tmp"])
     assert ended.seconds < 30
 
@@ -275,7 +275,7 @@ def test_temporarily_full_disk_only_warns(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         assert f"Saving step {step} in '{run}' failed: " in ended.text
     assert ended.text.count("JSONLinesLogger failed: ") == 1
-    assert len(ended.text.splitlines()) < 60, ended.text  # Orbax prints 4,100
+    assert len(ended.text.splitlines()) < 60, ended.text  # Orbax would print 4,100
     assert sorted(path.name for path in run.iterdir()) == ["20", "metrics.jsonl"]
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 20

@@ -1,4 +1,4 @@
-"""A run that is ended at random moments has the bits of one that is not."""
+"""A run that signals end at random moments gives the same bits as another run."""
 
 import signal
 

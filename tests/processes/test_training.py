@@ -1,4 +1,4 @@
-"""Several processes train as one does, and take up each other's checkpoints."""
+"""Several processes train like one, and continue from each other's checkpoints."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.faults
 
 
 def train_here(**options: Any) -> tuple[Trainer, list[float]]:
-    """The same run in this process, on one device."""
+    """Trains in this process, on one device, as the workers do."""
     settings = Settings(**options)
     devices = jax.devices()[:1]
     trainer = make_trainer(settings, DataParallel(1), devices=devices)

@@ -1,4 +1,4 @@
-"""`verify` and replays with two processes."""
+"""`verify` and replayed steps with two processes."""
 
 from pathlib import Path
 

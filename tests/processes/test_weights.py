@@ -1,4 +1,4 @@
-"""Weights read and written by several processes."""
+"""Several processes read and write weights."""
 
 import contextlib
 import io

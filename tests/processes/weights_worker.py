@@ -1,4 +1,4 @@
-"""Reads a folder over the devices of several processes, and writes another."""
+"""Reads a folder of weights on the devices of several processes, and writes another."""
 
 import json
 import sys
@@ -17,13 +17,13 @@ check = pretrained._check_finite  # pyright: ignore[reportPrivateUsage]
 
 
 def count(name: str, tensor: pretrained.Tensor, part: np.ndarray) -> None:
-    """Notes the bytes of each part that this process looks at."""
+    """Counts the bytes of each part of a tensor that this process reads."""
     read.append(part.nbytes)
     check(name, tensor, part)
 
 
 def main() -> None:
-    """Source, target and strategy are on the command line."""
+    """Takes the source, the target and the strategy from the command line."""
     nnx_parallel.initialize()
     source, target, strategy = sys.argv[1:]
     pretrained._check_finite = count  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""A run that tests start as processes: trains a tiny GPT, and breaks where it is told.
+"""A training run that tests start as processes; a tiny GPT breaks where it is told.
 
 ``python -m nnx_parallel launch ... tests/processes/worker.py '{"steps": 4, ...}'``
 """
@@ -69,20 +69,20 @@ class Settings:
 
     Attributes:
         strategies: Names in ``STRATEGIES``, trained one after the other.
-        model: A name in ``MODELS``. Where it does not matter, ``linear`` and ``wide``
-            compile fast; arrays of ``wide`` are too large to be saved inside of other
-            files.
-        steps: Updates in all.
+        model: A name in ``MODELS``. ``linear`` and ``wide`` compile fast, for tests
+            that need no GPT. The arrays of ``wide`` are so large that Orbax
+            saves them in separate files.
+        steps: Total number of updates.
         num_rows: Rows of the global batch.
-        out: Where process 0 writes losses and digests, by strategy.
+        out: File to which process 0 writes losses and digests, by strategy.
         checkpoint: Options of a `Checkpoint`, or ``None``.
         trainer: More options of the `Trainer`.
-        faults: Options of its `Faults`.
+        faults: Options of the Trainer's `Faults`.
         fault: A fault with its process and step; it occurs at the first start only.
         evaluates: True if the run ends with an evaluation.
-        give_up_seconds: When a save that has failed on one process is given up.
-        notice_seconds: When a process that waits for another asks where it is.
-        step_seconds: The least limit of a step under ``step_timeout="auto"``.
+        give_up_seconds: Time after which a save that failed on one process is given up.
+        notice_seconds: Time after which a waiting process asks where another one is.
+        step_seconds: Smallest time limit of a step under ``step_timeout="auto"``.
     """
 
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
@@ -101,7 +101,7 @@ class Settings:
 
 
 def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
-    """The same batches in every run, windows of 9 tokens each."""
+    """Draws the global batches, windows of 9 tokens, the same in every run."""
     rng = np.random.default_rng(0)
     return [
         rng.integers(0, 64, (num_rows, CONFIG.seq_len + 1)).astype(np.int32)
@@ -110,7 +110,7 @@ def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
 
 
 class Batches:
-    """This process's share of the global batches, with a fault at some step."""
+    """This process's share of the global batches; may have a fault at one step."""
 
     def __init__(self, settings: Settings, index: int, count: int) -> None:
         self._settings = settings
@@ -137,7 +137,7 @@ class Batches:
 
 
 def eval_batches(settings: Settings, share: tuple[int, int]) -> Iterator[Any]:
-    """This process's share of two batches, the last of which may be broken."""
+    """This process's share of two batches. A fault may break the last one."""
     first, last = list(Batches(settings, *share))[:2]
     yield first
     kind = active_fault(settings).get("kind")
@@ -149,14 +149,14 @@ def eval_batches(settings: Settings, share: tuple[int, int]) -> Iterator[Any]:
 
 
 class Fault(Callback):
-    """Breaks the process once a step's metrics are known."""
+    """Breaks the process after the metrics of a given step are known."""
 
     def __init__(self, settings: Settings) -> None:
         self._fault = active_fault(settings)
-        self._slow_step = settings.fault.get("slow_step")  # of all processes
+        self._slow_step = settings.fault.get("slow_step")  # on all processes
 
     def on_fit_start(self, trainer: Any) -> None:
-        if self._fault.get("kind") == "disk":  # nothing longer can be written
+        if self._fault.get("kind") == "disk":  # longer files cannot be written
             limit_files(64)
         if saved := self._fault.get("in_save"):
             threading.Thread(target=die_in_save, args=(saved,), daemon=True).start()
@@ -165,11 +165,11 @@ class Fault(Callback):
         if self._fault.get("kind") == "talk":
             print("says", step)  # noqa: T201
         if step == self._fault.get("heal_at"):
-            time.sleep(2)  # background writes have failed by now
+            time.sleep(2)  # until background writes have failed
             limit_files(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
         if step == self._slow_step:
             time.sleep(SLOW_SECONDS)
-        if step == self._fault.get("raise_at"):  # a second one
+        if step == self._fault.get("raise_at"):  # a fault after the first one
             raise ValueError("this process has had enough")
         if step != self._fault.get("step"):
             return
@@ -190,7 +190,7 @@ class Fault(Callback):
             sys.exit(0)
         if kind == "save":
             trainer.save()
-        if kind == "flip":  # as a fault of this process's memory would
+        if kind == "flip":  # as if this process's memory had failed
             state = trainer.state
             kernel = state.params["kernel"]
             one = jax.device_put(kernel.addressable_data(0) + 1, jax.local_devices()[0])
@@ -202,44 +202,44 @@ class Fault(Callback):
 
 
 def die_in_save(directory: str) -> None:
-    """Kills this process as soon as a save has made its directory."""
+    """Kills this process when a save has made its directory."""
     while not Path(directory).exists():
         time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit_files(num_bytes: int) -> None:
-    """Lets this process write no file that is longer."""
+    """Sets the size limit of the files that this process writes."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limit))
 
 
 def active_fault(settings: Settings) -> dict[str, Any]:
-    """The fault that this process has; none in other processes or after a restart."""
+    """This process's fault; empty in other processes and after a restart."""
     restarted = os.environ.get("NNX_PARALLEL_RESTART", "0") != "0"
     here = settings.fault.get("process") == jax.process_index()
     return settings.fault if here and not restarted else {}
 
 
 def squares(model: Any, batch: Any) -> jax.Array:
-    """Tokens from the tokens before them, as if they were measurements."""
+    """Squared error of tokens predicted from their predecessors, as real numbers."""
     tokens = batch["tokens"] / 64
     return ((model(tokens[:, :-1]) - tokens[:, 1:]) ** 2).mean()
 
 
 def stuck_squares(model: Any, batch: Any) -> jax.Array:
-    """`squares`, which a device never ends once `STUCK` is set."""
+    """`squares` with a computation that never ends once `STUCK` is set."""
 
     def wait() -> None:
         if STUCK.is_set():
             threading.Event().wait()
 
-    jax.debug.callback(wait)  # only process 0 calls it
+    jax.debug.callback(wait)  # called by process 0 only
     return squares(model, batch)
 
 
 def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trainer:
-    """The trainer of a run."""
+    """Builds the Trainer of a run."""
     loss = next_token_loss if settings.model == "gpt" else squares
     if settings.fault.get("kind") == "stuck":
         loss = stuck_squares
@@ -265,7 +265,7 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
 
 
 def digest(trainer: Trainer) -> str:
-    """One number for all parameters, whatever their layout."""
+    """Reduces all parameters to one number that does not depend on their layout."""
     whole = nnx_parallel.gather(flatten_pure(trainer.state.params))
     total = hashlib.sha256()
     for path in sorted(whole):
@@ -274,7 +274,7 @@ def digest(trainer: Trainer) -> str:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Trains under each strategy; losses and digest by the strategy's name."""
+    """Trains under each strategy; returns losses and digest by the strategy's name."""
     found: dict[str, Any] = {}
     for name in settings.strategies:
         trainer = make_trainer(settings, STRATEGIES[name]())
@@ -295,7 +295,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs with the settings on the command line."""
+    """Runs with the settings from the command line."""
     nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
     orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds

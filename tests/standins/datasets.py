@@ -1,4 +1,4 @@
-"""Part of Hugging Face datasets 5: rows in columns, read by number."""
+"""Part of Hugging Face datasets 5: rows stored in columns, read by index."""
 
 from collections.abc import Iterator
 from typing import Any, Self

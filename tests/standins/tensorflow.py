@@ -1,4 +1,4 @@
-"""Part of TensorFlow 2: ``tf.data``, from arrays to batches."""
+"""Part of TensorFlow 2: ``tf.data``, which makes batches from arrays."""
 
 import math
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Models as others write them: they import Flax, and nothing of this library.
+"""Models in the style of public code: they import Flax, and nothing from this library.
 
-Each file has models of one kind in the shapes of public code; `cases` has a user's
-additions for training, and `test_strangers` trains them.
+Each file has models of one kind. `cases` has the code that a user adds for training,
+and `test_strangers` trains the models.
 """

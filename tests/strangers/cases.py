@@ -1,4 +1,4 @@
-"""A user's additions to train these models: data, names, and blocks for a pipeline."""
+"""The code that a user adds to train these models: data, names, pipeline blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ NUM_STEPS, ROWS = 3, 8
 
 
 def make_batches() -> list[dict]:
-    """Batches with an entry for each kind of model."""
+    """Batches, one for each kind of model."""
 
     def batch(seed: int) -> dict:
         rng = np.random.default_rng(seed)
@@ -42,16 +42,16 @@ def make_batches() -> list[dict]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model of others, and its user's additions.
+    """A model in the style of public code, and what a user adds to train it.
 
     Attributes:
-        shape: Its particular shape, for the how-to.
+        shape: What is particular about the model's form, for the how-to.
         build: Builds the model.
         loss: Its loss.
-        names: Names of dims, which tensor parallelism needs.
+        names: Logical axes of the dims, which tensor parallelism needs.
         rules: Rules of the strategy.
         wrt: The Variables that are trained.
-        blocks: Where the model has equal blocks that call one another in a loop.
+        blocks: Path of the model's list of equal blocks, which a loop calls.
     """
 
     shape: str
@@ -64,7 +64,7 @@ class Case:
 
 
 def stacked(case: Case, rngs: nnx.Rngs) -> nnx.Module:
-    """The model with its blocks in a `Stack`: a list of one, for the model's loop."""
+    """The model with its blocks in a `Stack`; the list of blocks has this one entry."""
     model = case.build(rngs)
     parent, name = _find(model, case.blocks)
     setattr(parent, name, nnx.List([Stack.of(getattr(parent, name))]))
@@ -72,7 +72,7 @@ def stacked(case: Case, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def unstacked(case: Case, model: nnx.Module) -> nnx.Module:
-    """The model as it was written."""
+    """The model with its blocks in a list again, as originally written."""
     parent, name = _find(model, case.blocks)
     setattr(parent, name, nnx.List(getattr(parent, name)[0].unstack()))
     return model
@@ -221,7 +221,7 @@ CASES = {
 
 
 def table() -> list[str]:
-    """The cases as the how-to shows them."""
+    """The table of cases in the how-to."""
     lines = ["| a model with | names | `Pipeline` |", "|---|---|---|"]
     for case in CASES.values():
         ending = ", one of them by a rule" if case.rules else ""

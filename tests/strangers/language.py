@@ -16,7 +16,7 @@ def next_token_loss(model: Any, batch: Any) -> jax.Array:
     ).mean()
 
 
-# Llama, Qwen: a frozen config, projections in their usual names, a list of layers
+# Llama, Qwen: a frozen config, projections with the usual names, a list of layers.
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LlamaConfig:
 
 
 class RMSNorm(nnx.Module):
-    """Flax's has one, but everybody writes it again."""
+    """Flax has this layer too, but many models write their own version."""
 
     def __init__(self, dim: int) -> None:
         self.scale = nnx.Param(jnp.ones(dim))
@@ -50,7 +50,7 @@ def apply_rope(x, sin, cos):
 
 
 class Attention(nnx.Module):
-    """Grouped queries."""
+    """Grouped-query attention."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         width, kv_width = (n * cfg.head_dim for n in (cfg.num_heads, cfg.num_kv_heads))
@@ -84,7 +84,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer."""
+    """One decoder layer."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.input_layernorm = RMSNorm(cfg.hidden_size)
@@ -98,7 +98,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Embeddings serve as the head."""
+    """A decoder with tied embeddings as its head."""
 
     def __init__(self, rngs: nnx.Rngs, cfg: LlamaConfig = LlamaConfig()) -> None:
         self.cfg = cfg
@@ -119,11 +119,11 @@ class Llama(nnx.Module):
         return self.embed_tokens.attend(self.norm(x))
 
 
-# Gemma: einsums of raw parameters that name mesh axes; layers return a cache first
+# Gemma: einsums of raw parameters that name mesh axes; layers return a cache first.
 
 
 class Einsum(nnx.Module):
-    """An einsum with a parameter, whose dims have the names of mesh axes."""
+    """An einsum with a parameter, whose dims have names of mesh axes."""
 
     def __init__(self, text: str, shape, axes, *, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(
@@ -137,7 +137,7 @@ class Einsum(nnx.Module):
 
 
 class GemmaBlock(nnx.Module):
-    """A layer that looks far or near, and returns ``(cache, x)``."""
+    """A layer with global or local attention, which returns ``(cache, x)``."""
 
     def __init__(self, dim, heads, window, *, rngs: nnx.Rngs) -> None:
         self.window, size = window, dim // heads
@@ -170,7 +170,7 @@ class GemmaBlock(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    """Local and global layers take turns; the embeddings are a raw parameter."""
+    """Local and global layers alternate; the embeddings are a raw parameter."""
 
     def __init__(self, rngs: nnx.Rngs, num_layers: int = 2) -> None:
         init = nnx.with_partitioning(
@@ -193,7 +193,7 @@ class Gemma(nnx.Module):
         return 30.0 * jnp.tanh(logits / 30.0)
 
 
-# Flax's lm1b: logical names in the initializers, a table of sines, layers by setattr
+# Flax's lm1b: logical names in initializers, a sinusoidal table, layers by setattr.
 
 
 def sinusoids(length: int, dim: int):
@@ -237,7 +237,7 @@ class EncoderBlock1D(nnx.Module):
 
 
 class TransformerLM(nnx.Module):
-    """Its layers are attributes with a number."""
+    """Layers are attributes with a number in their names."""
 
     def __init__(self, *, rngs: nnx.Rngs, num_layers: int = 1) -> None:
         init = nnx.with_partitioning(
@@ -258,11 +258,11 @@ class TransformerLM(nnx.Module):
         return self.embed.attend(self.norm(x)) / 32**0.5
 
 
-# T5, Whisper: an encoder, and a decoder that looks at its output
+# T5, Whisper: an encoder, and a decoder with attention to the encoder's output.
 
 
 class CrossBlock(nnx.Module):
-    """Self attention, cross attention if there is something to look at, an MLP."""
+    """Self attention, cross attention if there is an encoder output, and an MLP."""
 
     def __init__(self, dim: int, *, cross: bool, rngs: nnx.Rngs) -> None:
         options: Any = {"decode": False, "rngs": rngs}
@@ -284,7 +284,7 @@ class CrossBlock(nnx.Module):
 
 
 class Seq2Seq(nnx.Module):
-    """Two lists of layers; 0 is padding."""
+    """Two lists of layers; token 0 is padding."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(64, 32, rngs=rngs)
@@ -317,7 +317,7 @@ def translation_loss(model: Any, batch: Any) -> jax.Array:
     ).mean()
 
 
-# LoRA, put around the linear layers of a model that is built
+# LoRA, wrapped around the linear layers of an existing model.
 
 
 def with_lora(model: nnx.Module, rank: int, rngs: nnx.Rngs) -> Any:

@@ -1,4 +1,4 @@
-"""Models whose layers Flax itself makes by `nnx.vmap`, and scans or maps over."""
+"""Models whose layers are made by `nnx.vmap`, and called by Flax's scans and maps."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LAYERS, WIDTH = 4, 16
 
 
 class Block(nnx.Module):
-    """Two products, statistics, dropout, and a parameter."""
+    """Two products, batch statistics, dropout, and a raw parameter."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
@@ -26,7 +26,7 @@ class Block(nnx.Module):
 
 
 def vmapped(rngs: nnx.Rngs, **metadata: Any) -> Block:
-    """The blocks as Flax's guide makes them; without names nothing says `layers`."""
+    """The blocks as in Flax's guide; without names, nothing marks the `layers` dim."""
 
     @nnx.split_rngs(splits=LAYERS)
     @nnx.vmap(in_axes=(0,), out_axes=0, **metadata)
@@ -55,14 +55,14 @@ class Scanned(nnx.Module):
 
 
 class Jitted(Scanned):
-    """The same inside `nnx.jit`, which returns all parameters."""
+    """`Scanned` inside `nnx.jit`, which returns all parameters."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.jit(Scanned.__call__)(self, x)
 
 
 class Rematted(Scanned):
-    """The same, its activations recomputed."""
+    """`Scanned`, with its activations recomputed."""
 
     def call(self, block: Block, x: jax.Array) -> jax.Array:
         return nnx.remat(lambda block, x: block(x))(block, x)
@@ -88,7 +88,7 @@ def squares(model: Any, batch: Any) -> jax.Array:
 
 
 class Critics(nnx.Module):
-    """An ensemble of reinforcement learning: made by `nnx.vmap`, and called by it."""
+    """An ensemble for reinforcement learning; `nnx.vmap` makes and calls members."""
 
     def __init__(self, rngs: nnx.Rngs, count: int = 4) -> None:
         @nnx.split_rngs(splits=count)

@@ -1,4 +1,4 @@
-"""Models that step along a sequence."""
+"""Models that step along a sequence in time."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def forecast_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class Forecaster(nnx.Module):
-    """LSTMs in both directions, several of them, and a head."""
+    """Several bidirectional LSTMs, and a head."""
 
     def __init__(self, rngs: nnx.Rngs, hidden: int = 16, num_layers: int = 1) -> None:
         def rnn(size: int) -> nnx.RNN:
@@ -35,7 +35,7 @@ class Forecaster(nnx.Module):
 
 
 class MambaBlock(nnx.Module):
-    """A selective state space: raw parameters, and an associative scan."""
+    """A selective state space model: raw parameters, and an associative scan."""
 
     def __init__(self, dim: int, *, state: int = 4, rngs: nnx.Rngs) -> None:
         inner = 2 * dim
@@ -69,7 +69,7 @@ class MambaBlock(nnx.Module):
 
 
 class Mamba(nnx.Module):
-    """Its blocks in a plain list, said to be data; a NumPy constant."""
+    """Blocks in a plain list that is marked as data, and a NumPy constant."""
 
     def __init__(self, rngs: nnx.Rngs, dim: int = 16, num_layers: int = 2) -> None:
         self.embed = nnx.Linear(3, dim, rngs=rngs)

@@ -1,7 +1,7 @@
-"""Models as others write them train to the numbers of plain NNX, wherever they run.
+"""Models in the style of public code train to the same numbers as in plain NNX.
 
-Most run under one strategy in `make test` or `make test-deep`; the whole product, of
-some minutes, is marked ``slow``.
+Most models run under one strategy in `make test` or `make test-deep`. The full product
+takes some minutes and is marked ``slow``.
 """
 
 import re
@@ -39,19 +39,20 @@ from tests.strangers.cases import (
     unstacked,
 )
 
-# Where a gradient is zero but for rounding (of a bias before batch statistics, of an
-# attention key's bias) Adam makes whole steps of the rounding; not with this eps.
+# Some gradients are zero up to rounding, for example of a bias before batch statistics
+# or of an attention key's bias. Adam would turn that rounding into full steps. This eps
+# prevents it.
 TX = optax.adam(1e-3, eps=1e-3)
 BATCHES = make_batches()
 
-STRATEGIES: dict[str, tuple[Strategy, int]] = {  # and how many devices
+STRATEGIES: dict[str, tuple[Strategy, int]] = {  # each with its number of devices
     "alone": (DataParallel(1), 1),
     "fsdp": (FSDP(min_size=0), 4),
     "tensor": (Composite(TensorParallel(2), FSDP(min_size=0)), 4),
     "pipeline": (Pipeline(2), 2),
 }
-# The Llama and its pipeline are in `test_path_names` too. The U-Net and the decoder, as
-# long to compile as half of the others, are in the whole product only.
+# `test_path_names` also tests the Llama and its pipeline. The U-Net and the decoder
+# take half of the total compile time, so only the full product has them.
 QUICK = {
     "gemma": "tensor",
     "clip": "tensor",
@@ -70,7 +71,7 @@ DEEP = {
 
 
 pytestmark = [
-    # Flax and this library warn about a table in no Variable, and about `sow`.
+    # Flax and this library warn about a table outside of Variables, and about `sow`.
     pytest.mark.filterwarnings("ignore:Arrays in no Variable"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
 ]
@@ -84,7 +85,7 @@ def _as_others_run_them() -> Iterator[None]:
 
 @cache
 def plain(name: str) -> tuple[list[float], Arrays]:
-    """Losses and all variables of plain NNX."""
+    """Losses and all variables after training with plain NNX."""
     case = CASES[name]
     model: Any = case.build(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=case.wrt)

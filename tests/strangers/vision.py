@@ -1,4 +1,4 @@
-"""Models of images: classifiers, a U-Net, two towers, a variational autoencoder."""
+"""Image models: classifiers, a U-Net, two towers, a variational autoencoder."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ def classification_loss(model: Any, batch: Any) -> tuple[jax.Array, Any]:
 
 
 class CNN(nnx.Module):
-    """Flax's MNIST tutorial: batch statistics, dropout, a pool by partial."""
+    """Flax's MNIST tutorial: batch statistics, dropout, pooling made by `partial`."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
@@ -29,7 +29,7 @@ class CNN(nnx.Module):
         self.linear1 = nnx.Linear(64, 32, rngs=rngs)
         self.dropout2 = nnx.Dropout(rate=0.1, rngs=rngs)
         self.linear2 = nnx.Linear(32, 10, rngs=rngs)
-        self.dropout1.rngs = self.dropout2.rngs  # shared streams
+        self.dropout1.rngs = self.dropout2.rngs  # both use one stream
 
     def __call__(self, x):
         x = self.avg_pool(nnx.relu(self.batch_norm1(self.dropout1(self.conv1(x)))))
@@ -39,7 +39,7 @@ class CNN(nnx.Module):
 
 
 class TransformerEncoder(nnx.Module):
-    """A layer of a ViT, its MLP a `nnx.Sequential` with functions between."""
+    """A layer of a ViT; its MLP is a `nnx.Sequential` that contains functions."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.norm1 = nnx.LayerNorm(dim, rngs=rngs)
@@ -57,7 +57,7 @@ class TransformerEncoder(nnx.Module):
 
 
 class VisionTransformer(nnx.Module):
-    """The JAX AI stack's: a class token, positions, layers in a `nnx.Sequential`."""
+    """The JAX AI stack's ViT: class token, positions, layers in a `nnx.Sequential`."""
 
     def __init__(self, rngs: nnx.Rngs, dim: int = 32, num_layers: int = 2) -> None:
         self.patch_embeddings = nnx.Conv(
@@ -80,7 +80,7 @@ class VisionTransformer(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Group norms, the time added, a shortcut only where the width changes."""
+    """Group norms, a time embedding, and a shortcut only where the width changes."""
 
     def __init__(self, cin: int, cout: int, time_dim: int, *, rngs: nnx.Rngs) -> None:
         self.norm1 = nnx.GroupNorm(cin, num_groups=4, rngs=rngs)
@@ -98,7 +98,7 @@ class ResBlock(nnx.Module):
 
 
 class UNet(nnx.Module):
-    """A denoiser: down, and up again with skip connections."""
+    """A denoiser that halves and restores the resolution, with skip connections."""
 
     def __init__(self, rngs: nnx.Rngs, channels: tuple[int, ...] = (8, 16)) -> None:
         self.time_mlp = nnx.Sequential(
@@ -143,7 +143,7 @@ def denoising_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class CLIP(nnx.Module):
-    """Two towers in an `nnx.Dict`, a temperature without dims, two outputs."""
+    """Two towers in an `nnx.Dict`, a scalar temperature, and two outputs."""
 
     def __init__(self, rngs: nnx.Rngs, dim: int = 32) -> None:
         self.patches = nnx.Conv(1, dim, (4, 4), strides=(4, 4), rngs=rngs)
@@ -181,11 +181,11 @@ def contrastive_loss(model: Any, batch: Any) -> Any:
 
 
 class Loss(nnx.Variable):
-    """A layer's contribution to the loss."""
+    """A Variable for a layer's contribution to the loss."""
 
 
 class VAE(nnx.Module):
-    """Flax's example: noise in the forward pass, a loss that is sown and popped."""
+    """Flax's example: noise in the forward pass, and a loss that is sown and popped."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.encoder = nnx.Linear(64, 32, rngs=rngs)

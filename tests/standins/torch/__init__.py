@@ -1,4 +1,4 @@
-"""Part of PyTorch 2: a generator of random numbers, and the class of its arrays."""
+"""Part of PyTorch 2: a random number generator, and the class of arrays."""
 
 from typing import Self
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Tensor:
-    """Nothing here is one; libraries that find a ``torch`` ask."""
+    """A class without instances, for libraries that look for ``torch.Tensor``."""
 
 
 class Generator:

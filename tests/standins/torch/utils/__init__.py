@@ -1,1 +1,1 @@
-"""Part of PyTorch 2: the package of the loader."""
+"""Stand-in for ``torch.utils``, which contains ``torch.utils.data``."""

@@ -1,4 +1,4 @@
-"""Part of PyTorch 2: a loader that shuffles in each pass by its generator."""
+"""Part of PyTorch 2: a loader that shuffles every pass with its generator."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
