@@ -544,7 +544,7 @@ def test_grain_resumes_within_epoch(kind: str, prefetch: int) -> None:
         grain_dataset(kind), jax.device_put, limit=11, prefetch=prefetch
     ) as placed:
         items = list(placed)
-    # Each batch has 32 rows, so this is within the second epoch.
+    # After 32 rows, the position is in the second epoch of 20 rows.
     state = json.loads(json.dumps(items[3].state))
     with PrefetchIterator(
         grain_dataset(kind), jax.device_put, limit=7, skip=4, state=state
