@@ -1,4 +1,4 @@
-"""``python -m nnx_parallel``: `launch`, `inspect` and `doctor`."""
+"""Runs the command line for ``python -m nnx_parallel``."""
 
 import sys
 

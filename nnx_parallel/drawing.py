@@ -1,7 +1,7 @@
 """Pictures and tables for terminals, notebooks and SVG files.
 
-A picture is drawn once, with rich. This module imports nothing of the package, because
-audits and schedules import it to show themselves.
+The library rich renders pictures for all three. This module imports no other module of
+the package, because audits and schedules import it to display themselves.
 """
 
 import io
@@ -19,11 +19,11 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 Colour = tuple[int, int, int]
-"""Red, green and blue."""
+"""Red, green and blue, each from 0 to 255."""
 
-# rich's template draws the window of a terminal and loads its font over the
-# network. It puts characters of 20 px on lines of 24.4 px, which leaves gaps in the
-# lines of boxes; at 21 px there are no gaps.
+# This replaces rich's template, which draws the window of a terminal and loads a font
+# over the network. Rich's template also puts characters of 20 px on lines of 24.4 px,
+# which leaves gaps in the lines of boxes. At 21 px there are no gaps.
 _SVG = """\
 <svg xmlns="http://www.w3.org/2000/svg" role="img" \
 width="{shown:.0f}" viewBox="-14 -14 {width:.0f} {height:.0f}" font-size="21" \
@@ -38,11 +38,11 @@ monospace">
 </svg>
 """
 _COLUMN, _LINE, _MARGINS = 12.2, 24.4, 28
-_SHOWN = 0.65  # scale of rich's pixels, for text of 13 px
+_SHOWN = 0.65  # factor on rich's pixels that makes text 13 px high
 
 
 class Drawn:
-    """An SVG picture: notebooks show it, and `save` writes it."""
+    """An SVG picture, which notebooks display and `save` writes to a file."""
 
     @property
     def svg(self) -> str:
@@ -53,7 +53,7 @@ class Drawn:
         return self.svg
 
     def save(self, path: str | Path) -> None:
-        """Writes the SVG.
+        """Writes the SVG to a file.
 
         Raises:
             ValueError: If the path does not end in ``.svg``.
@@ -66,11 +66,11 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Picture(Drawn):
-    """A drawing with a title: ``print`` and notebooks show it, `save` writes it.
+    """A drawing with a title, for ``print``, notebooks and SVG files.
 
     Attributes:
         title: First line of the picture, and its description for screen readers.
-        drawing: Everything below the title, for rich to render.
+        drawing: The part below the title, which rich renders.
         columns: Width of the printed picture, in characters.
         svg_columns: Maximum width of the SVG, in characters.
     """
@@ -102,13 +102,13 @@ class Picture(Drawn):
         console.print(self)
         template = _SVG.format(shown=_SHOWN * width, width=width, height=height)
         svg = console.export_svg(code_format=template, theme=DEFAULT_TERMINAL_THEME)
-        # The title is inserted last, because its braces would be fields of the
-        # template.
+        # The title is inserted last, because braces in it would be read as fields of
+        # the template.
         return svg.replace("<title></title>", f"<title>{escape(self.title)}</title>", 1)
 
 
 def _console(columns: int, **options: Any) -> Console:
-    """Makes a console without output, the same in terminals, notebooks and pipes."""
+    """Makes a console without output that is alike in terminals, notebooks, pipes."""
     # In a notebook rich would display its output. In a dumb terminal it would use a
     # width of 80 if no height were given.
     options = {"force_terminal": False, "color_system": None, **options}
@@ -117,9 +117,10 @@ def _console(columns: int, **options: Any) -> Console:
 
 
 def fill(colour: Colour) -> Style:
-    """Returns the style of a cell: this background colour, and a readable text colour.
+    """Returns the style of a cell with this background and a readable text colour.
 
-    The text is black or white, depending on the relative luminance of WCAG 2.
+    The text is black or white, depending on the background's relative luminance as
+    WCAG 2 defines it.
     """
     linear = [
         v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4
@@ -152,7 +153,7 @@ def as_html(
 ) -> str:
     """Formats an HTML table that scrolls in a narrow notebook; all text is escaped."""
     head = "".join(f"<th>{escape_html(name)}</th>" for name in header)
-    # No colours: the notebook's colours fit its theme, light or dark.
+    # No colours are set, so the notebook's theme decides them, whether light or dark.
     cell = '<td style="text-align: left; white-space: nowrap">{}</td>'
     lines = ("".join(cell.format(escape_html(x)) for x in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)

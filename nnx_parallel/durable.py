@@ -1,7 +1,7 @@
-"""Files that survive a power cut: they are written, synced and renamed in safe order.
+"""Writes, syncs and renames files in an order that survives a power cut.
 
-A write is in the computer's memory until it is synced. The same holds for the entry of
-a new or renamed file in its directory. Everything that is reported as saved goes
+Written data may be only in the computer's memory until it is synced. The same holds for
+the directory entry of a new or renamed file. Everything that is reported as saved goes
 through this module.
 """
 
@@ -11,11 +11,11 @@ import os
 from itertools import takewhile
 from pathlib import Path
 
-# Apple's `fsync` leaves the data in the disk's cache; this command empties the cache.
+# Apple's `fsync` leaves the data in the disk's cache. This command flushes that cache.
 _FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
 
-# Some network file systems cannot sync a directory and need no sync. Also, a directory
-# may permit new entries but no listing.
+# `sync` ignores these errors for directories. Some network file systems cannot sync a
+# directory and do not need to. Also, a directory may permit new entries but no reading.
 _UNSYNCED_DIRECTORY = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 

@@ -1,8 +1,8 @@
 """Named errors, which give the found value, the rule that it breaks, and valid values.
 
-Each class refines a built-in error, so that ``except ValueError`` keeps working. It
-has only a docstring, which explains the rule. The message is written where the rule is
-checked. For unknown arguments, `suggests_names` writes the message.
+Each class refines a built-in error, so that ``except ValueError`` keeps working. A
+class has only a docstring, which explains the rule. The message is written where the
+rule is checked. For unknown arguments, `suggests_names` writes the message.
 """
 
 import contextlib
@@ -69,14 +69,14 @@ _HINTS = {
 }
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
-"""Classes that group arguments of the Trainer, and the arguments' former prefix."""
+"""Classes that group options of the Trainer, and the prefix that options once had."""
 
 _KNOWN: dict[str, list[str]] = {}
-"""Names of arguments, by class or method, once `suggests_names` has seen it."""
+"""Names of arguments, by the class or method that `suggests_names` decorates."""
 
 
 def suggests_names(taker: T) -> T:
-    """Decorates a method or class: its errors for unknown arguments suggest valid ones.
+    """Makes a method's or class's errors for unknown arguments suggest valid ones.
 
     For a name from another library, the error suggests our argument with the same
     purpose. For a keyword of another class, it names that class. For any other keyword,
@@ -119,7 +119,11 @@ def _remedy(title: str, name: str) -> str:
 
 
 def grouped(name: str) -> tuple[str, str] | None:
-    """Returns the class that groups an argument: ``"faults", "Faults(...=...)"``."""
+    """Returns the group of an option of the Trainer, or ``None``.
+
+    The result is the Trainer's argument and the code for it, such as ``"faults"`` and
+    ``"Faults(on_non_finite=...)"``.
+    """
     for group, prefix in _GROUPS.items():
         option = name.removeprefix(prefix)
         if name == prefix + option and option in _KNOWN.get(group, ()):
@@ -134,7 +138,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Returns a description, for an error, of a value of the wrong kind."""
+    """Describes a value of the wrong kind, for an error message."""
     if inspect.isclass(value):
         return f"the class {value.__name__}"
     if isinstance(value, str | int | float):
@@ -144,18 +148,18 @@ def kind_of(value: object) -> str:
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the user's line: the innermost line outside this package.
+    """Warns with the location of the innermost line outside this package.
 
-    If this runs on a thread of the package, such as the thread that reads data, the
-    line is the line at which the main thread waits.
+    On a thread of the package, such as the thread that reads data, the location is the
+    line at which the main thread waits.
     """
     here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
     frame = next(_callers(here), here)
     if frame.f_code.co_filename == threading.__file__:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         main = frames.get(threading.main_thread().ident or 0)
-        # The outermost frame is taken, because inner frames may be JAX's: while it
-        # traces, it calls the package.
+        # The outermost frame is taken, because inner frames may belong to JAX, which
+        # calls the package while it traces.
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
@@ -163,12 +167,12 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields the frames outside this package that call it, from the innermost."""
+    """Yields the frames outside this package that call into it, innermost first."""
     is_inside = False
     while frame is not None:
         code, was_inside = frame.f_code, is_inside
         is_inside = code.co_filename.startswith(_PACKAGE)
-        # A context manager of the package passes through `contextlib` to its block.
+        # `contextlib` counts as inside if it calls a context manager of the package.
         is_inside |= was_inside and code.co_filename == contextlib.__file__
         # The `__init__` that a dataclass generates has no file.
         is_inside |= (code.co_filename, code.co_name) == ("<string>", "__init__")
@@ -178,16 +182,17 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 class ParallelError(Exception):
-    """Base of every error that this library raises on purpose.
+    """Base class of all errors that this library raises on purpose.
 
-    The traceback ends with a link to the text about the class on the package's site. It
-    has no link if the metadata of the installed package does not give the site.
+    The traceback ends with a link to the documentation of the class, if the metadata of
+    the installed package has the address of the documentation.
     """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         if address := _site():
-            # This is a note, because programs may compare or log the message.
+            # The link is a note and not part of the message, which programs may compare
+            # or log.
             name = f"{__name__}.{type(self).__name__}"
             self.add_note(f"More: {address.rstrip('/')}/errors.html#{name}")
 
@@ -197,7 +202,7 @@ def _site() -> str | None:
     """Returns the address under ``Documentation`` in the package's metadata."""
     try:
         urls = metadata("nnx-parallel").get_all("Project-URL") or []
-    except PackageNotFoundError:  # the checkout is not installed
+    except PackageNotFoundError:  # this is a checkout that is not installed
         return None
     # Core metadata has "Documentation, https://..."; the label may be in any case.
     pairs = (url.partition(", ")[::2] for url in urls)
@@ -209,7 +214,7 @@ class ParallelWarning(UserWarning):
 
 
 class VersionError(ParallelError, ImportError):
-    """The installed jax and flax must be of the supported versions."""
+    """The installed versions of jax and flax must be supported."""
 
 
 class DeviceMemoryError(ParallelError, MemoryError):
@@ -225,7 +230,7 @@ class MeshShapeError(ParallelError, ValueError):
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
-    """Mesh axes must be ``AxisType.Auto``; ``jax.make_mesh`` makes Explicit ones."""
+    """Mesh axes must be ``AxisType.Auto``. ``jax.make_mesh`` makes Explicit axes."""
 
 
 class UnknownAxisError(ParallelError, ValueError):
@@ -235,8 +240,8 @@ class UnknownAxisError(ParallelError, ValueError):
 class ProgramTextError(ParallelError, RuntimeError):
     """The audit reads the text of a program, so jaxlib must be able to print it.
 
-    A jaxlib that is older than its compiler cannot. The compiler itself can write the
-    text to a file.
+    A jaxlib that is older than the compiler cannot print it. The compiler itself can
+    write the text to a file.
     """
 
 
@@ -249,14 +254,14 @@ class SpecRankError(ParallelError, ValueError):
 
 
 class CollectiveProductError(ParallelError, ValueError):
-    """A collective matmul contracts equal dims, and shards a dim that it keeps."""
+    """A collective matmul contracts dims of equal size, and shards a dim it keeps."""
 
 
 class AttentionKernelError(ParallelError, ValueError):
-    """A fused attention kernel runs on one platform, for some shapes and dtypes.
+    """A fused attention kernel supports one platform, and only some shapes and dtypes.
 
-    cuDNN takes 16-bit floats on NVIDIA GPUs. Splash takes sequences of multiples of 128
-    on TPUs.
+    cuDNN takes 16-bit floats on NVIDIA GPUs. Splash attention takes sequence lengths
+    that are multiples of 128, on TPUs.
     """
 
 
@@ -272,7 +277,7 @@ class PlacementTreeError(ParallelError, ValueError):
 
 
 class RuleError(ParallelError, TypeError):
-    """A rule has a method ``match`` that returns a spec and a reason, or ``None``."""
+    """A rule needs a method ``match`` that returns a spec and a reason, or ``None``."""
 
 
 class DonatedArrayError(ParallelError, RuntimeError):
@@ -298,7 +303,7 @@ class StackError(ParallelError, ValueError):
 
 
 class ExpertsError(ParallelError, ValueError):
-    """A token needs enough experts, and a mesh axis must divide the experts."""
+    """Each token needs enough experts, and a mesh axis must divide their number."""
 
 
 class WeightsError(ParallelError, ValueError):
@@ -333,8 +338,8 @@ class OffloadError(ParallelError, ValueError):
 class NonFiniteLossError(ParallelError, ArithmeticError):
     """Loss, gradients and updates of every step must be finite.
 
-    ``Faults(on_non_finite="skip")`` skips steps that are not finite, and so does the
-    scaling of float16. A state that is not finite is never saved.
+    ``Faults(on_non_finite="skip")`` skips steps that are not finite, and so does
+    float16's loss scaling. A state that is not finite is never saved.
     """
 
 
@@ -346,7 +351,7 @@ class DataError(ParallelError, ValueError):
 
 
 class BatchShapeError(DataError):
-    """Dim 0 of every array in a batch is the rows; shapes stay the same in a run.
+    """Dim 0 of every array in a batch counts rows, and shapes stay the same in a run.
 
     The number of rows must be a multiple of ``num_microbatches`` times the sizes of the
     batch's mesh axes.
@@ -360,12 +365,12 @@ class DataExhaustedError(DataError):
 class LogFileError(ParallelError, ValueError):
     """A JSON lines logger appends only to a file that it could have written itself.
 
-    It removes lines of a run that died, and must not change another program's file.
+    It removes lines that a dead run left, and must not change another program's file.
     """
 
 
 class CheckpointError(ParallelError, ValueError):
-    """Checkpoints hold groups of ``jax.Array`` by path, and metadata in JSON values.
+    """A checkpoint holds groups of ``jax.Array`` by path, and metadata as JSON values.
 
     Steps ascend: each step is saved only once, and never after a later step.
     """
@@ -384,14 +389,14 @@ class CheckpointSaveError(ParallelError, RuntimeError):
 
 
 class CheckpointReadError(ParallelError, RuntimeError):
-    """A checkpoint must be complete and written by this library."""
+    """A checkpoint must be complete, and this library must have written it."""
 
 
 class CheckpointFormatError(ParallelError, RuntimeError):
-    """A checkpoint must come from this library, in a version that this one can read.
+    """A checkpoint must have a format that the installed version of this library reads.
 
-    A checkpoint of another program or a later version is not damaged, so it is left as
-    it is.
+    A checkpoint of another program or of a later version is not damaged, so it is left
+    unchanged.
     """
 
 
@@ -415,7 +420,7 @@ class CheckpointNotFoundError(ParallelError, FileNotFoundError):
 
 
 class CheckpointMismatchError(ParallelError, ValueError):
-    """Restored arrays have the saved paths, shapes and dtypes; shardings may differ."""
+    """Restored arrays need the saved paths, shapes and dtypes; shardings may differ."""
 
 
 class ProcessError(ParallelError, RuntimeError):
@@ -423,7 +428,7 @@ class ProcessError(ParallelError, RuntimeError):
 
 
 class DisagreementError(ParallelError, ValueError):
-    """All processes of a run must run the same program on shares of the same shapes.
+    """All processes must run the same program, on data shares of the same shapes.
 
     Different programs deadlock, or silently continue with different numbers.
     """
@@ -438,7 +443,7 @@ class ReplayError(ParallelError, RuntimeError):
 
 
 class VerificationError(ParallelError, ArithmeticError):
-    """A step must compute the numbers of one device, within the effect of rounding.
+    """A step must compute the same numbers as one device, up to rounding.
 
     The attribute ``report`` is the `Verification`.
     """
@@ -465,6 +470,6 @@ class PipelineError(ParallelError, ValueError):
 class PlanError(ParallelError, ValueError):
     """A plan needs a Trainer, the shapes of a batch, and devices that it knows.
 
-    Neither the Trainer's arrays nor the devices need to exist. A script is run up to
-    ``Trainer.fit``, and everything that it does before that stays on this machine.
+    Neither the Trainer's arrays nor the devices need to exist. A script is run on this
+    machine up to its call of ``Trainer.fit``.
     """

@@ -1,9 +1,9 @@
-"""Small files that another program may have written: checked before they are read.
+"""Checks and reads small files that other programs may have written.
 
-A named pipe blocks its reader, a device never ends, and JSON takes a hundred times its
-size in memory. So a file is opened only if it is a regular file, read up to a limit,
-and parsed only if its number of values and its depth are within limits. Every small
-file that this package reads comes through this module.
+A named pipe blocks its reader, reading a device may never end, and parsed JSON takes a
+hundred times its size in memory. So a file is opened only if it is a regular file. It
+is read up to a limit, and it is parsed only if its number of values and its depth are
+within limits. The package reads all small files through this module.
 """
 
 import errno
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
-"""Largest small file, in bytes."""
+"""Maximum size of a small file, in bytes."""
 
 MAX_VALUES = 4 * 2**20
-"""Most values in a JSON file; parsed, they take up to a gigabyte."""
+"""Maximum number of values in a JSON file; parsed, they take up to a gigabyte."""
 
 MAX_DEPTH = 100
-"""Deepest nesting in a JSON file."""
+"""Maximum depth of nesting in a JSON file."""
 
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -31,12 +31,12 @@ _KINDS = (
 
 
 def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
-    """Status of the regular file at a path, or at the end of a link.
+    """Returns the status of a regular file. Links are followed.
 
     Raises:
         FileNotFoundError: If nothing is at the path.
-        OSError: If the system cannot look at it now.
-        ValueError: If it is another kind of file, or a link that leads nowhere.
+        OSError: If the system cannot read the status now.
+        ValueError: If the path leads to another kind of file, or to a broken link.
     """
     name = os.fspath(path)
     try:
@@ -59,10 +59,10 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """File descriptor of a regular file; raises the errors of `check_regular`.
+    """Opens a regular file and returns its file descriptor.
 
-    With ``os.O_CREAT`` a missing file is created. The function has the signature of an
-    ``opener`` of `open`.
+    With ``os.O_CREAT`` a missing file is created. The function can be the ``opener`` of
+    `open`. It raises the errors of `check_regular`.
     """
     try:
         # This check comes first, because opening a device may already act on it.
@@ -70,7 +70,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    # A pipe that has taken the file's place meanwhile does not block.
+    # O_NONBLOCK: a pipe that has replaced the file since the check must not block.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -79,16 +79,16 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> bytes:
-    """Content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
-        OSError: If it is missing, or cannot be read now.
+        OSError: If the file is missing, or cannot be read now.
         ValueError: If it is not a regular file, or holds more than ``max_bytes``.
     """
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1) if size <= max_bytes else b""
-        if len(content) > size:  # it has grown, or says that it holds 0 bytes
+        if len(content) > size:  # the file has grown, or reports a size of 0
             content += file.read(max_bytes + 1 - len(content))
     if size > max_bytes or len(content) > max_bytes:
         raise ValueError(
@@ -101,20 +101,24 @@ def read_bytes(path: str | os.PathLike[str], max_bytes: int = MAX_BYTES) -> byte
 def read_object(
     path: str | os.PathLike[str], max_bytes: int = MAX_BYTES
 ) -> dict[str, Any]:
-    """The JSON object in a file; errors as in `read_bytes` and `parse_object`."""
+    """Returns the JSON object in a file.
+
+    Raises the errors of `read_bytes` and `parse_object`.
+    """
     return parse_object(read_bytes(path, max_bytes), path)
 
 
 def parse_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The JSON object in the content of a file.
+    """Returns the JSON object in the content of a file.
 
     Args:
         content: The text, in UTF-8.
         path: The file's path, for errors.
 
     Raises:
-        ValueError: If it is not a JSON object, has more than `MAX_VALUES` values, is
-            nested more than `MAX_DEPTH` deep, or has strings that are not Unicode.
+        ValueError: If the content is not a JSON object, has more than `MAX_VALUES`
+            values, is nested more than `MAX_DEPTH` deep, or has strings that are not
+            Unicode.
     """
     name = os.fspath(path)
     # Each value except the first follows one of these characters. Characters in strings
@@ -122,7 +126,7 @@ def parse_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]
     count = sum(map(content.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
         raise ValueError(
-            f"'{name}' has about {count:,} values in JSON; at most {MAX_VALUES:,} are "
+            f"'{name}' has about {count:,} JSON values; at most {MAX_VALUES:,} are "
             "read."
         )
     try:
@@ -143,7 +147,7 @@ def parse_object(content: bytes, path: str | os.PathLike[str]) -> dict[str, Any]
 
 
 def _depth(value: Any) -> int:
-    """Levels of containers, counted up to one more than `MAX_DEPTH`."""
+    """Returns the number of nested containers, counted up to `MAX_DEPTH` + 1."""
     level, depth = [value], -1
     while level and depth <= MAX_DEPTH:
         level = [x for x in level if isinstance(x, dict | list)]
@@ -154,12 +158,14 @@ def _depth(value: Any) -> int:
 
 
 def open_private(directory: Path, name: str) -> int:
-    """File descriptor of a file that only this user can have written.
+    """Opens a file that only this user or root can have written.
+
+    Returns the file descriptor.
 
     Raises:
-        OSError: If it is missing, or cannot be opened.
-        ValueError: If the file or its directory belongs to another user than this one
-            or root, or if others can write to it.
+        OSError: If the file is missing, or cannot be opened.
+        ValueError: If the file or its directory belongs to a user other than this user
+            and root, or if other users can write to it.
     """
     parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -1,9 +1,10 @@
-"""The first arrays of a run, each computed in its shards.
+"""Computes the initial arrays of a run, each directly in its shards.
 
-If all initializers of a deep model are one program, it takes minutes to compile. So
-they are traced together and cut into parts that share only random keys. Parts that
-differ only in their keys use the same program. The time to compile then depends on the
-number of kinds of arrays in a model, not on the model's depth.
+A single program with all initializers of a deep model takes minutes to compile. So the
+initializers are traced together, and the program is cut into parts that share only
+random keys. Parts that differ only in their keys use the same compiled program. The
+compile time then depends on the number of kinds of arrays in a model, not on the
+model's depth.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ from nnx_parallel.sharding.model import (
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FEW = 64
-"""Number of elements up to which an array is computed again instead of shared."""
+"""Largest number of elements of an array that parts compute again instead of share."""
 
 _CACHED_BYTES = 2**20
-"""Largest size of a program's constants if the program is kept for the next model."""
+"""Most bytes of constants in a program that is cached for the next model."""
 
 Values = Mapping[jex.Var, Any]
 
@@ -57,21 +58,22 @@ Values = Mapping[jex.Var, Any]
 def compute_in_shards(
     function: Callable, args: tuple, shardings: Any, *, owns_args: bool = False
 ) -> Any:
-    """Computes a function's outputs in shards, so that no device holds an entire one.
+    """Computes each output of a function directly in its shards.
 
     Args:
         function: A function of pytrees of arrays; it is traced.
         args: The arguments of the function.
         shardings: The sharding of each output, as a tree like the outputs.
         owns_args: True if an output may share the memory of an argument. This happens
-            if an argument is returned unchanged and is already in the output's place.
+            if an argument is returned unchanged and already has the output's sharding.
             With False, each output gets new memory.
     """
-    # A call with several results can be cut into parts too. An example is a jitted
-    # function of the user that builds a block.
+    # Calls with several results are inlined, so that they can be cut into parts too. An
+    # example is a user's jitted function that builds a block.
     traced = trace(function, *args, inlined=lambda eqn: len(eqn.outvars) > 1)
     if traced.effects:
-        # The function prints, and no output depends on that, so it stays one program.
+        # The function has an effect, such as a print. No output depends on the effect,
+        # so the parts would not contain it. The function stays one program.
         return jax.jit(function, out_shardings=shardings)(*args)
     outputs, structure = jax.tree.flatten(traced.outputs)
     places, of_args = jax.tree.leaves(shardings), bind(traced.inputs, args)
@@ -81,7 +83,7 @@ def compute_in_shards(
     alike: dict[_Part, list[_Part]] = defaultdict(list)
     for part in _cut(eqns, outputs, places, known, consts, found):
         alike[part].append(part)
-    # If kinds of parts occur equally often, as in a block, they share a program.
+    # Kinds of parts that occur equally often, as in a block, share a program.
     programs: dict[int, list[list[_Part]]] = defaultdict(list)
     for parts in alike.values():
         programs[len(parts)].append(parts)
@@ -101,9 +103,9 @@ def first_arrays(
     rngs: nnx.Rngs,
     shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """Returns the arrays of a model in nested dicts, each array in its place.
+    """Returns the arrays of a model in nested dicts, each array with its sharding.
 
-    The arrays of a built model are copied. ``rngs`` do not advance.
+    The arrays of a built model are copied. ``rngs`` is not advanced.
     """
     if isinstance(source, nnx.Module):
         return nest(placed_copies(arrays_of(source), shardings))
@@ -121,7 +123,7 @@ def _with_read(
     streams: dict,
     shardings: dict[Path, NamedSharding],
 ) -> dict:
-    """Returns arrays that a source reads from files, and computes the others."""
+    """Lets the source read arrays from files, and computes the other arrays."""
     shapes = flatten(jax.eval_shape(build, streams))
     read = source.read_arrays(
         {
@@ -140,7 +142,7 @@ def _with_read(
 
 @dataclass(frozen=True)
 class _Part:
-    """Some outputs, with the equations that only these outputs need.
+    """Some outputs, with the equations that compute them.
 
     Two parts are equal if they compute the same function of their inputs, with the same
     shardings.
@@ -150,7 +152,7 @@ class _Part:
     shardings: tuple[NamedSharding, ...]
     indices: tuple[int, ...] = field(compare=False)  # indices of the outputs
     eqns: Eqns = field(compare=False)
-    consts: Values = field(compare=False)  # the signature has their bits
+    consts: Values = field(compare=False)  # the signature contains their bits
     inputs: Sequence[jex.Var] = field(compare=False)
     outputs: Sequence[Any] = field(compare=False)
 
@@ -178,7 +180,10 @@ def _compiled(kinds: tuple[_Part, ...]) -> Callable[[list[list]], list[list]]:
 
 
 def _in_place(outputs: list, places: list, values: Values) -> dict[int, jax.Array]:
-    """Returns, by index, known outputs that are already placed; each value once."""
+    """Returns outputs that are known and already have their sharding, by index.
+
+    If several outputs are the same value, only the first of them is returned.
+    """
     indices: dict[jex.Var, int] = {}
     for index, atom in enumerate(outputs):
         if not isinstance(atom, jex.Literal) and atom in values:
@@ -196,7 +201,8 @@ def _from_device(x: Any) -> Any:
     """Converts a constant to an argument that programs on the mesh accept."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        # The user has put it onto one device, which programs on the mesh would refuse.
+        # The user has put the array on one device, so programs on the mesh would reject
+        # it.
         if x.committed and len(x.sharding.device_set) == 1 and not is_key:
             return np.asarray(x)
     return x
@@ -205,19 +211,21 @@ def _from_device(x: Any) -> Any:
 def _derive_keys(
     eqns: Eqns, known: Values, consts: Values
 ) -> tuple[Eqns, dict[jex.Var, Any]]:
-    """Computes keys and single integers; returns remaining equations and known values.
+    """Computes random keys and small arrays of integers before the programs run.
 
-    Each layer has its keys, derived from the layer's number. If the programs computed
-    them, the programs of all layers would differ. Keys and integers are exact,
+    The keys of a layer are derived from the layer's number. If the programs computed
+    the keys, the programs of all layers would differ. Keys and integers are exact,
     whichever program computes them.
+
+    Returns the remaining equations, and all known values.
     """
     exact = {v for v in known if _is_key(v) or (_is_exact(v) and v not in consts)}
     now, later = [], []
     for eqn in eqns:
         inputs = variables_in(eqn.invars)
-        # Values that come only from constants are left to the programs. There the
-        # compiler computes them, and even the logarithm of an integer may differ from
-        # a separate program's result in the last bit.
+        # Values that depend only on constants are left to the programs, where the
+        # compiler computes them. Computed here, even the logarithm of an integer may
+        # differ in the last bit.
         moves = bool(inputs) or any(map(_is_key, eqn.outvars))
         if moves and exact.issuperset(inputs) and all(map(_is_exact, eqn.outvars)):
             now.append(eqn)
@@ -237,7 +245,7 @@ def _is_small(var: jex.Var) -> bool:
 
 
 def _aval(var: jex.Var) -> Any:
-    return var.aval  # an array, since tokens and references occur only with effects
+    return var.aval  # of an array: tokens and references occur only with effects
 
 
 def _is_exact(var: jex.Var) -> bool:
@@ -246,7 +254,7 @@ def _is_exact(var: jex.Var) -> bool:
 
 
 def _is_constant(var: jex.Var, consts: Values) -> bool:
-    """Returns True if a program may have a value among its constants."""
+    """Returns True if a program may contain a variable's value as a constant."""
     x = consts.get(var)
     is_here = getattr(x, "is_fully_addressable", True)  # in this process
     return var in consts and is_here and not (_is_key(var) or isinstance(x, Tracer))
@@ -260,7 +268,10 @@ def _cut(
     consts: Values,
     found: Collection[int],
 ) -> list[_Part]:
-    """Cuts the outputs that are not found yet into parts that share no large value."""
+    """Divides the outputs that are not in ``found`` into parts.
+
+    The parts share no large value.
+    """
     groups: dict[Hashable, list[int]] = defaultdict(list)
     root = _components(eqns, known)
     for index, atom in enumerate(outputs):
@@ -281,7 +292,7 @@ def _cut(
                 left += variables_in(eqns[i].invars)
         part_eqns = [eqns[i] for i in sorted(chosen)]
         used = inputs_of(part_eqns, wanted)
-        # If a constant is itself an output, it is an input of the program.
+        # A constant that is itself an output becomes an input of the program.
         fixed = {v: consts[v] for v in used if part_eqns and _is_constant(v, consts)}
         inputs = [v for v in used if v not in fixed]
         parts.append(
@@ -301,9 +312,9 @@ def _cut(
 def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None]:
     """Returns a function that maps a variable to a representative of its component.
 
-    Variables are in one component if they share values. The result is ``None`` for a
-    variable that every part may compute for itself: a key, or a few numbers that are
-    not random.
+    Variables are in one component if equations connect them. The result is ``None`` for
+    a variable that every part may compute again: a key, or a few numbers that are not
+    random.
     """
     free = {v for v in known if _is_key(v) or _is_small(v)}
     parents: dict[jex.Var, jex.Var] = {}
@@ -328,7 +339,7 @@ def _components(eqns: Eqns, known: Values) -> Callable[[jex.Var], jex.Var | None
 
 
 class _Signatures:
-    """Signatures of equations: equal if the equations compute the same values."""
+    """Makes signatures, which are equal only if equations compute the same values."""
 
     def __init__(self) -> None:
         self._of_jaxprs: dict[int, Hashable] = {}  # by id, within one trace
@@ -371,7 +382,7 @@ class _Signatures:
     def _of_static(self, value: Any) -> Hashable:
         if isinstance(value, list | tuple):
             return tuple(map(self._of_static, value))
-        if isinstance(value, jex.Jaxpr | ClosedJaxpr):  # one class in jax 0.12
+        if isinstance(value, jex.Jaxpr | ClosedJaxpr):  # the same class in jax 0.12
             if id(value) not in self._of_jaxprs:
                 jaxpr = getattr(value, "jaxpr", value)
                 inputs = (*jaxpr.constvars, *jaxpr.invars)
@@ -385,4 +396,4 @@ class _Signatures:
             # The value is an array or a dict. The equations of a part refer to it, so
             # no other object can get its id.
             return id(value)
-        return type(value), value  # the type is needed, as 1, 1.0 and True are equal
+        return type(value), value  # with the type, because 1, 1.0 and True are equal

@@ -1,4 +1,4 @@
-"""Makes and checks meshes, whose axes are the axes of a strategy."""
+"""Makes and checks meshes. The axes of a mesh are the axes of a strategy."""
 
 import contextlib
 import math
@@ -23,11 +23,16 @@ from nnx_parallel.errors import (
 )
 
 SUPPORTED = {"jax": ((0, 10), (0, 13)), "flax": ((0, 12, 8), (0, 13))}
-"""Oldest supported version and first unsupported one, as in ``pyproject.toml``."""
+"""The oldest supported and the first newer unsupported version, by library.
+
+The numbers are the same as in ``pyproject.toml``.
+"""
 
 
 def check_versions(found: Mapping[str, str]) -> None:
-    """Warns if a version, given by its library's name, is newer than the tested ones.
+    """Warns if a library is newer than the tested versions.
+
+    ``found`` has the version of each library by its name.
 
     Raises:
         VersionError: If a version is too old.
@@ -45,11 +50,11 @@ def check_versions(found: Mapping[str, str]) -> None:
                 f"pip install '{name}>={oldest},<{newest}'"
             )
         if numbers >= limit:
-            text = f"Found {name} {found[name]}, untested. {rule}."
+            text = f"Found {name} {found[name]}, which is untested. {rule}."
             warnings.warn(text, stacklevel=3)
 
 
-# The check runs before any import of a name that another version lacks.
+# The check runs before any import of a name that an unsupported version lacks.
 check_versions({"jax": jax.__version__, "flax": flax.__version__})
 
 # jax.Device is re-exported as a variable, which pyright refuses as a type.
@@ -58,10 +63,10 @@ if TYPE_CHECKING:
 else:
     Device = jax.Device
 
-# The order is from the slowest interconnect to the fastest, and so from the least to
-# the most communication in a step: a pipeline sends the activations between stages,
-# data parallelism sends all gradients, FSDP sends parameters too, and the other
-# strategies send activations in each layer.
+# The first axis may use the slowest interconnect, and the last axis needs the fastest.
+# So the axes are ordered by their communication in a step, the least first: a pipeline
+# sends the activations between stages, data parallelism sends all gradients, FSDP sends
+# parameters too, and the other strategies send activations in each layer.
 MESH_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 """The mesh axes that this library's strategies use, outermost first."""
 
@@ -70,12 +75,13 @@ _NO_MESH = "not under a mesh context", "a non-empty mesh", "mesh cannot be empty
 
 
 def simulate_devices(count: int) -> None:
-    """Makes one machine look like ``count`` CPU devices, to try a strategy on.
+    """Simulates ``count`` CPU devices on one machine, to try strategies on them.
 
-    Call it first: JAX counts its devices once.
+    Call this before anything else that uses JAX, which counts its devices only once.
 
     Raises:
-        DeviceCountError: If JAX has started with other devices.
+        ValueError: If ``count`` is not an integer of at least 1.
+        DeviceCountError: If JAX has already started with other devices.
 
     Example:
         >>> simulate_devices(8)
@@ -93,7 +99,7 @@ def simulate_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise DeviceCountError(
-            f"Cannot simulate {count} devices: JAX has started and found "
+            f"Cannot simulate {count} devices: JAX has already started and found "
             f"{jax.device_count()} of platform {jax.default_backend()!r}. Call "
             "simulate_devices before anything that touches an array or a device."
         ) from error
@@ -107,8 +113,7 @@ def make_mesh(
     Args:
         axis_sizes: Size of each axis by name. At most one size may be ``None``: that
             axis takes the remaining devices.
-        devices: The devices of the mesh, which uses all of them; by default
-            ``jax.devices()``.
+        devices: Devices, all of which the mesh uses; by default ``jax.devices()``.
 
     Returns:
         The mesh. Its axes are in the order of ``MESH_AXES``; axes with other names come
@@ -123,13 +128,13 @@ def make_mesh(
     """
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
-        raise MeshShapeError("A mesh needs at least one device, and devices= is empty.")
+        raise MeshShapeError("A mesh needs at least one device, but devices= is empty.")
     sizes = complete_axis_sizes(axis_sizes, len(devices))
     order = {axis: i for i, axis in enumerate(MESH_AXES)}
     names = tuple(sorted(sizes, key=lambda axis: order.get(axis, -1)))
     shape = tuple(sizes[axis] for axis in names)
-    # With Auto axes the partitioner derives where intermediate values live, so a model
-    # does not mention the mesh. Explicit axes would be part of every type.
+    # With Auto axes the partitioner chooses the sharding of intermediate values, so a
+    # model does not mention the mesh. Explicit axes would be part of each array's type.
     auto = (AxisType.Auto,) * len(names)
     # Only TPUs have slices. The fast network joins all chips of a slice.
     slices = {getattr(device, "slice_index", 0) for device in devices}
@@ -156,7 +161,7 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
     slow network.
 
     Raises:
-        MeshShapeError: If no parts of the axes multiply to the number of slices.
+        MeshShapeError: If no factors of the sizes multiply to the number of slices.
 
     Example:
         >>> slice_sizes({"data": 2, "fsdp": 8, "tensor": 4}, 4)
@@ -169,15 +174,15 @@ def slice_sizes(axis_sizes: Mapping[str, int], num_slices: int) -> list[int]:
         left //= across
     if left > 1:
         raise MeshShapeError(
-            f"Mesh {dict(axis_sizes)} cannot be laid over {num_slices} slices: no "
-            f"product of parts of its axes is {num_slices}. Choose the size of an "
-            f"outer axis as a multiple of {num_slices}."
+            f"Mesh {dict(axis_sizes)} cannot be spread over {num_slices} slices: no "
+            f"factors of its sizes multiply to {num_slices}. Make the size of an outer "
+            f"axis a multiple of {num_slices}."
         )
     return parts
 
 
 def mesh_here(mesh: Mesh | AbstractMesh) -> Any:
-    """Returns the mesh to use here: the region's mesh inside a manual region."""
+    """Returns the mesh to use: inside a manual region, the mesh of this region."""
     context = jax.sharding.get_abstract_mesh()
     return context if context.manual_axes else mesh
 
@@ -194,19 +199,19 @@ def manual_region(
     out_specs: Any,
     axes: Collection[str] | None = None,
 ) -> Callable[..., Any]:
-    """Wraps a function that each device runs on its shards, manual over mesh axes.
+    """Wraps a function of shards in a `jax.shard_map` over some or all mesh axes.
 
-    It can be called inside a region that is manual over other axes, such as a
-    pipeline's stage: the new region then nests in that region.
+    The wrapped function can be called inside a region that is manual over other axes,
+    such as a pipeline's stage. The new region is then nested in that region.
 
     Args:
         function: The function of shards.
         mesh: The mesh of the whole program.
         in_specs: `jax.sharding.PartitionSpec` of each argument.
         out_specs: Specs of the results.
-        axes: The axes that become manual; XLA partitions the region over the others.
-            ``None`` takes every axis that is not manual yet, even if no spec names it:
-            XLA's partitioner then has nothing to do.
+        axes: The axes that become manual. XLA partitions the region over the others.
+            ``None`` means all axes that are not manual yet, even axes that no spec
+            names. Then nothing is left to XLA's partitioner.
     """
     return jax.shard_map(
         function,
@@ -214,8 +219,8 @@ def manual_region(
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=free_axes(mesh) if axes is None else set(axes),
-        # JAX cannot know that an array is equal on all devices if it was gathered, or
-        # joined from the hops of a ring.
+        # JAX's check cannot prove that a gathered array, or an array assembled from the
+        # hops of a ring, is the same on all devices.
         check_vma=False,
     )
 
@@ -228,8 +233,8 @@ def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
         ()
     """
     owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
-    # An axis stays inside a process if the processes of its first plane also own all
-    # its other planes.
+    # An axis does not cross processes if the same processes own the first plane along
+    # the axis and all other planes.
     return tuple(
         axis
         for dim, axis in enumerate(mesh.axis_names)
@@ -240,7 +245,7 @@ def axes_across_processes(mesh: Mesh) -> tuple[str, ...]:
 def complete_axis_sizes(
     axis_sizes: Mapping[str, int | None], num_devices: int
 ) -> dict[str, int]:
-    """Fills in a size that was left out, and checks the product of the sizes.
+    """Fills in the size that is ``None``, and checks the product of the sizes.
 
     Raises:
         MeshShapeError: If the sizes cannot multiply to ``num_devices``.
@@ -251,8 +256,8 @@ def complete_axis_sizes(
     """
     if not isinstance(axis_sizes, Mapping):
         raise MeshShapeError(
-            f"A mesh got {axis_sizes!r} for its axis sizes. They are a mapping, with "
-            "None for the size that takes all that remain: make_mesh({'fsdp': None})."
+            f"A mesh got {axis_sizes!r} for its axis sizes. They must be a mapping, "
+            "in which None takes all remaining devices: make_mesh({'fsdp': None})."
         )
     for axis, size in axis_sizes.items():
         if size is None:
@@ -306,9 +311,9 @@ def is_without_mesh(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explaining_axes() -> Iterator[None]:
-    """Explains JAX's errors about placements that a model requests, as named errors.
+    """Turns JAX's errors about shardings that a model requests into named errors.
 
-    It knows the messages of jax 0.10 to 0.12; other errors pass unchanged.
+    The messages of jax 0.10 to 0.12 are recognised. Other errors pass unchanged.
     """
     try:
         yield
@@ -318,15 +323,15 @@ def explaining_axes() -> Iterator[None]:
             raise UnknownAxisError(
                 f"{found} The model names axes of another mesh. In place of "
                 "jax.lax.with_sharding_constraint call nnx_parallel.constrain, which "
-                "understands tp, dp and the like and treats an axis that the mesh "
-                "lacks as one of size one; or build the model without shardings."
+                "understands names such as tp and dp, and ignores an axis that the "
+                "mesh lacks. Or build the model without shardings."
             ) from error
         if "of type Auto" in found or is_without_mesh(error):
             raise MeshAxisTypeError(
                 f"{found} The model places its arrays itself, as code for Explicit "
-                "axes does (out_sharding=, reshard); the axes of a strategy are Auto. "
-                "Build it without shardings (a config such as no_sharding() or "
-                "use_tp=False), and name its dims by path: Trainer(..., "
+                "axes does (out_sharding=, reshard), but a strategy's axes are Auto. "
+                "Build the model without shardings (with no_sharding(), use_tp=False "
+                "or the like), and name its dims by path: Trainer(..., "
                 "names=TRANSFORMER_NAMES) or names=PathNames(...)."
             ) from error
         raise
@@ -359,5 +364,5 @@ def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
             raise MeshShapeError(
                 f"The strategy asks for {axis}={size} but the mesh has "
                 f"{axis}={mesh.shape[axis]}. Make the two equal, or leave the "
-                "strategy's size out to take the mesh's."
+                "strategy's size out to take the mesh's size."
             )

@@ -17,7 +17,8 @@ from jax.typing import ArrayLike
 from nnx_parallel.errors import LossError
 from nnx_parallel.precision import sum_dtype
 
-# The record of a step is one flat dict, with these names and the loss's metrics.
+# The record of a step is one flat dict with these names and the names of the loss's
+# metrics.
 RESERVED_METRICS = (
     *("step", "time", "loss", "grad_norm", "learning_rate"),
     *("loss_scale", "lost_updates", "skipped"),
@@ -35,21 +36,21 @@ Scalar = jax.Array | float
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean:
-    """A mean that is kept as total and weight, so that partial means add up exactly.
+    """A mean, stored as a total and a weight, so that partial means add up exactly.
 
     A loss that averages over tokens must divide by the number of tokens in the entire
     batch. If microbatches have different numbers of tokens, the mean of their means is
-    another number. A `Mean` can be multiplied by a number and added to another `Mean`:
+    a different number. A `Mean` can be multiplied by a number and added to a `Mean`:
     ``token_loss + 1e-4 * z_loss``. Terms with the same weight are merged. Terms with
     different weights stay separate, and each is divided by its weight.
 
     Attributes:
         total: The weighted sum.
         weight: The sum of weights (tokens, examples). It has no gradient. If the weight
-            of a training loss depends on the parameters, a `LossError` is raised. A
-            count that a `jax.custom_vjp` returns seems to depend on the parameters:
-            pass ``jax.lax.stop_gradient(count)`` instead.
-        more: More terms, with other weights; ``+`` makes them.
+            of a training loss depends on the parameters, a `LossError` is raised. JAX
+            treats a count that a `jax.custom_vjp` returns as if it depended on the
+            parameters: pass ``jax.lax.stop_gradient(count)`` instead.
+        more: Further terms, with other weights. Adding two means creates them.
 
     Example:
         >>> left, right = Mean(6.0, 3.0), Mean(2.0, 1.0)
@@ -65,27 +66,27 @@ class Mean:
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """Means with a single weight each; their values add up to this one's value."""
+        """Means with a single weight each, whose values add up to ``value``."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
     def value(self) -> jax.Array:
         """The mean: the sum of total / weight over all terms.
 
-        A term is 0 where its weight is 0. A run reports NaN where every weight is 0,
-        because nothing was counted there.
+        A term whose weight is 0 adds 0. If all weights are 0, a run reports NaN
+        instead, because there was no data.
         """
         return sum((_divide(t.total, t.weight) for t in self.terms), jnp.float32(0))
 
     @property
     def counts(self) -> Any:
-        """True if a weight is not 0; otherwise the mean has no data."""
+        """True if any weight is not 0. Otherwise the mean has no data."""
         return functools.reduce(operator.or_, (t.weight != 0 for t in self.terms))
 
     def over(self, weights: Sequence[jax.Array]) -> jax.Array:
-        """Returns this mean's part of a mean over more data, given that data's weights.
+        """Returns the share that this mean contributes to a mean over more data.
 
-        ``weights`` has the weight of each term.
+        ``weights`` has the weight of all that data for each term.
         """
         # A microbatch's total is divided by the weight of the entire batch. These
         # values add up to the mean, and their gradients add up to its gradient.
@@ -97,8 +98,9 @@ class Mean:
         return sum(parts, jnp.float32(0))
 
     def merge(self, other: Mean) -> Mean:
-        """Returns the mean over both batches; adds totals and weights of each term."""
-        # Both means come from the same loss, so their terms have the same order.
+        """Returns the mean over the data of both means."""
+        # Totals and weights are added term by term. Both means come from the same loss,
+        # so their terms have the same order.
         pairs = zip(self.terms, other.terms, strict=True)
         sums = (
             Mean(_add(a.total, b.total), _add(a.weight, b.weight)) for a, b in pairs
@@ -109,7 +111,7 @@ class Mean:
         if not isinstance(other, Mean):
             raise LossError(
                 f"Cannot add a {type(other).__name__} to a Mean: the weight of the sum "
-                "would be unknown. Give it a weight: Mean(value * weight, weight)."
+                "would be unknown. Add a Mean instead: Mean(value * weight, weight)."
             )
         # The key is the weight's identity, because traced weights cannot be compared.
         terms: dict[int, Mean] = {}
@@ -120,7 +122,7 @@ class Mean:
         return _from_terms(*terms.values())
 
     def __radd__(self, other: Mean | int) -> Mean:
-        # `sum` begins with 0.
+        # `sum` starts with the integer 0.
         return self if isinstance(other, int) and other == 0 else self + other  # pyright: ignore[reportOperatorIssue]
 
     def __neg__(self) -> Mean:
@@ -151,11 +153,11 @@ class Sum:
 
     Attributes:
         total: An array of any shape, or a pytree of arrays.
-        then: Function from the sum over all data to the metric; by default the metric
-            is the sum.
+        then: Function that maps the sum over all data to the metric. By default the
+            metric is the sum.
 
     Example:
-        >>> def f1(counts):  # of true positives, of errors
+        >>> def f1(counts):  # the numbers of true positives and of errors
         ...     return 2 * counts[0] / (2 * counts[0] + counts[1])
         >>> float(Sum(jnp.array([3.0, 2.0]), then=f1).value)
         0.75
@@ -168,13 +170,13 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The metric of this data only."""
+        """The metric, computed from this data only."""
         return self.total if self.then is None else self.then(self.total)
 
 
 def result_of(metric: Mean | Sum) -> Any:
-    """Returns the value to report; NaN for a mean without data, rather than 0."""
-    if isinstance(metric, Sum) or metric.counts is True:  # known when it is traced
+    """Returns the value to report. It is NaN, not 0, for a mean without data."""
+    if isinstance(metric, Sum) or metric.counts is True:  # known at trace time
         return metric.value
     return jnp.where(metric.counts, metric.value, jnp.nan)
 
@@ -199,7 +201,7 @@ def _divide(total: Scalar, weight: Scalar) -> jax.Array:
 
 
 def _with_constant_weight(total: Scalar, weight: Scalar) -> jax.Array:
-    """Returns the total; its derivative raises an error if the weight has one too."""
+    """Returns the total. Its derivative raises an error if the weight has one too."""
     # The weight becomes a float, because integers have tangents of a special dtype.
     return _total_of(jnp.asarray(total), jnp.asarray(weight, sum_dtype(weight)))
 
@@ -217,17 +219,17 @@ def _total_jvp(primals: tuple, tangents: tuple) -> tuple:
     if not isinstance(tangents[1], SymbolicZero):
         raise LossError(
             "The weight of a Mean depends on the model's parameters, and a Mean has "
-            "no gradient with respect to its weight: the loss would be trained as if "
+            "no gradient with respect to its weight: the model would be trained as if "
             "the weight were a constant. A weight counts data, such as rows or "
-            "tokens. Multiply by the model's values in the total, as in Mean((losses "
-            "* gates).sum(), num_tokens), or say that it is a constant: Mean(total, "
-            "jax.lax.stop_gradient(weight))."
+            "tokens. Put factors that the model computes into the total, as in "
+            "Mean((losses * gates).sum(), num_tokens), or mark the weight as a "
+            "constant: Mean(total, jax.lax.stop_gradient(weight))."
         )
     return primals[0], tangents[0]
 
 
 def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
-    """Returns a metric as a `Mean`, checked; a plain scalar gets ``weight``."""
+    """Checks a metric and returns it as a `Mean`. A plain scalar gets ``weight``."""
     if isinstance(value, Mean):
         for term in value.terms:
             check_scalar(term.total, f"{name}'s total")
@@ -257,7 +259,10 @@ def check_scalar(value: Any, name: str) -> None:
 
 
 def _by_name(aux: Any) -> dict[str, Any]:
-    """Returns metrics by path, such as ``accuracy.top_1``; a single one is ``aux``."""
+    """Returns metrics by path, such as ``accuracy.top_1``.
+
+    If the metrics are not in a dict, their path begins with ``aux``.
+    """
     named = {}
     for name, part in aux.items() if isinstance(aux, Mapping) else [("aux", aux)]:
         leaves = jax.tree.leaves_with_path(
@@ -274,7 +279,8 @@ def split_loss_output(
 ) -> tuple[Mean, dict[str, Mean | Sum]]:
     """Checks a loss function's output and returns its loss and metrics.
 
-    The output is ``loss`` or ``(loss, metrics)``; the results are means and sums.
+    The output is ``loss`` or ``(loss, metrics)``. Plain scalars are returned as a
+    `Mean` with ``weight``.
     """
     loss, metrics = output, {}
     if isinstance(output, tuple):
@@ -282,7 +288,7 @@ def split_loss_output(
             kinds = ", ".join(type(part).__name__ for part in output)
             raise LossError(
                 f"The loss returned a tuple of ({kinds}). Return loss, or (loss, "
-                "metrics) with metrics a dict of scalars or Means."
+                "metrics), where metrics is a dict of scalars or Means."
             )
         if shape := getattr(output[1], "shape", ()):
             raise LossError(
@@ -303,8 +309,8 @@ def split_loss_output(
         if name in RESERVED_METRICS or str(name).startswith(_EVAL_PREFIX):
             raise LossError(
                 f"A metric is named {name!r}, which the run reports itself. Rename "
-                f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
-                f"begin with {_EVAL_PREFIX!r}."
+                f"the metric. Reserved names: {list(RESERVED_METRICS)}, and all names "
+                f"that begin with {_EVAL_PREFIX!r}."
             )
     return mean, {
         name: x if isinstance(x, Sum) else as_mean(x, f"Metric {name!r}", weight)

@@ -1,4 +1,4 @@
-"""The dtypes of parameters, computation and gradients, and the bytes they take."""
+"""The dtypes of parameters, computation and gradients, and the bytes of arrays."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from jax.typing import DTypeLike
 
 from nnx_parallel.errors import suggests_names
 
-# Short names that NumPy does not know (its "f4" has four bytes).
+# Short names that NumPy does not know. NumPy counts bytes: its "f4" is a float32.
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The three dtypes of mixed-precision training [1].
+    """The dtypes of mixed-precision training [1].
 
-    A parameter is cast to ``compute`` before it is gathered, so that a sharded bfloat16
-    step sends half the bytes. The gradient of a product may need a sum over devices;
-    the compiler places that sum, in the dtype of the product. A dtype may be given by
-    its name, or as ``"bf16"``, ``"fp16"`` or ``"fp32"``.
+    A parameter is cast to ``compute`` before it is gathered, so a sharded step in
+    bfloat16 sends half the bytes of a step in float32. If the gradient of a product
+    needs a sum over devices, the compiler inserts the sum and computes it in the
+    product's dtype. A dtype can be given as a name, such as ``"float32"``, or as a
+    short name: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
 
     Attributes:
-        params: Dtype of stored parameters, and so of the optimizer state; ``None``: the
-            dtype that the model gives them.
-        compute: Dtype of parameters inside the loss; ``None``: the stored dtype.
-        reduction: Dtype of gradients while they are summed over microbatches, while
-            their norm is computed, and when they go to the optimizer; ``None``:
-            float32, or the parameter's dtype if that is wider. Plain NNX gives the
-            optimizer bfloat16 gradients of bfloat16 parameters: its losses then differ
-            by about 1e-4.
-        inputs: Dtype of a batch's floating-point arrays in the loss or a prediction;
-            ``None`` does not cast them, since targets and weights would be rounded. A
-            layer that does not cast its inputs computes in their dtype.
+        params: Dtype of stored parameters, and so of the optimizer state. ``None``
+            keeps the dtype that the model gives the parameters.
+        compute: Dtype of parameters inside the loss. ``None`` means the stored dtype.
+        reduction: Dtype of gradients in the sum over microbatches, in the norm, and in
+            the optimizer. ``None`` means float32, or the parameter's dtype if it is
+            wider. Plain NNX passes bfloat16 gradients of bfloat16 parameters to the
+            optimizer, so its losses differ from this library's by about 1e-4.
+        inputs: Dtype of a batch's floating-point arrays in the loss or a prediction.
+            ``None`` does not cast them, because a cast would also round targets and
+            weights. A layer that does not cast its inputs computes in their dtype.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -55,14 +55,14 @@ class Precision:
     inputs: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        # A subclass may have fields that are not dtypes.
+        # The fields are listed, because a subclass may have fields that are not dtypes.
         for field in ("params", "compute", "reduction", "inputs"):
             given = getattr(self, field)
             if given is None:
                 continue
             try:
-                # Fields are stored as NumPy dtypes, so that equal dtypes compare equal
-                # however they were written.
+                # Fields are stored as NumPy dtypes, so that different names of a dtype
+                # compare equal.
                 dtype: Any = as_dtype(given)
             except TypeError:
                 dtype = repr(given)
@@ -74,7 +74,7 @@ class Precision:
             object.__setattr__(self, field, dtype)
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
-        """The dtype in which gradients of ``dtype`` are accumulated."""
+        """Returns the dtype for the sum of gradients that have ``dtype``."""
         # A complex gradient cast to a real dtype would lose its imaginary part.
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         if self.reduction is None or is_complex:
@@ -84,18 +84,18 @@ class Precision:
     @property
     def needs_loss_scale(self) -> bool:
         """True if the loss is computed in float16."""
-        # bfloat16 has float32's exponents; float16 rounds small gradients to 0.
+        # float16 rounds small gradients to 0. bfloat16 has the range of float32.
         compute = self.params if self.compute is None else self.compute
         return compute == jnp.float16
 
     @classmethod
     def mixed_bfloat16(cls) -> Precision:
-        """float32 parameters and accumulated gradients, bfloat16 products."""
+        """Parameters and sums of gradients in float32, and products in bfloat16."""
         return cls(compute=jnp.bfloat16)
 
     @classmethod
     def mixed_float16(cls) -> Precision:
-        """float32 parameters and gradient sums, float16 products, a loss scale."""
+        """Parameters and gradient sums in float32, float16 products, a loss scale."""
         return cls(compute=jnp.float16)
 
 
@@ -105,24 +105,24 @@ def as_dtype(dtype: Any) -> np.dtype:
 
 
 def sum_dtype(*values: Any) -> np.dtype:
-    """Returns the dtype in which to sum arrays or dtypes: float32 or a wider dtype.
+    """Returns the dtype in which to sum values: float32, or a wider dtype.
 
-    Integers are summed as floats of JAX's default width, which is 64 bits under
-    ``jax_enable_x64``.
+    Values are arrays, numbers or dtypes. Integers are summed as floats of JAX's default
+    width, which is 64 bits under ``jax_enable_x64``.
 
     Example:
         >>> sum_dtype(jnp.bfloat16), sum_dtype(jnp.ones(2), 3)
         (dtype('float32'), dtype('float32'))
     """
-    # `float` is a weak type in JAX: it promotes integers to floats and does not widen a
-    # float.
+    # `float` is a weak type in JAX: it promotes integers to floats, but it does not
+    # widen floats.
     return jnp.promote_types(jnp.result_type(*values, float), jnp.float32)
 
 
 def cast_floating(tree: Any, dtype: DTypeLike | None) -> Any:
-    """Casts a pytree's floating-point arrays; other leaves are the same objects.
+    """Casts the floating-point arrays of a pytree, and keeps all other leaves.
 
-    Nothing is cast with ``dtype=None``, which is a valid value of `Precision`'s fields.
+    With ``dtype=None``, a valid value of `Precision`'s fields, nothing is cast.
 
     Example:
         >>> tree = cast_floating({"x": jnp.ones(2), "n": 3}, jnp.bfloat16)
@@ -159,7 +159,7 @@ class LossScale:
 
     @classmethod
     def create(cls, initial: float = 2.0**15) -> LossScale:
-        """The scale before the first step."""
+        """Returns the loss scale before the first step."""
         return cls(scale=jnp.float32(initial), good_steps=jnp.int32(0))
 
     def adjust(self, is_finite: jax.Array, growth_interval: int = 2000) -> LossScale:
@@ -168,20 +168,20 @@ class LossScale:
         larger = self.scale * jnp.where(grown, 2, 1)
         scale = jnp.where(is_finite, larger, self.scale / 2)
         good_steps = jnp.where(is_finite & ~grown, self.good_steps + 1, 0)
-        # The scale stays at least 1: if gradients overflow there, the loss itself is
-        # not finite, and a smaller scale does not help.
+        # The scale stays at least 1: if gradients overflow at a scale of 1, the loss
+        # itself is not finite, and a smaller scale does not help.
         return LossScale(scale=jnp.clip(scale, 1.0, 2.0**24), good_steps=good_steps)
 
 
 def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Returns the bytes of an array or a shard; a random key counts with its words."""
+    """Returns the bytes of an array or a shard, or of the words of random keys."""
     # NumPy does not know JAX's dtypes of random keys, but these have an `itemsize`.
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
     return math.prod(shape) * (dtype if is_key else jnp.dtype(dtype)).itemsize
 
 
 def format_bytes(count: float) -> str:
-    """Formats a number of bytes in binary units, with four digits.
+    """Formats a number of bytes in binary units, with four significant digits.
 
     Example:
         >>> format_bytes(1536), format_bytes(2**31)

@@ -1,4 +1,4 @@
-"""Functions that cut a traced program, inline its calls, run parts and interpret it."""
+"""Functions that inline calls of a traced program, cut it, run it and interpret it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,16 @@ Eqns = Sequence[jex.JaxprEqn]
 
 Choice = Callable[[jex.JaxprEqn], bool]
 
-"""A function of an equation: True for a call that `inline` replaces."""
+"""A predicate of an equation: True for a call that `inline` replaces."""
 
 _DEBUG_INFO = jex.DebugInfo("jit", "part of a loss", None, None)
 
 
 def is_call(eqn: jex.JaxprEqn) -> bool:
-    """True if an equation only calls a jaxpr; ``remat2`` is ``jax.checkpoint``."""
+    """Returns True if an equation only calls a jaxpr.
+
+    The primitive of ``jax.checkpoint`` is ``remat2``.
+    """
     return eqn.primitive.name in ("jit", "closed_call", "remat2")
 
 
@@ -36,7 +39,7 @@ _CALLS = (
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays, traced to equations that can also run in part."""
+    """A function of arrays, traced to equations of which a part can be run."""
 
     eqns: Eqns
     consts: dict[jex.Var, Any]  # the arrays that the function closes over
@@ -50,7 +53,7 @@ class TracedFunction:
         return run(self.eqns, self.outputs, self.consts | bind(self.inputs, args))
 
     def evaluate(self, wanted: Any, known: Mapping[jex.Var, Any]) -> Any:
-        """Computes a tree of variables from known values, and nothing else.
+        """Computes a tree of variables, with only the equations that it needs.
 
         Args:
             wanted: A tree of variables and literals of this program.
@@ -67,7 +70,7 @@ def trace(
 
     Args:
         function: The function.
-        args: Its arguments: trees of arrays or of ``jax.ShapeDtypeStruct``.
+        args: The function's arguments: trees of arrays or of ``jax.ShapeDtypeStruct``.
         inlined: Chooses the calls that are replaced by their equations.
     """
     # The trace sees avals, not values, so nothing is computed.
@@ -84,13 +87,13 @@ def trace(
 
 
 def bind(variables: Any, values: Any) -> dict[jex.Var, Any]:
-    """Maps the variables of one tree to the values at the same places of another."""
+    """Maps the variables in one tree to the values at the same places in another."""
     leaves = jax.tree.leaves(variables), jax.tree.leaves(values)
     return dict(zip(*leaves, strict=True))
 
 
 def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tuple]]:
-    """Yields every equation, nested ones too, with the primitives that enclose it."""
+    """Yields all equations, also nested ones, with the names of outer primitives."""
     for eqn in program.eqns:
         yield eqn, ()
         for inner in jex.jaxprs_in_params(eqn.params):
@@ -98,7 +101,7 @@ def walk(program: jex.Jaxpr | TracedFunction) -> Iterator[tuple[jex.JaxprEqn, tu
 
 
 def names_in(eqns: Eqns) -> set[str]:
-    """Returns the names of the primitives of equations, nested ones included."""
+    """Returns the names of all primitives in equations, also in nested equations."""
     found = {eqn.primitive.name for eqn in eqns}
     nested = (x for eqn in eqns for x in jex.jaxprs_in_params(eqn.params))
     return found.union(*(names_in(jaxpr.eqns) for jaxpr in nested))
@@ -160,9 +163,9 @@ def warn_of_effects(traced: TracedFunction) -> None:
         warn_user(
             "The loss, or a block of its Stack, prints or calls back into Python "
             "(jax.debug.print, callbacks). Under a Pipeline, and with FSDP's prefetch, "
-            "only the operations that the outputs need are run, in another order and "
-            "some of them twice: these calls are left out. Debug with DataParallel(1): "
-            "the numbers are the same.",
+            "only the operations that the outputs need are run, in another order, and "
+            "some run twice. The prints and callbacks are left out. Debug with "
+            "DataParallel(1), which computes the same numbers.",
         )
 
 
@@ -171,12 +174,12 @@ def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
 
     Args:
         eqns: The equations, in order.
-        wanted: A tree of variables and literals to return the values of.
-        env: The value of each variable that the equations do not compute.
+        wanted: A tree of variables and literals, whose values are returned.
+        env: The values of all variables that the equations use but do not compute.
     """
     outvars, tree = jax.tree.flatten(wanted)
-    # Only variables that are used become inputs, because a jaxpr needs a value for each
-    # input, and a caller may not know the inputs of equations that are left out.
+    # Only variables that are used become inputs. A jaxpr needs a value for each input,
+    # and the caller may not know inputs of equations that are left out.
     invars = inputs_of(eqns, outvars)
     jaxpr = jex.Jaxpr(
         constvars=[],
@@ -196,9 +199,10 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
     eqns: list[jex.JaxprEqn] = []
 
     def emit(body: jex.Jaxpr, names: dict[jex.Var, Any], scope: Any = None) -> list:
-        """Adds the equations of a body; returns its outputs, as program variables.
+        """Adds a body's equations; returns its outputs as variables of the program.
 
-        ``scope`` holds the names of the enclosing calls, for profiles and `audit`.
+        ``names`` maps the body's variables to variables of the program. ``scope`` holds
+        the names of the enclosing calls, for profiles and `audit`.
         """
 
         def rename(atoms: Iterable[Any]) -> list:
@@ -241,10 +245,11 @@ def inline(jaxpr: jex.Jaxpr, wanted: Choice = is_call) -> jex.Jaxpr:
 class Fold:
     """An interpreter of programs: it computes a value for each variable.
 
-    A subclass defines the values, and the values of an equation's outputs.
+    A subclass defines what a value is, and computes the values of an equation's outputs
+    from the values of its inputs.
 
-    An instance can interpret several programs at once, if they have the same equations,
-    such as traces for different sizes. Methods then get one literal or equation of each
+    An instance can interpret several programs with the same equations at once, such as
+    traces for different sizes. Methods then get one literal or equation of each
     program. If the programs have different numbers of equations, a call raises a
     `ValueError`.
     """
@@ -254,21 +259,21 @@ class Fold:
         raise NotImplementedError
 
     def unlike(self) -> Any:
-        """Returns the value of an atom: a literal in one program, not in another."""
+        """Returns the value of an atom that is a literal in only some programs."""
         raise NotImplementedError
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
         """Maps the values of an equation's inputs to the values of its outputs.
 
-        It can call `nested` for calls, branches and loops.
+        An implementation can use `nested` for calls, branches and loops.
         """
         raise NotImplementedError
 
     def join(self, a: Any, b: Any) -> Any:
         """Returns a value for a variable that has one of two values.
 
-        The interpretation of a loop calls it until the result no longer changes, so
-        repeated calls must reach such a result.
+        A loop's interpretation repeats the call until the result no longer changes, so
+        repeated calls must reach a fixed point.
         """
         raise NotImplementedError
 
@@ -276,7 +281,7 @@ class Fold:
         """Returns the value of an output of a branch or loop.
 
         Args:
-            value: The value without regard to the predicate or index.
+            value: The value of the output, if the predicate or index is ignored.
             by: The value of the predicate or index that decides what runs.
         """
         return self.join(value, by)
@@ -320,7 +325,7 @@ class Fold:
             return [self.decided(x, which) for x in carry]
         if name not in _CALLS:
             return None
-        kinds = jex.Jaxpr, ClosedJaxpr  # one class in jax 0.12
+        kinds = jex.Jaxpr, ClosedJaxpr  # the same class in jax 0.12
         values = [[x for x in p.values() if isinstance(x, kinds)] for p in params]
         return self(inputs, *(body for (body,) in values))
 
@@ -357,7 +362,7 @@ def _as_traced(program: Any) -> TracedFunction:
 
 
 def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
-    """Returns where the carried values begin and end among a scan's operands.
+    """Returns the indices at which a scan's carried operands begin and end.
 
     Constants come before them, and the arrays that the scan slices come after them.
     """
@@ -367,8 +372,8 @@ def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
         pairs = zip(outer, inner, strict=True)
         return sum(a.aval.ndim > b.aval.ndim for a, b in pairs)
 
-    # Slices are counted by their rank, which is one less than the rank of the array,
-    # because jax 0.12 has no parameters with these numbers.
+    # Sliced arrays are counted by rank: inside the body they have one dim less. In jax
+    # 0.12 the equation has no parameters with these numbers.
     end = len(eqn.invars) - num_sliced(eqn.invars, body.invars)
     num_carried = len(eqn.outvars) - num_sliced(eqn.outvars, body.outvars)
     return end - num_carried, end
@@ -377,7 +382,7 @@ def carried_by_scan(eqn: jex.JaxprEqn) -> tuple[int, int]:
 class Origins(Fold):
     """Finds the inputs that each value depends on.
 
-    Values are frozen sets: the names of inputs, which the caller chooses.
+    A value is a frozen set with the names of inputs. The caller chooses these names.
     """
 
     def constant(self, *numbers: Any) -> frozenset:
@@ -390,7 +395,7 @@ class Origins(Fold):
         return a | b
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
-        """Returns the union of all inputs, for each output of a plain equation."""
+        """Returns the union of the inputs' sets for each output of a plain equation."""
         outputs = self.nested(inputs, *eqns)
         if outputs is None:
             outputs = [frozenset().union(*inputs)] * len(eqns[0].outvars)

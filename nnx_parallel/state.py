@@ -1,7 +1,7 @@
 """Training state: parameters, other variables, optimizer state and step.
 
-A `StatePlan` is made once, from shapes. The state is plain nested dicts of global
-arrays, which ``jax.jit`` flattens without walking the model.
+A `StatePlan` is computed once, from shapes only. The state consists of nested dicts of
+global arrays, so ``jax.jit`` can flatten it without walking the model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from nnx_parallel.sharding.placement import Placement
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All arrays that a step changes; they are global.
+    """The arrays that a training step takes and returns. All of them are global.
 
     Attributes:
         step: int32 scalar, the number of optimizer updates done.
@@ -59,7 +59,7 @@ class TrainState:
         variables: All other arrays of the model: frozen parameters, batch statistics,
             random streams.
         opt_state: Optax state.
-        key: Random key. A loss that takes ``rngs`` gets a key for each step from it.
+        key: Random key. If the loss takes ``rngs``, each step derives a key from it.
         ema: Exponential moving average of ``params``, or ``None``.
         loss_scale: The loss scale for float16, or ``None``.
     """
@@ -73,14 +73,14 @@ class TrainState:
     loss_scale: LossScale | None = None
 
     def scaled(self, loss: jax.Array) -> jax.Array:
-        """Returns a loss times the loss scale, if there is one."""
+        """Returns a loss, multiplied by the loss scale if the state has one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def with_new_average(self) -> TrainState:
         """Returns the state with its moving average restarted from the parameters."""
         if self.ema is None:
             return self
-        # These are copies, because a step donates both parameters and average.
+        # The arrays are copied, because a step donates both parameters and average.
         ema = jax.tree.map(
             lambda x, old: x.astype(old.dtype, copy=True), self.params, self.ema
         )
@@ -89,17 +89,19 @@ class TrainState:
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """A model's structure and the place of every array, known before the arrays exist.
+    """A model's structure and the placement of every array, before the arrays exist.
 
     Attributes:
-        model_name: Class of the model.
-        layout: The strategy's claims over the mesh.
-        model: The model's structure, with the modes in which it was given.
-        eval_model: The model's structure in evaluation mode.
+        model_name: Name of the model's class.
+        layout: The mesh and the strategy's claims on it.
+        model: The model's structure. Its modules are in training or evaluation mode as
+            the user passed them.
+        eval_model: The model's structure, with all modules in evaluation mode.
         placements: Placement of each array of the model, by path.
         param_placements: Placements of all parameters, trained or frozen.
         trained_paths: Paths of the trained parameters.
-        abstract: The state with shapes instead of arrays, each with its sharding.
+        abstract: The state with a `jax.ShapeDtypeStruct`, which has the sharding, in
+            place of each array.
         ema_decay: Decay of the moving average, or ``None``.
         offload: The arrays that are kept in host memory, or ``None``.
     """
@@ -135,36 +137,38 @@ class StatePlan:
 
     @property
     def is_evaluating(self) -> bool:
-        """True if every module that has a mode was given in evaluation mode."""
+        """True if every module that has a mode was passed in evaluation mode."""
         modes = [getattr(m, name, None) for m in self.modules for name in MODES]
         flags = [mode for mode in modes if isinstance(mode, bool)]
         return bool(flags) and all(flags)
 
     def build(self, arrays: dict, seed: jax.Array | int) -> TrainState:
-        """Returns the first state, made from all arrays of the model."""
+        """Returns the initial state, made from all arrays of the model."""
         params, others, ema = {}, {}, None
         for path, x in flatten(arrays).items():
             group = params if path in self.trained_paths else others
             is_param = path in self.param_placements
             x = cast_floating(x, self.precision.params) if is_param else x
-            # `jnp.full` makes a weak type, which would be gone after the first step.
-            # Then the second step would be compiled again.
+            # `jnp.full` makes weakly typed arrays. The first step would return them
+            # with a strong type, and the second step would have to be compiled again.
             if jax.typeof(x).weak_type:
                 x = jax.lax.convert_element_type(x, jnp.result_type(x))
             group[path] = x
         params = nest(params)
         if self.ema_decay is not None:
-            # The average is float32, because a change of a thousandth is lost in
-            # bfloat16. It is a copy, because average and parameters are both donated.
+            # The average is at least float32, because bfloat16 loses a change of a
+            # thousandth. It is a copy, because a step donates both average and
+            # parameters.
             ema = jax.tree.map(lambda x: jnp.array(x, sum_dtype(x)), params)
         return TrainState(
             step=jnp.int32(0),
             params=params,
             variables=nest(others),
-            # This works only under jit. Outside, the optimizer's counters would be on
-            # device 0. The step would refuse them, as its shardings are on the mesh.
+            # This must run under jit. Otherwise the optimizer's counters would be on
+            # device 0, and the step, which runs on the mesh, would reject them.
             opt_state=self.tx.init(params),
-            # This stream differs from the model's stream, which has the same seed.
+            # The constant separates this stream from the model's, which has the same
+            # seed.
             key=jax.random.fold_in(jax.random.key(seed), 0x1055),
             ema=ema,
             loss_scale=LossScale.create() if self.precision.needs_loss_scale else None,
@@ -180,28 +184,33 @@ class StatePlan:
     ) -> nnx.Module:
         """Returns the model as the loss sees it, cast to the compute dtype.
 
-        Without ``cast_stacked``, the layers of a pipeline are cast where they run.
+        If ``cast_stacked`` is False, a pipeline's layers are not cast here, but in the
+        stages that run them.
         """
         flat, places = flatten(params) | flatten(variables), self.param_placements
-        # The order of a set would differ between processes, and so would the programs.
+        # A set would have a different order in each process, and each process would
+        # then trace a different program.
         for path, place in places.items():
             if cast_stacked or not place.is_staged:
                 # The cast comes before the gather, which then sends bfloat16.
                 flat[path] = cast_floating(flat[path], self.precision.compute)
         model = self.model if training else self.eval_model
-        # The result has new Variables with the graphdef's metadata. Through this
-        # metadata, placements reach the layers.
+        # The new Variables have the metadata of the graphdef. It contains the
+        # placements, which the layers read.
         return model.merge(flat)
 
     def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a function of ``(params, variables, *rest)`` to gather them at use."""
+        """Wraps a function so that parameters are gathered where they are used.
+
+        The function's arguments are ``(params, variables, *rest)``.
+        """
         places = self.param_placements.items()
         return gather_late(function, {p: x for p, x in places if x.is_gathered})
 
     def evaluate(
         self, function: Callable[..., Any], params: dict, variables: dict, *args: Any
     ) -> Any:
-        """Runs a function of the model in evaluation mode, on the entire mesh."""
+        """Calls a function with the model in evaluation mode, on the entire mesh."""
 
         def run(params: dict, variables: dict, *args: Any) -> Any:
             return function(self.merge(params, variables, training=False), *args)
@@ -214,15 +223,16 @@ class StatePlan:
     ) -> dict[str, Any]:
         """Returns variables after a forward pass, and parameters that it assigned.
 
-        Both are returned as they are stored. ``given`` and ``after`` are `arrays_of`
-        the model before and after that pass.
+        Both have the dtypes in which the state stores them. ``given`` and ``after`` are
+        the results of `arrays_of` for the model before and after that pass.
 
         Raises:
             StateStructureError: If an array was removed or added, or if its shape
                 changed.
         """
         others, trained = flatten(variables), flatten(self.abstract.params)
-        # The order of a set would differ between processes, and so would the programs.
+        # A set would have a different order in each process, and each process would
+        # then trace a different program.
         changed = (p for p in self.placements if after.get(p) is not given.get(p))
         before = others | {p: trained[p] for p in changed if p in trained}
         problems = [f"`{dotted(p)}` is gone" for p in before if p not in after]
@@ -232,7 +242,7 @@ class StatePlan:
             for p, x in before.items()
             if p in after and x.shape != after[p].shape
         ]
-        # The next step is compiled for one structure and could not take another.
+        # The compiled step accepts only one structure of the state.
         if problems:
             raise StateStructureError(
                 f"The loss changed the model's structure: {'; '.join(problems)}. A "
@@ -240,14 +250,15 @@ class StatePlan:
                 "create them all in __init__, and return the values that a step "
                 "produces as metrics."
             )
-        # If the loss has not assigned an array, the stored array is kept. The model was
-        # given a cast copy, and a frozen parameter must not lose bits by the cast.
+        # If the loss has not assigned an array, the stored array is kept. The model had
+        # a cast copy of it, and the cast must not cost a frozen parameter any bits.
         kept = {
             path: x if after[path] is given[path] else after[path].astype(x.dtype)
             for path, x in before.items()
         }
         assigned = nest({path: kept.pop(path) for path in before if path in trained})
-        # Assigned parameters move from where they were used to where they are stored.
+        # Assigned parameters have the sharding with which they were used. They move to
+        # the sharding with which they are stored.
         return nest(kept | flatten(self.constrain(assigned, "stored")))
 
     def take_assigned(self, params: dict, after: dict) -> tuple[dict, dict]:
@@ -259,15 +270,16 @@ class StatePlan:
     def assign(
         self, state: TrainState, arrays: dict[Path, Any], *, ema: bool
     ) -> tuple[TrainState, dict[Path, jax.Array]]:
-        """Returns a state with new values of some arrays, and the new placed arrays.
+        """Returns a state with some arrays replaced, and the new arrays as placed.
 
         Args:
             state: The state, which does not change.
-            arrays: Arrays of the model by path, on the host or on any devices.
-            ema: True if arrays of parameters are values of their moving average.
+            arrays: New arrays of the model by path, on the host or on any devices.
+            ema: True to assign the arrays of parameters to their moving average.
 
         Raises:
-            StateStructureError: If an array has another shape than in the state.
+            StateStructureError: If an array's shape differs from its shape in the
+                state.
         """
         groups = ("ema" if ema else "params", "variables")
         wanted: dict[Path, Any] = {}
@@ -279,8 +291,8 @@ class StatePlan:
             if jnp.shape(x) != wanted[path].shape
         ]:
             raise StateStructureError(
-                f"Assigned to trainer.model: {'; '.join(problems)}. The arrays of a "
-                "run keep their shapes: build a new Trainer for another model."
+                f"Cannot assign to trainer.model: {'; '.join(problems)}. The arrays of "
+                "a run keep their shapes: build a new Trainer for another model."
             )
         cast = {path: jnp.asarray(x, wanted[path].dtype) for path, x in arrays.items()}
         placed = placed_copies(cast, {path: wanted[path].sharding for path in cast})
@@ -292,7 +304,10 @@ class StatePlan:
         return state, placed
 
     def constrain(self, params: dict, role: str) -> dict:
-        """Constrains a tree like the trained parameters to their specs of one role."""
+        """Constrains trained parameters, or a tree like them, to specs of one role.
+
+        ``role`` is a field of `Placement`, such as ``"stored"``.
+        """
         specs = {path: getattr(self.placements[path], role) for path in flatten(params)}
         shardings = {path: self.layout.sharding(spec) for path, spec in specs.items()}
         return jax.lax.with_sharding_constraint(params, nest(shardings))
@@ -308,20 +323,20 @@ def plan_state(
     ema_decay: float | None = None,
     offload: Offload | None = None,
 ) -> StatePlan:
-    """Decides the place of every array of a training state, from shapes only.
+    """Decides the placement of every array of a training state, from shapes only.
 
     Args:
-        model: The abstract model; the placements are written into its metadata.
-        layout: The strategy's claims over the mesh.
+        model: The abstract model. The placements are written into its metadata.
+        layout: The mesh and the strategy's claims on it.
         optimizer: An Optax transformation or a function of the abstract model.
         wrt: Filter of the Variables to train.
-        precision: The dtypes; computation in float16 adds a loss scale.
+        precision: The dtypes. With computation in float16, the state has a loss scale.
         ema_decay: Decay of a moving average of the parameters, or ``None``.
         offload: The arrays that are kept in host memory, or ``None``.
 
     Raises:
-        ValueError: If ``wrt`` selects nothing, or if there is no parameter that
-            ``ema_decay`` could average.
+        ValueError: If ``wrt`` selects no Variable, or if ``ema_decay`` is not a number
+            of at least 0 and below 1.
         OffloadError: If the devices cannot access host memory.
     """
     if offload is not None:
@@ -338,10 +353,10 @@ def plan_state(
     for _, module in nnx.iter_modules(model):
         for name in MODES:
             if getattr(module, name, True) is None:
-                setattr(module, name, False)  # a module without a mode is in training
+                setattr(module, name, False)  # `None` means training mode
     training = ModelDef.of(model)
-    # The mode changes only now, because it is part of the structure; the arrays do not
-    # change.
+    # The mode is part of the structure, so it is changed only after `training` is made.
+    # The arrays do not change.
     model.eval()
     trained_paths = frozenset(path for path, _ in variables_of(model, wrt))
     if not trained_paths:
@@ -360,7 +375,7 @@ def plan_state(
         placements=placements,
         param_placements={p: x for p, x in placements.items() if p in are_params},
         trained_paths=trained_paths,
-        # The state's shapes are computed with the plan, so they are filled in below.
+        # The plan itself computes the state's shapes, so they are filled in below.
         abstract=None,  # pyright: ignore[reportArgumentType]
         tx=tx,
         precision=precision,
@@ -372,7 +387,7 @@ def plan_state(
 
 
 def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
-    """Returns the state as shapes with shardings, from shapes of the model's arrays."""
+    """Returns the state's shapes and shardings, given shapes of the model's arrays."""
     state = jax.eval_shape(plan.build, arrays, 0)
     layout, stored = plan.layout, stored_shardings(plan.placements, plan.layout)
     shapes = {path: tuple(x.shape) for path, x in flatten(state.params).items()}
@@ -404,10 +419,10 @@ def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:
 def init_state(
     plan: StatePlan, source: nnx.Module | ModelFn, rngs: nnx.Rngs, seed: int
 ) -> TrainState:
-    """Builds the state, with every array in its place from the start.
+    """Builds the state. Every array has its final sharding from the start.
 
     Args:
-        plan: The place of every array.
+        plan: The placement of every array.
         source: The model, whose arrays are copied, or the function that builds it.
         rngs: Random streams for the function.
         seed: Seed of the state's key.
@@ -415,7 +430,7 @@ def init_state(
     if isinstance(source, nnx.Module | ReadsArrays):
         shardings = stored_shardings(plan.placements, plan.layout)
         args = first_arrays(source, rngs, shardings), jnp.asarray(seed)
-        # The arrays may be used without a copy, because nothing else has them.
+        # The arrays may be used without a copy, because nothing else refers to them.
         return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
     make_arrays, streams = arrays_from(source, rngs)
 

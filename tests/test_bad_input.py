@@ -412,7 +412,7 @@ def test_old_versions_raise(found: dict[str, str], message: str) -> None:
 
 
 def test_untested_versions_warn() -> None:
-    message = "Found jax 0.13.0, untested. nnx_parallel runs on jax 0.10 or newer"
+    message = "Found jax 0.13.0, which is untested. nnx_parallel runs on jax 0.10 or"
     with pytest.warns(UserWarning, match=re.escape(message)):
         check_versions({"jax": "0.13.0", "flax": "0.12.12"})
 

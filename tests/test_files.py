@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Callable[[Path], Any], str]] = {
 CONTENTS: dict[str, tuple[bytes, str]] = {
     "deep": (b"[" * 200_000, "is nested too deeply: JSON is read up to 100 levels"),
     "nested": (b'{"a":' * 300 + b"1" + b"}" * 300, "is nested too deeply"),
-    "many": (b"[" + b"[]," * 8_000_000 + b"1]", "has about 16,000,001 values in JSON"),
+    "many": (b"[" + b"[]," * 8_000_000 + b"1]", "has about 16,000,001 JSON values"),
     "bytes": (b"{\xff}", "is not JSON in UTF-8"),
     "half a pair": (b'{"a": "\\ud800"}', "is not JSON in UTF-8"),
     "list": (b"[1]", "holds list, not a JSON object"),

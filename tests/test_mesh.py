@@ -113,9 +113,9 @@ def test_invalid_sizes_raise(sizes: dict, message: str) -> None:
 
 
 def test_mesh_without_devices_raises() -> None:
-    with pytest.raises(MeshShapeError, match="at least one device, and devices= is em"):
+    with pytest.raises(MeshShapeError, match="at least one device, but devices= is em"):
         make_mesh({"data": None}, devices=[])
-    message = "A mesh got [-1] for its axis sizes. They are a mapping"
+    message = "A mesh got [-1] for its axis sizes. They must be a mapping"
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         make_mesh([-1], ["fsdp"])  # pyright: ignore[reportArgumentType]
 
@@ -151,7 +151,7 @@ def test_composite_size_error_names_every_axis() -> None:
             lambda: make_mesh({"data": 8}),
             MeshShapeError,
             "The strategy asks for data=4 but the mesh has data=8. Make the two equal, "
-            "or leave the strategy's size out to take the mesh's.",
+            "or leave the strategy's size out to take the mesh's size.",
         ),
     ],
 )
@@ -180,7 +180,8 @@ def test_simulating_devices_after_start_raises() -> None:
     with pytest.raises(
         DeviceCountError,
         match=re.escape(
-            "Cannot simulate 4 devices: JAX has started and found 8 of platform 'cpu'."
+            "Cannot simulate 4 devices: JAX has already started and found 8 of "
+            "platform 'cpu'."
         ),
     ):
         simulate_devices(4)
@@ -210,7 +211,7 @@ def test_tensor_parallel_groups_stay_within_slice() -> None:
 
 
 def test_indivisible_slices_raise() -> None:
-    message = "Mesh {'data': 3, 'tensor': 2} cannot be laid over 4 slices"
+    message = "Mesh {'data': 3, 'tensor': 2} cannot be spread over 4 slices"
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         slice_sizes({"data": 3, "tensor": 2}, 4)
 

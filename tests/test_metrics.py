@@ -122,7 +122,7 @@ def test_means_keep_their_weight() -> None:
 
 
 SCALAR = " It must be a real scalar or a Mean(total, weight)"
-TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Means."
+TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or Means."
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ TUPLE = " Return loss, or (loss, metrics) with metrics a dict of scalars or Mean
             (
                 (1.0, {name: 1.0}),
                 f"A metric is named {name!r}, which the run reports itself. Rename "
-                f"it; names that are taken: {list(RESERVED_METRICS)}, and all that "
-                "begin with 'eval_'.",
+                f"the metric. Reserved names: {list(RESERVED_METRICS)}, and all names "
+                "that begin with 'eval_'.",
             )
             for name in (*RESERVED_METRICS, "eval_loss")
         ],

@@ -219,7 +219,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
             strategy=FSDP(8), backend=Backend(mesh=FSDP().make_mesh(jax.devices()[:4]))
         ),
         "The strategy asks for fsdp=8 but the mesh has fsdp=4. Make the two equal, or "
-        "leave the strategy's size out to take the mesh's.",
+        "leave the strategy's size out to take the mesh's size.",
     ),
     "a mesh as JAX makes it": (
         lambda: make(

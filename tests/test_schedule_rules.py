@@ -147,8 +147,8 @@ BACKWARD = [[6], [5], [4], [3]]
         ),
         (
             lambda: Slots(frozen_ints([[0, 1]]), frozen_ints([[0, -1]])),
-            "The slot at tick 0 of stage 1 has microbatch 1 but chunk -1. Give it "
-            "both, or -1 for both where the stage has none.",
+            "The slot at tick 0 of stage 1 has microbatch 1 but chunk -1. Give the "
+            "slot both, or set both to -1 if the stage has no slot.",
         ),
         (lambda: GPipe().table(0, 4), "num_stages is 0. It must be at least 1."),
         (

@@ -106,7 +106,7 @@ class Explicit(nnx.Module):
 
 EXPLICIT = (
     "The model places its arrays itself, as code for Explicit axes does "
-    "(out_sharding=, reshard); the axes of a strategy are Auto. Build it without "
+    "(out_sharding=, reshard), but a strategy's axes are Auto. Build the model without "
     "shardings "
 )
 

@@ -1,4 +1,4 @@
-"""Shows progress: a line redrawn in place on a terminal, or plain lines in a file."""
+"""Shows progress as one line that a terminal redraws in place, or as plain lines."""
 
 import math
 import time
@@ -23,8 +23,8 @@ def _memory(metrics: Metrics) -> str:
     return f"memory {format_bytes(metrics['device_memory_bytes'])}{of_all}"
 
 
-# The Trainer's metrics in the order in which they follow the loss's metrics on the
-# line. A narrow terminal drops the metrics with the highest rank first.
+# The Trainer's metrics, in the order in which the line shows them after the loss's
+# metrics. On a narrow terminal, the metrics with the highest rank are dropped first.
 _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
     "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
     "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
@@ -51,10 +51,10 @@ class ConsoleLogger:
 
         step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
 
-    If the line does not fit, it is shortened in this order: learning rate and seconds
-    of a step, then memory, MFU, the gradient's norm, and the loss's other metrics. If
-    the output is not a terminal, a plain line with all metrics is printed every
-    ``every`` steps. In both cases evaluations and messages get a separate line.
+    If the line does not fit, values are dropped in this order: learning rate, seconds
+    per step, memory, MFU, the gradient's norm, and the loss's other metrics. If the
+    output is not a terminal, a plain line with all metrics is printed every ``every``
+    steps. In both cases, each evaluation and each message gets a separate line.
 
     Args:
         every: Number of steps from one plain line to the next.
@@ -81,7 +81,7 @@ class ConsoleLogger:
         self._next_line = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Starts drawing, if this is a terminal."""
+        """Starts drawing, if the console is a terminal."""
         self.finish()
         # The console is not made in `__init__`, because standard output may be replaced
         # before the fit.
@@ -93,12 +93,13 @@ class ConsoleLogger:
             self._live.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """Updates the line; prints a plain line if it is due."""
+        """Updates the line on a terminal, or prints a plain line if one is due."""
         evaluation = {k: v for k, v in metrics.items() if k.startswith("eval_")}
         training = {k: v for k, v in metrics.items() if k not in evaluation}
         if training:  # an evaluation does not make a plain line due
             self._line.update(step, training)
-            # The last step is due too, so that a log ends with the final numbers.
+            # A line is due at the last step too, so that a log ends with the final
+            # numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
             if self._live is None and is_due:
                 self._next_line = (step // self.every + 1) * self.every
@@ -112,11 +113,11 @@ class ConsoleLogger:
         self._print([text])
 
     def shorten(self, num_steps: int) -> None:
-        """Makes this the last step of the run, because the data has ended early."""
+        """Sets the run's last step, after the data has ended early."""
         self._line.num_steps = num_steps
 
     def finish(self) -> None:
-        """Stops drawing. The line stays, with the run's time, if there were steps."""
+        """Stops drawing. After a step, the line stays and shows the run's time."""
         if self._live is not None:
             self._line.ended = time.monotonic()
             # If a fit fails before its first step, the line is removed.
@@ -155,7 +156,7 @@ class _StatusLine:
         return f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}"
 
     def fields(self, width: int | None = None) -> list[str]:
-        """Returns all fields, from loss to clock, or the most important that fit."""
+        """Returns all fields, or the most important fields that fit the width."""
         found = list(self._ranked_fields())
         # The first field is never dropped. Among fields of equal rank the last one is
         # dropped first.
@@ -207,7 +208,7 @@ class _StatusLine:
             parts = (position, "  ", percent, " ", text)
             yield Text.assemble(*parts, no_wrap=True, overflow="crop")
             return
-        # Colours of the remaining part, of the done part, and of a complete bar.
+        # These are the colours of the remaining part, the done part, and a full bar.
         styles = "bright_black", "green", "green"
         bar = ProgressBar(total, self._step, width, False, *styles)
         line = Table.grid(*(Column(no_wrap=True) for _ in range(4)), padding=(0, 1))

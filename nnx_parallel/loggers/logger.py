@@ -1,4 +1,7 @@
-"""The interface of loggers, and loggers to files and services, for process 0."""
+"""The interface of loggers, and loggers that write to files and services.
+
+Only process 0 of a run calls loggers.
+"""
 
 import contextlib
 import importlib
@@ -47,12 +50,12 @@ class Logger(Protocol):
 
 
 class LoggerGroup:
-    """Combines several loggers, which only process 0 calls.
+    """Passes each call to several loggers, on process 0 only.
 
     Args:
         loggers: The loggers.
-        warns: True if an ``OSError`` of a logger after its start, for instance from a
-            full disk, is only a warning. Repeated errors are not shown.
+        warns: True if an ``OSError`` of a logger that has started, for instance from a
+            full disk, becomes a warning. Repeated errors are not shown.
     """
 
     def __init__(self, loggers: Iterable[Logger], *, warns: bool = False) -> None:
@@ -61,8 +64,8 @@ class LoggerGroup:
         self._failing: set[int] = set()
 
     def _active(self) -> tuple[Logger, ...]:
-        # This is checked at each call, because a group may be made before processes are
-        # joined.
+        # The process is checked at each call, because a group may be made before the
+        # processes are connected.
         return self._loggers if jax.process_index() == 0 else ()
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -87,7 +90,7 @@ class LoggerGroup:
             self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
-        """Tells loggers that display the run's last step that it is now this step."""
+        """Passes a new last step of the run to the loggers that display it."""
         for logger in self._active():
             if isinstance(logger, ConsoleLogger):
                 self._call(logger, logger.shorten, num_steps)
@@ -107,7 +110,7 @@ class LoggerGroup:
             if id(logger) not in self._failing:
                 warn_user(
                     f"{type(logger).__name__} failed: {error}. Training goes on; "
-                    "metrics that it cannot log are lost."
+                    "metrics that it cannot write are lost."
                 )
             self._failing.add(id(logger))
         else:
@@ -115,7 +118,7 @@ class LoggerGroup:
 
 
 def default_loggers(directory: Path | None) -> list[Logger]:
-    """Makes a logger to the console, and one to ``metrics.jsonl`` in a directory."""
+    """Makes a console logger and, for a directory, a logger to ``metrics.jsonl``."""
     if directory is None:
         return [ConsoleLogger()]
     return [ConsoleLogger(), JSONLinesLogger(directory / "metrics.jsonl")]
@@ -125,21 +128,21 @@ class JSONLinesLogger:
     """Appends a JSON object for each logged step to a file.
 
     A line is ``{"step": 3, "time": 1760000000.0, "loss": 2.4}``, with ``time`` in
-    seconds since 1970. The line has been passed to the operating system when ``log``
-    returns. Values that JSON does not have are written as the strings ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``, which ``float`` reads.
+    seconds since 1970. When ``log`` returns, the operating system has the line. Values
+    that JSON cannot represent are written as the strings ``"NaN"``, ``"Infinity"`` and
+    ``"-Infinity"``, which ``float`` reads.
 
-    On resume, lines with later steps than the checkpoint are removed, because a run
-    that died wrote them. A last line that a crash has torn is removed too. Both happen
-    in one atomic replacement of the file. A run that starts from step 0 renames an
-    older file to ``<stem>.1<suffix>`` (or 2, ...).
+    On resume, lines with later steps than the checkpoint are removed, because a dead
+    run wrote them. A last line that a crash has torn is removed too. Both happen in one
+    atomic replacement of the file. A run that starts from step 0 renames an older file
+    to ``<stem>.1<suffix>``, or to the next free number.
 
     Args:
         path: The file, often ``metrics.jsonl``; its directory is created if needed.
 
     Raises:
-        LogFileError: On ``start``, if another program wrote lines of the file, or it is
-            not a regular file.
+        LogFileError: On ``start``, if another program wrote lines of the file, or if
+            the path is not a regular file.
 
     Example:
         >>> import tempfile
@@ -158,7 +161,7 @@ class JSONLinesLogger:
         self._step = 0
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Removes lines after ``first_step``, of a run that died; opens the file."""
+        """Opens the file, without lines after ``first_step`` that a dead run wrote."""
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -197,8 +200,8 @@ class JSONLinesLogger:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError:
-            # The torn line is removed, because a resumed run would think that another
-            # program wrote it. The usual cause is a full disk.
+            # The usual cause is a full disk. The torn line is removed, because a
+            # resumed run would take it for a line of another program.
             self._file.truncate(size)
             raise
 
@@ -211,15 +214,15 @@ def _json_number(value: float) -> float | str:
 
 
 def _cut_lines(path: Path, last_step: int) -> None:
-    """Keeps the lines up to a step; at step 0 renames the file of an earlier run."""
+    """Removes the lines after a step. For step 0, renames the file instead."""
     is_kept = [step <= last_step for step, _ in _steps_and_lines(path)]
     if last_step == 0 and is_kept:
         names = (f"{path.stem}.{i}{path.suffix}" for i in itertools.count(1))
         free = (x for x in map(path.with_name, names) if not os.path.lexists(x))
         path.rename(next(free))
     elif not all(is_kept):
-        # A new file is renamed over the old one, so that a crash leaves one of the two
-        # files.
+        # A new file is renamed over the old file, so that after a crash one of the two
+        # files is complete.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(descriptor, "wb") as file:
@@ -250,19 +253,19 @@ def _line_step(path: Path, number: int, line: bytes) -> int:
     except (ValueError, TypeError, KeyError) as error:
         raise LogFileError(
             f"Line {number} of '{path}' is {line[:40]!r}. JSONLinesLogger appends only "
-            'to files whose lines are JSON objects with a "step", since it cuts the '
-            "lines of a run that died. Choose another path, or move the file away."
+            'to files whose lines are JSON objects with a "step", because it removes '
+            "lines that a dead run wrote. Choose another path, or move the file away."
         ) from error
 
 
 class TensorBoardLogger:
     """Writes TensorBoard event files, through tensorboardX.
 
-    On resume, TensorBoard drops the points that a dead run left after the step of the
+    On resume, TensorBoard drops the points that a dead run wrote after the step of the
     checkpoint.
 
     Args:
-        directory: Where the event files go; one directory for each run.
+        directory: Directory of the event files. Each run needs a separate directory.
 
     Raises:
         ImportError: If tensorboardX is not installed.
@@ -272,8 +275,8 @@ class TensorBoardLogger:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        # The import is here and not in `start`, so that a missing library is an error
-        # before the fit.
+        # The import is here and not in `start`, so that a missing library raises an
+        # error before the fit.
         self._module = _import_extra("tensorboardX", "tensorboard", type(self).__name__)
         self._writer: Any = None
         self._step = 0
@@ -308,11 +311,12 @@ class WandbLogger:
     """Sends metrics to Weights & Biases.
 
     To continue the same run after a restart, pass a fixed ``id`` and
-    ``resume="allow"``. Metrics are drawn over ``step``, which may go back after a
+    ``resume="allow"``. The x-axis of charts is ``step``, which may go back after a
     restart.
 
     Args:
-        **init_kwargs: Passed to ``wandb.init``: ``project``, ``name``, ``config``, ...
+        **init_kwargs: Arguments of ``wandb.init``, such as ``project``, ``name`` and
+            ``config``.
 
     Raises:
         ImportError: If wandb is not installed.
@@ -329,7 +333,7 @@ class WandbLogger:
         """Begins or resumes the run."""
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
-        # The step of wandb must not go back, but the step of a resumed run does.
+        # wandb's step counter must not go back, but the step of a resumed run does.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -342,7 +346,7 @@ class WandbLogger:
         self._module.termlog(text)
 
     def finish(self) -> None:
-        """Uploads the rest and ends the run."""
+        """Uploads the remaining data and ends the run."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -352,8 +356,8 @@ def _import_extra(module: str, extra: str, user: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        # The message has the text of the first error, because an installed library may
-        # fail to import too.
+        # The message contains the text of the first error, because the import of an
+        # installed library may fail too.
         raise ImportError(
             f"{user} needs {module}, which cannot be imported ({error}). Install it "
             f'with `pip install "nnx-parallel[{extra}]"`.'

@@ -1,1 +1,1 @@
-"""Runs a schedule: traces the loss, cuts it at its stack, and runs it in stages."""
+"""Pipelines: trace a loss, cut it at its stack, and run it in stages by a schedule."""

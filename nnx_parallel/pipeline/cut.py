@@ -1,10 +1,10 @@
 """Cuts a loss at its `Stack` into a prologue, the layers, and an epilogue.
 
-The loss is traced once, as a jaxpr in which the stack's call is a single equation. An
+The loss is traced once, to a jaxpr in which the stack's call is a single equation. An
 equation belongs to the prologue if the stack's inputs depend on it, and to the epilogue
 if the loss's outputs depend on it. A value that both need is computed in both if it
 depends only on the parameters (a cast, a gathered table) or on no parameter (masks,
-labels). Otherwise the prologue keeps it for the epilogue (a skip connection).
+labels). Otherwise the prologue keeps the value for the epilogue (a skip connection).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +40,8 @@ Arrays = dict[Path, Any]
 
 # The primitive has no lowering rule, because the cut removes it before anything is
 # compiled. Its inputs are the layers' parameters, the layers' other variables, and the
-# arrays of ``(x, args)``, each in the order of `jax.tree.leaves`. Its outputs are x,
-# then the other variables.
+# arrays of ``(x, args)``, each in the order of `jax.tree.leaves`. Its outputs are the
+# new x and the layers' other variables.
 stack_p = jex.Primitive("stack")
 stack_p.multiple_results = True
 
@@ -50,7 +50,7 @@ _ON_A_MESH = {"sharding_constraint", "shard_map", "reshard", "mesh_cast"}
 
 
 def record(call: StackCall) -> tuple[Any, dict, None]:
-    """Runs a stack: leaves one equation in place of layers that run in stages."""
+    """Runs a stack. A stack that runs in stages becomes one equation of the trace."""
     if not any(place.is_staged for place in call.placements.values()):
         return run_layers(call)
     places = {path: place.in_stage() for path, place in call.placements.items()}
@@ -66,7 +66,7 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     if not all(map(is_inexact, x)):
         raise PipelineError(
             f"The Stack's input has dtypes {[str(leaf.dtype) for leaf in x]}. Under a "
-            "Pipeline it must be floating-point, because its gradient travels back: "
+            "Pipeline it must be floating-point, because its gradient is sent back: "
             "pass indices and masks as further arguments of the blocks."
         )
     if call.has_out:
@@ -75,9 +75,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
             "(stack.scan). A Pipeline sends on only the output: add the value to it, "
             "for instance stack((x, total)), whose blocks return (x, total + value)."
         )
-    # `vmap` and `grad` ask a primitive for its rule when they meet it; `_find_stack`
-    # searches the jaxpr for primitives such as `scan` and `cond` that contain the
-    # equation.
+    # Under `vmap` or `grad` the primitive's rule raises an error. `_find_stack` finds
+    # other primitives, such as `scan` and `cond`, that contain the equation.
     layer_arrays = jax.tree.leaves((call.params, call.others))
     outs = stack_p.bind(*layer_arrays, *arrays, call=call)
     return *jax.tree.unflatten(jax.tree.structure((call.x, call.others)), outs), None
@@ -136,27 +135,28 @@ class PartitionedJaxpr:
     """A traced function, cut at its stack into a prologue, the layers, an epilogue.
 
     Args:
-        traced: The function ``(params, variables, batch, key) -> (outputs, variables
-            after)``, of flat dicts by path, traced with `record`.
+        traced: The function ``(params, variables, batch, key) -> (outputs, new
+            variables)``, traced with `record`. Parameters and variables are flat dicts
+            by path.
 
     Attributes:
-        call: The call of the stack; only the shapes of its arrays are used.
+        call: The call of the stack. Only the shapes of its arrays are used.
         traced: The function, without the equation that calls the stack.
         layer_paths: Path of each of the stack's arrays, by the layer's key.
         entering: The arrays that enter the stack.
-        constants: The leaves of the call's ``(x, args)`` that each stage computes for
+        constants: The leaves of the call's ``(x, args)`` that each stage computes
             itself, by position.
         leaving: The arrays of the stack's output.
         prologue_changes: New value of each variable that the prologue changes, by path.
-        epilogue_changes: Variables that the epilogue changes.
+        epilogue_changes: New value of each variable that the epilogue changes, by path.
         skips: Values that the prologue keeps for the epilogue.
         shared: Paths of the stack's arrays that the prologue or the epilogue also uses.
         trained: Keys of a layer's arrays that are trained.
-        differentiated: True for each array that enters and has a cotangent.
+        differentiated: A boolean for each entering array: True if it has a cotangent.
 
     Raises:
-        PipelineError: If the stack is not called exactly once, or inside a transform,
-            or if its parameters or variables are not used as they are stored.
+        PipelineError: If the stack is not called exactly once, or is called inside a
+            transform, or if the loss changes its parameters or variables.
     """
 
     def __init__(self, traced: TracedFunction) -> None:
@@ -181,8 +181,8 @@ class PartitionedJaxpr:
         )
         self.prologue_changes, self.epilogue_changes = self._split_changes(eqn.outvars)
         self.skips = self._find_skips(from_params & from_data)
-        # Arrays are shared if they are parameters tied to a parameter inside the stack,
-        # or variables that the loss reads.
+        # Shared arrays are parameters that the loss also uses outside the stack, such
+        # as tied parameters, and variables of the stack that the loss reads.
         changes = self.prologue_changes | self.epilogue_changes
         used = self._uses((self.entering, traced.outputs[0], changes))
         paths = self.layer_paths.items()
@@ -202,8 +202,8 @@ class PartitionedJaxpr:
     def prologue(self, arrays: Arrays, item: Any) -> tuple[list, list, Arrays]:
         """Computes the arrays that enter the stack, the skips, and changed variables.
 
-        ``arrays`` need not contain the arrays inside the stack; ``item`` is a
-        microbatch and its key.
+        ``arrays`` need not contain the stack's arrays. ``item`` is a microbatch and its
+        key.
         """
         wanted = (self.entering, self.skips, self.prologue_changes)
         return self.traced.evaluate(wanted, self._known(arrays, item))
@@ -219,14 +219,14 @@ class PartitionedJaxpr:
     def without_stack(
         self, select: Callable[[Any], list], arrays: Arrays, item: Any
     ) -> tuple[list, Arrays]:
-        """Computes outputs that do not need the stack, and the prologue's variables.
+        """Computes selected outputs without the stack, and the prologue's variables.
 
         Raises:
             PipelineError: If a selected output depends on the stack.
         """
         wanted = select(self.traced.outputs[0])
         late = {self._inputs[path] for path in self.epilogue_changes}
-        # The weights are summed before the first epilogue has run.
+        # The weights are summed before any stack or epilogue runs.
         if self._uses(wanted) & {*self.leaving, *late}:
             raise PipelineError(
                 "The weight of the loss depends on the output of the Stack, of this "
@@ -234,7 +234,8 @@ class PartitionedJaxpr:
                 "must come from the batch: they are summed over all microbatches "
                 "before the first one is run."
             )
-        # The next microbatch's weights may read variables that this prologue changes.
+        # The weights of the next microbatch may depend on variables that this prologue
+        # changes.
         known = self._known(arrays, item)
         return self.traced.evaluate((wanted, self.prologue_changes), known)
 
@@ -254,8 +255,8 @@ class PartitionedJaxpr:
         Returns:
             The arrays of ``x``, and the layer's variables by key.
         """
-        # The constants are computed inside the stage, where JAX does not allow values
-        # of another trace.
+        # The constants are computed here, because JAX does not allow a stage to use
+        # values of another trace.
         made, rest = self.traced.evaluate(self.constants, {}), iter(activations)
         call = self.call
         leaves, tree = jax.tree.flatten((call.x, call.args))
@@ -272,15 +273,15 @@ class PartitionedJaxpr:
         """Finds the path of each of the stack's arrays in the model, by key."""
         keys = [*sorted(self.call.params), *sorted(self.call.others)]
         paths = {var: path for path, var in self._inputs.items()}
-        # Arrays are found by identity: an array that the loss has changed is a
-        # different variable of the jaxpr.
+        # Arrays are found by their variable in the jaxpr. An array that the loss has
+        # changed has a different variable.
         found = {key: paths.get(atom) for key, atom in zip(keys, atoms, strict=False)}
         if None in found.values():
             raise PipelineError(
-                "The loss calls the Stack with parameters or variables that it has "
-                "changed before. Under a Pipeline each stage runs the layers that it "
-                "holds: call the Stack with the parameters that it holds, and change "
-                "them inside the blocks."
+                "The loss changes parameters or variables of the Stack before it calls "
+                "the Stack. Under a Pipeline each stage runs the layers as it stores "
+                "them: call the Stack with the stored arrays, and change them inside "
+                "the blocks."
             )
         return found  # pyright: ignore[reportReturnType]
 
@@ -294,9 +295,9 @@ class PartitionedJaxpr:
             if var in uses or after.get(path, var) is not var:
                 raise PipelineError(
                     f"The loss reads or assigns `{dotted(path)}`, a variable of the "
-                    "Stack's layers, after the Stack has run. Under a Pipeline it "
-                    "stays on its stage: return the value that the loss needs as an "
-                    "output of the blocks."
+                    "Stack's layers, after the Stack has run. Under a Pipeline the "
+                    "variable stays on its stage: return the value that the loss needs "
+                    "as an output of the blocks."
                 )
 
     def _split_constants(
@@ -304,14 +305,14 @@ class PartitionedJaxpr:
     ) -> tuple[list, dict[int, Any]]:
         """Returns arrays that enter the stack, and arguments that each stage computes.
 
-        Tables and masks are cheaper to compute on each stage than to send. The stack's
-        input always enters. An array that has been placed on the mesh enters too,
-        because a stage is manual over one axis of the mesh and could not repeat the
-        placement.
+        It is cheaper to compute tables and masks on each stage than to send them. The
+        stack's input always enters. An argument with a constraint on the mesh also
+        enters, because a stage is manual over one axis of the mesh and cannot repeat
+        the constraint.
         """
         eqns = self.traced.eqns
-        # Positions count all leaves of (x, args), but the equation's inputs are only
-        # the arrays.
+        # Positions count all leaves of (x, args). The equation's inputs are only those
+        # leaves that are arrays.
         leaves = enumerate(jax.tree.leaves((self.call.x, self.call.args)))
         positions = [i for i, leaf in leaves if isinstance(leaf, jax.Array)]
         placed = dict(zip(positions, atoms, strict=True))
@@ -324,10 +325,10 @@ class PartitionedJaxpr:
         return [placed[i] for i in positions if i not in constants], constants
 
     def _split_changes(self, of_stack: list[jex.Var]) -> tuple[Arrays, Arrays]:
-        """Returns the variables' new values from the prologue and from the epilogue.
+        """Returns the new values of variables from the prologue and from the epilogue.
 
-        A variable belongs to the epilogue if its new value needs the stack, directly or
-        through other variables.
+        A variable belongs to the epilogue if its new value depends on the stack,
+        directly or through other variables.
         """
         before, after = self._inputs, self.traced.outputs[1]
         # The layers' variables change only on their stages, never in the prologue or
@@ -336,7 +337,7 @@ class PartitionedJaxpr:
         early = {
             path: atom
             for path, atom in after.items()
-            # An unchanged variable leaves the trace as the same object that came in.
+            # An unchanged variable is the same object before and after the trace.
             if atom is not before[path] and path not in states
         }
         uses = {path: self._uses(atom) for path, atom in early.items()}
@@ -351,23 +352,24 @@ class PartitionedJaxpr:
             if before[path] in used:
                 raise PipelineError(
                     f"`{dotted(path)}` is read before the Stack and changed after it. "
-                    "Microbatches overlap in a Pipeline, so that its value would "
-                    "depend on the schedule: keep one variable for each part."
+                    "Microbatches overlap in a Pipeline, so the value before the Stack "
+                    "would depend on the schedule: use one variable before the Stack "
+                    "and another one after it."
                 )
         return early, late
 
     def _find_skips(self, costly: set[jex.Var]) -> list[jex.Var]:
-        """Returns the values of the prologue that the epilogue must not compute again.
+        """Returns the prologue's values that are kept for the epilogue.
 
-        The epilogue may compute other values again: values that depend only on
-        parameters are cheap, and values that do not depend on a parameter cost nothing.
+        The epilogue computes other values again: values that depend only on parameters
+        are cheap, and values that do not depend on a parameter cost nothing.
         """
-        # These are only values that the prologue computes anyway; the epilogue computes
-        # all others.
+        # Only values that the prologue needs itself are kept. The epilogue computes all
+        # others.
         prologue = needed(self.traced.eqns, self.entering)
         made = (v for eqn in prologue for v in eqn.outvars)
-        # They are in the order of the equations, because a set would give each process
-        # a different program.
+        # The values are in the order of the equations, because a set would give each
+        # process a different program.
         kept = dict.fromkeys(v for v in made if v in costly)
         outputs = jax.tree.leaves((self.traced.outputs[0], self.epilogue_changes))
         used = set(inputs_of(needed(self.traced.eqns, outputs, given=kept), outputs))
@@ -379,8 +381,8 @@ def check_unassigned(paths: Iterable[Path]) -> None:
     if assigned := ", ".join(f"`{dotted(path)}`" for path in paths):
         raise PipelineError(
             f"The model assigns trained parameters while it runs: {assigned}. Under a "
-            "Pipeline other microbatches are in flight, which would use the old values "
-            "or the new ones, depending on the schedule. Assign them between steps, "
+            "Pipeline other microbatches are in flight, which would use the old or the "
+            "new values, depending on the schedule. Assign parameters between steps, "
             "keep changing values in an nnx.Variable of another kind, or use FSDP or "
             "TensorParallel, which run one microbatch after the other."
         )

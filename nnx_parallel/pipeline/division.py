@@ -24,12 +24,12 @@ from nnx_parallel.sharding.nnx_arrays import variables_of
 class Division:
     """The layers of a stack, shared among the chunks of all stages.
 
-    All chunks run one program, which has as many layers as the longest chunk. A shorter
-    chunk runs one layer more than it has, and discards that layer's output. This costs
+    All chunks run the same program, which has as many layers as the longest chunk. A
+    shorter chunk runs one layer too many, and discards that layer's output. This costs
     no time, because every tick takes as long as its busiest stage.
 
     Attributes:
-        num_layers: Layers of the stack.
+        num_layers: Number of layers of the stack.
         num_stages: Number of stages.
         num_chunks: Number of chunks of each stage.
     """
@@ -40,7 +40,7 @@ class Division:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Layers of each virtual stage, of shape (chunks * stages,)."""
+        """The number of layers of each virtual stage, of shape (chunks * stages,)."""
         parts = self.num_stages * self.num_chunks
         return np.array(share_layers(self.num_layers, parts), np.int32)
 
@@ -53,9 +53,8 @@ class Division:
     def order(self) -> np.ndarray:
         """The layer in each place, of shape (stages * chunks * places of a chunk,).
 
-        A stage's chunks are side by side. A place without a layer has a copy of the
-        chunk's last layer, because a block computes finite numbers from the values of a
-        real layer.
+        A stage's chunks are side by side. A place without a layer gets a copy of the
+        chunk's last layer, so that the block computes finite numbers there.
         """
         ends = self.counts.cumsum()
         place = np.arange(self.counts.max())
@@ -69,8 +68,8 @@ class Division:
     @cached_property
     def places(self) -> np.ndarray:
         """The place of each layer, of shape (layers,)."""
-        # The first copy of a layer is the layer itself; copies that fill empty places
-        # come later.
+        # The first place of a layer is its real place. Copies in empty places come
+        # later.
         return np.unique(self.order, return_index=True)[1]
 
     def to_stages(
@@ -78,8 +77,8 @@ class Division:
     ) -> jax.Array:
         """Arranges layers for the stages: ``(layers, ...)`` to ``(places, ...)``.
 
-        Once a step each device sends its part of all layers, along another dim,
-        to the stages of these layers.
+        Once per step, each device sends its part of all layers to the stages of these
+        layers. The stored layers are split along another dim than ``layers``.
         """
         # In the stored sharding every device has its part of all layers. Without this
         # constraint the partitioner splits the gather by its indices, and sends twice.
@@ -87,7 +86,7 @@ class Division:
         return jax.lax.with_sharding_constraint(x, placed)
 
     def to_store(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        """Inverts `to_stages`; the result ``(layers, ...)`` has the given sharding."""
+        """Inverts `to_stages`. The result ``(layers, ...)`` has the given sharding."""
         x = jax.lax.with_sharding_constraint(x, sharding)
         return jax.lax.with_sharding_constraint(x[self.places], sharding)
 
@@ -97,17 +96,17 @@ def find_stack(model: nnx.Module, wanted: str | None) -> tuple[Path, Stack] | No
     stacks = _stacks_of(model)
     if wanted is not None:
         return next((s for s in stacks.items() if dotted(s[0]) == wanted), None)
-    # Stacks are in the order of paths, so that all processes choose the same one.
+    # Stacks are sorted by path, so that all processes choose the same one.
     return max(sorted(stacks.items(), key=_name), key=_size, default=None)
 
 
 def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) -> None:
-    """Refuses a model that has no stack for this number of stages and chunks.
+    """Checks that a model has a stack for ``parts`` = (stages, chunks of a stage).
 
     Raises:
         PipelineError: If the model has no stack, or no stack at the given path; if the
-            stack has fewer layers than all stages have chunks, contains another stack,
-            or is inside one.
+            stack has fewer layers than there are chunks on all stages; or if it
+            contains another stack or is inside one.
     """
     stacks, (num_stages, num_chunks) = _stacks_of(model), parts
     name = type(model).__name__
@@ -131,7 +130,7 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
         if other != path and longer[: len(shorter)] == shorter:
             raise PipelineError(
                 f"The Stack `{dotted(longer)}` is inside of `{dotted(shorter)}`. A "
-                "stage runs whole layers of one Stack: take the inner one apart, "
+                "stage runs whole layers of one Stack: replace the inner Stack by "
                 "nnx.List(stack.unstack())."
             )
     if stack.num_layers < num_stages * num_chunks:
@@ -149,7 +148,7 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
 def describe_stacks(
     model: nnx.Module, wanted: str | None, parts: tuple[int, int]
 ) -> tuple[str, ...]:
-    """Returns notes for `describe`: uneven stages, and stacks around the pipeline."""
+    """Returns notes for `describe` on uneven stages and stacks outside the pipeline."""
     if (found := find_stack(model, wanted)) is None:
         return ()
     path, stack = found
@@ -186,12 +185,12 @@ def _size(found: tuple[Path, Stack]) -> int:
 
 
 def _hint(model: nnx.Module) -> str:
-    """Returns a line that turns the model's list of blocks into a stack, or nothing."""
+    """Returns code that turns the model's list of blocks into a stack, or nothing."""
     path, count = find_blocks(model)
     if not count:
         return ""
     code = "model" + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
     return (
-        f" (`{dotted(path)}` has {count} alike: if a loop passes x through them all, "
-        f"{code} = nnx.List([Stack.of({code})]) is enough)"
+        f" (`{dotted(path)}` has {count} alike: if a loop passes x through all of "
+        f"them, {code} = nnx.List([Stack.of({code})]) is enough)"
     )

@@ -2,14 +2,14 @@
 
 In a tick a stage has at most one forward, one backward input and one backward weight
 slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices:
-it is true if some stage has such a slot now. A stage without such a slot masks its
-result. This costs no time, because a tick takes as long as its busiest stage in any
+it is true if some stage has such a slot in this tick. A stage without such a slot masks
+its result. This costs no time, because a tick takes as long as its busiest stage in any
 case. It is also the only safe form: if a predicate differs between stages, a
 collective-permute in a branch hangs or gives wrong numbers, in jax 0.10 and 0.12. The
-partitioner makes such collective-permutes too, from shifts and convolutions.
+partitioner inserts such collective-permutes too, for shifts and convolutions.
 
-The named scope of a branch is the slot's kind, for audits and profiles. ``ppermute``
-sends activations to the next stage, and cotangents to the previous stage.
+Each branch has a named scope, the slot's kind, which audits and profiles show.
+``ppermute`` sends activations to the next stage, and cotangents to the previous stage.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Executor:
         return Chunks(self.table.num_chunks)
 
     def manual(self, function: Callable) -> Callable:
-        """Runs a stage's ``(layers, each, shared) -> (layers, each)`` on all stages.
+        """Wraps a stage's ``(layers, each, shared) -> (layers, each)`` for all stages.
 
         The stages split the ``layers`` dim of arrays in ``layers``, and the leading
         ``stages`` dim of arrays in ``each``. Arrays in ``shared`` are the same for all
@@ -75,7 +75,7 @@ class Executor:
             return layers, jax.tree.map(lambda x: x[None], out)
 
         over_stages = P(self.stage.axis)
-        # (layers, ...), (stages, ...), and arrays without a dim for the stages.
+        # (layers, ...), (stages, ...), and arrays without a dim that stages split.
         in_specs = (over_stages, over_stages, P())
         mesh, axes = self.stage.mesh, {self.stage.axis}
         return manual_region(body, mesh, in_specs, over_stages, axes=axes)
@@ -83,7 +83,7 @@ class Executor:
     def permute(self, tree: Any, *, back: bool = False) -> Any:
         """Moves stacked arrays from their natural order to their stages, or back."""
         table = self.table
-        # With one chunk the schedule's order is the natural one.
+        # With one chunk the schedule's order is the natural order.
         if table.num_chunks == 1:
             return tree
         permutation = LayerPermutation.plan(table.num_stages, table.num_chunks)
@@ -97,8 +97,8 @@ class Executor:
         buffers, table, stage = self.buffers, self.table, self.stage
 
         def slots(count: int, tree: Any) -> Any:
-            # Only shapes are computed here; `_of_stages` makes the zeros once, in their
-            # places.
+            # Only shapes are computed here. `_of_stages` makes the zeros, already with
+            # their sharding.
             return self._of_stages(jax.eval_shape(lambda: make_slots(count, tree)))
 
         def run(layers: Layers, _: None, activations: list) -> tuple[None, Any]:
@@ -128,7 +128,7 @@ class Executor:
         )
 
     def _of_stages(self, tree: Any) -> Any:
-        """Returns zeros for each stage: a shape (...) becomes (stages, ...)."""
+        """Returns zeros for all stages: a shape (...) becomes (stages, ...)."""
 
         def place(x: jax.Array) -> jax.Array:
             spec = P(self.stage.axis, *(P.UNCONSTRAINED,) * (x.ndim - 1))
@@ -136,22 +136,23 @@ class Executor:
             return jax.lax.with_sharding_constraint(x, sharding)
 
         size = self.table.num_stages
-        # All other dims are unconstrained, so that the partitioner takes the layers'
-        # specs.
+        # All other dims are unconstrained, so that the partitioner chooses the specs
+        # from the layers.
         zeros = jax.tree.map(lambda x: jnp.zeros((size, *x.shape), x.dtype), tree)
         return jax.tree.map(place, zeros)
 
     def _receive(self, slots: list, fed: list, *each: Any) -> list:
         """Writes a neighbour's values, and values from outside, to memory slots.
 
-        The writes have a separate region. If one region wrote and read, XLA would fuse
-        each write with the next read, and copy all slots to keep the old values.
+        The writes are in a separate manual region. If one region wrote and read, XLA
+        would fuse each write with the next read, and copy all memory slots to keep the
+        old values.
 
         Args:
             slots: The memory slots.
-            fed: Values from outside.
-            each: A neighbour's values, the slots for ``fed``, and the slots for the
-                neighbour's values.
+            fed: Values from outside the stages.
+            each: A neighbour's values, the index of the memory slot for ``fed``, and
+                the index for the neighbour's values.
         """
 
         # docs/library-notes.md, "Arrays and buffers"
@@ -162,26 +163,26 @@ class Executor:
         return self.manual(write)(None, (slots, *each), fed)[1]
 
     def _send(self, tree: Any, direction: int) -> Any:
-        """Sends a tree to the neighbour in a direction; returns the received tree.
+        """Sends a tree to the neighbour in a direction, and returns the received tree.
 
-        The last and the first stage are neighbours if stages hold several chunks.
+        If stages hold several chunks, the last and the first stage are neighbours.
         """
         size = self.table.num_stages
         pairs = [(i, (i + direction) % size) for i in range(size)]
         if self.table.num_chunks == 1:
             pairs = [(a, b) for a, b in pairs if b == a + direction]
-        # This is outside of the conditions, so every stage sends in every tick, even if
-        # it has nothing to send. docs/library-notes.md, "Partly manual regions"
+        # The transfer is outside the conditions, so every stage sends in every tick,
+        # even if it has no result. docs/library-notes.md, "Partly manual regions"
         return jax.lax.ppermute(tree, self.stage.axis, pairs) if pairs else tree
 
     def forward(
         self, layers: Layers, memory: StageMemory, entering: list, tick: TickSlots
     ) -> tuple[Layers, StageMemory, list]:
-        """Runs the forward slots of a tick, and the transfer to the next stage.
+        """Runs the forward slots of a tick, and sends activations to the next stage.
 
-        Takes the activations of a microbatch that enters the stack; returns the layers
-        with their new state, the memory, and the stack's output for the microbatch that
-        leaves it.
+        ``entering`` are the activations of the microbatch that enters the stack.
+        Returns the layers with their new state, the memory, and the stack's output for
+        the microbatch that leaves the stack.
         """
         slots = tick.stages
         arrived = (memory.received, slots.feed_input, slots.receive_input)
@@ -226,11 +227,11 @@ class Executor:
     def backward(
         self, layers: Layers, state: TickState, cotangents: list, tick: TickSlots
     ) -> tuple[TickState, list]:
-        """Runs the backward slots of a tick, and the transfer to the previous stage.
+        """Runs the backward slots of a tick, and sends cotangents to previous stages.
 
-        Takes the cotangents of values that have left the stack in this tick; returns
-        the state with new memory and gradients, and the cotangents of values that
-        entered the stack.
+        ``cotangents`` belong to the values that have left the stack in this tick.
+        Returns the state with new memory and gradients, and the cotangents of the
+        values that entered the stack.
         """
         memory, slots, mesh = state.memory, tick.stages, tick.mesh
         # The cotangents come from the next stage, which sent them in the last tick, or
@@ -242,8 +243,8 @@ class Executor:
         both = (layers, None if self.table.is_split else grads)
         added, (memory, sent) = self.manual(self._backward_slot)(both, each, mesh)
         if self.table.is_split:
-            # This is a separate region, because a tick may write one pending value and
-            # read another.
+            # The weight slots have a separate region, because a tick may write one
+            # pending value and read another.
             both, each = (layers, grads), (memory.pending, slots)
             added, _ = self.manual(self._weight_slot)(both, each, mesh)
         # (stages, batch, ...): the first stage's cotangents belong to values that
@@ -264,7 +265,7 @@ class Executor:
             count = slots.backward_layers
             return self.stage.backward(chunk, stash, cotangents, grads, add, count)
 
-        # Without a slot the gradients pass through unchanged, because zeros would need
+        # If no stage has a slot, the gradients pass through unchanged. Zeros would need
         # a second buffer.
         def skip() -> tuple:
             sent = zeros_like(cotangents)

@@ -1,6 +1,6 @@
 """Memory slots, the slots of a tick, and the transfer of layers to their stages.
 
-A buffer has memory slots for values of one shape, which are written and read by index.
+A buffer has memory slots for values of one shape. They are written and read by index.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ def run_if(predicate: jax.Array, run: Callable[[], Any], *, scope: str) -> Any:
 def make_slots(count: int, tree: Any) -> Any:
     """Makes memory slots: zeros for ``count`` copies of a tree, and a spare slot.
 
-    A stage without a slot writes its result to the spare slot. It does not write the
-    old value back to a slot, because it would have to read that value, and XLA copies a
-    whole buffer if one fusion reads and writes a slot (measured on a v5p: 0.4 of 3.7
-    GiB, and two copies of the stash in each tick).
+    A stage that has no work in a tick writes its result to the spare memory slot. It
+    does not write an old value back, because it would have to read that value first,
+    and XLA copies a whole buffer if one fusion reads and writes it (measured on a v5p:
+    0.4 of 3.7 GiB, and two copies of the stash in each tick).
     """
     # (count + 1, ...); docs/library-notes.md, "Arrays and buffers"
     return jax.tree.map(lambda x: jnp.zeros((count + 1, *x.shape), x.dtype), tree)
 
 
 def read_slot(slots: Any, slot: jax.Array) -> Any:
-    """Returns the value in a slot, or an arbitrary value if the slot is -1."""
-    # Without a slot any value will do, because its result goes to a spare slot or is
-    # masked.
+    """Returns the value in a memory slot, or an arbitrary value if the slot is -1."""
+    # If the slot is -1, any value will do. The result that depends on it goes to the
+    # spare memory slot or is masked.
     index = jnp.maximum(slot, 0)
     return jax.tree.map(
         lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), slots
@@ -59,7 +59,7 @@ def read_slot(slots: Any, slot: jax.Array) -> Any:
 
 
 def write_slot(slots: Any, value: Any, slot: jax.Array) -> Any:
-    """Writes a value to one of the slots, unless its index is -1."""
+    """Writes a value to a memory slot, unless ``slot`` is -1."""
 
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
         index = jnp.where(slot >= 0, slot, x.shape[0] - 1)  # the spare slot is last
@@ -75,7 +75,7 @@ class Chunks:
     count: int
 
     def take(self, layers: Any, chunk: jax.Array) -> Any:
-        """Returns the layers of a chunk, or of an arbitrary chunk if it is -1."""
+        """Returns the layers of a chunk, or of an arbitrary chunk for -1."""
         if self.count == 1:
             return layers  # a slice of all layers would be a copy
 
@@ -90,8 +90,8 @@ class Chunks:
         """Replaces the layers of one chunk, unless the chunk is -1."""
 
         def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
-            # State is small, so a masked update, which copies it, is used instead of a
-            # spare chunk.
+            # The update is masked, which copies the state, instead of using a spare
+            # chunk. The state is small.
             part = jnp.where(chunk >= 0, part, old)
             start = jnp.maximum(chunk, 0) * part.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
@@ -99,18 +99,19 @@ class Chunks:
         return jax.tree.map(put, layers, new, self.take(layers, chunk))
 
     def adder(self, chunk: jax.Array) -> Callable[[Any, Any, jax.Array], Any]:
-        """Makes ``(totals of layers, values of one layer, its index) -> totals``.
+        """Makes a function that adds the values of one layer to totals of all layers.
 
-        The index counts the layers of the chunk. The function adds in the totals'
-        dtype, in place, and adds nothing if the chunk is -1.
+        The function is ``(totals, values, index) -> totals``, where the index counts
+        the layers of the chunk. It adds in the totals' dtype, in place, and adds
+        nothing if the chunk is -1.
         """
 
         def add(layer: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
             size = x.shape[0] // self.count
             index = jnp.maximum(chunk, 0) * size + layer
             old = jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-            # A mask adds zeros where a slot is missing. A branch is not allowed here:
-            # chunks differ between stages, so its predicate would differ too.
+            # If the stage has no slot, the mask adds zeros. A branch is not allowed
+            # here, because its predicate would differ between stages, as the chunks do.
             new = jnp.where(chunk >= 0, new.astype(x.dtype), 0)
             return jax.lax.dynamic_update_index_in_dim(x, old + new, index, axis=0)
 
@@ -118,12 +119,12 @@ class Chunks:
 
 
 class LayerPermutation(NamedTuple):
-    """Transfers in which every stage sends one block of layers and receives one.
+    """A list of transfers. In each, every stage sends and receives one block of layers.
 
     With every schedule, layers are stored in their natural order, and each stage stores
-    a block of consecutive layers. With several chunks a stage runs layers from
-    different parts of the stack. Then every step sends these layers to the stage, and
-    their gradients back.
+    consecutive layers. With several chunks a stage runs layers from different parts of
+    the stack. Then every step sends these layers to the stage, and their gradients
+    back.
 
     Attributes:
         receiver: Stage to which each stage sends, of shape (chunks, stages).
@@ -170,7 +171,7 @@ class LayerPermutation(NamedTuple):
         return LayerPermutation(sender, self.put, self.taken)
 
     def move(self, x: jax.Array, axis: str) -> jax.Array:
-        """Moves a stage's layers by the transfers, inside the stage's region."""
+        """Moves a stage's layers by the transfers. Must run inside a manual region."""
         stage = jax.lax.axis_index(axis)
         size = x.shape[0] // len(self.receiver)
         moved = x  # (layers, ...) of this stage
@@ -183,16 +184,16 @@ class LayerPermutation(NamedTuple):
         return moved
 
 
-# A scan carries the leaves of these classes in the order of their fields: the program,
-# and with it the compilation cache's key, follows that order.
+# A scan carries the leaves of these classes in the order of their fields. The program,
+# and so the key of the compilation cache, depends on that order.
 
 
 class StageSlots(NamedTuple):
-    """Each stage's chunks of layers and memory slots in a tick; -1 where it has none.
+    """The chunks of layers and the memory slots that each stage uses in a tick, or -1.
 
     Arrays have shape (ticks, stages) for all ticks, (stages,) in a tick, and () inside
     a stage. `Buffers` explains the memory slots. The last two fields are the number of
-    layers of the slot's chunk; they are ``None`` if all chunks have the same number.
+    layers in the slot's chunk. They are ``None`` if all chunks have the same number.
     """
 
     backward_cotangent: Any
@@ -213,11 +214,15 @@ class StageSlots(NamedTuple):
 
 
 class MeshSlots(NamedTuple):
-    """Slots of the whole mesh in a tick: arrays of shape (ticks,) for all ticks.
+    """Values of a tick that are equal on the whole mesh.
+
+    Arrays have shape (ticks,) for all ticks.
 
     Attributes:
         any_backward_input: True if some stage has a slot of the kind
-            ``backward_input``. The next two fields say the same of two other kinds.
+            ``backward_input``.
+        any_backward_weight: True if some stage has a ``backward_weight`` slot.
+        any_forward: True if some stage has a ``forward`` slot.
         enters: The microbatch that enters the stack, or -1.
         leaves: The microbatch that leaves the stack, or -1.
         returns: The microbatch whose cotangents come back to the stack's input, or -1.
@@ -239,7 +244,7 @@ class TickSlots(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, buffers: Buffers, division: Division) -> TickSlots:
-        """The slots of all ticks of a table."""
+        """Returns the slots of all ticks of a table."""
         arrays = vars(buffers) | {f"{k}_chunk": getattr(table, k).chunk for k in KINDS}
         arrays["forward_layers"] = arrays["backward_layers"] = None
         if not division.is_even:
@@ -247,7 +252,7 @@ class TickSlots(NamedTuple):
             arrays["backward_layers"] = _layers(table.backward_input, division)
 
         def at(slots: Slots, stage: int, chunk: int) -> np.ndarray:
-            """The microbatch of one chunk of a stage in each tick, or -1."""
+            """Returns the microbatch that a stage's chunk runs in each tick, or -1."""
             is_chunk = slots.chunk[:, stage] == chunk
             return np.where(is_chunk, slots.microbatch[:, stage], -1)
 
@@ -266,26 +271,26 @@ class TickSlots(NamedTuple):
 def _layers(slots: Slots, division: Division) -> np.ndarray:
     """Returns the number of layers of each slot's chunk, of shape (ticks, stages)."""
     stage = np.arange(division.num_stages)
-    # Without a slot any number will do, because the results are discarded.
+    # If a stage has no slot, any number will do, because the results are discarded.
     return division.counts[np.maximum(slots.chunk, 0) * division.num_stages + stage]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StageMemory:
-    """Everything that the stages keep from slot to slot.
+    """All values that the stages keep from slot to slot.
 
     Arrays have a leading ``stages`` dim, which the pipe axis splits and which is
-    dropped inside a stage. Arrays with memory slots have a ``slots`` dim next. Every
-    field is a tree of arrays, or ``None`` if the table does not need it.
+    dropped inside a stage. In arrays with memory slots, the next dim is ``slots``.
+    Every field is a tree of arrays, or ``None`` if the table does not need it.
 
     Attributes:
-        cotangents: Slots for cotangents that wait for their backward slot.
-        inputs: Slots for activations that wait for their forward slot.
-        pending: Slots for values that wait for a weight gradient.
+        cotangents: Memory slots for cotangents that wait for their backward slot.
+        inputs: Memory slots for activations that wait for their forward slot.
+        pending: Memory slots for values that wait for a weight slot.
         received: Activations that the previous stage sent in the last tick.
         returned: Cotangents that the next stage sent in the last tick.
-        stash: Slots for values that wait for a backward slot.
+        stash: Memory slots for values that wait for a backward slot.
     """
 
     cotangents: Any
@@ -301,7 +306,7 @@ class InFlight(NamedTuple):
 
     Attributes:
         skips: Values of the prologue that the epilogue needs.
-        variables: Variables that the prologue changes, as they were before it.
+        variables: Values before the prologue, of variables that the prologue changes.
     """
 
     skips: list
@@ -311,17 +316,17 @@ class InFlight(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TickState:
-    """The state that goes from tick to tick in training.
+    """The state that training passes from tick to tick.
 
     Attributes:
         prologue_variables: Variables that the prologue changes, by path.
-        in_flight: Slots for the microbatches in the pipeline.
+        in_flight: Memory slots for the microbatches in the pipeline.
         grads: Gradients of the parameters outside the stack, by path.
         epilogue_variables: Variables that the epilogue changes, by path.
         layer_grads: Gradients of the layers' parameters, by key.
         memory: The memory of the stages.
-        outputs: Slots for the function's outputs, one for each microbatch.
-        skip_grads: Slots for the gradients of skips: the same number as for the skips.
+        outputs: Memory slots for the function's outputs, one for each microbatch.
+        skip_grads: Memory slots for gradients of skips, as many as for the skips.
         layer_state: Variables that the layers change, by key.
     """
 

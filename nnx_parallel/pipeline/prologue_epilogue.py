@@ -1,7 +1,7 @@
 """Runs the parts of a loss around its stack, for one microbatch at a time.
 
-They run outside the region that is manual over ``pipe``, and the whole mesh shares
-their work.
+These parts run outside the region that is manual over ``pipe``, and the whole mesh
+shares their work.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PipelineInputs:
         )
 
     def take(self, index: jax.Array) -> tuple[Any, jax.Array]:
-        """Returns a microbatch and its key; arbitrary ones if the index is -1."""
+        """Returns a microbatch and its key, or arbitrary values if the index is -1."""
         rows, shared, join = partition(self.batch)
         rows, key = read_slot((rows, self.keys), index)
         return join(rows, shared), key
@@ -87,11 +87,11 @@ class PipelineInputs:
 class PrologueEpilogue:
     """The parts of a function before and after its stack.
 
-    Methods take a microbatch as its index, or -1 in a tick without a microbatch.
+    Methods take the index of a microbatch, or -1 in a tick without a microbatch.
 
     Attributes:
-        function: The function to cut; it calls one `Stack` once.
-        inputs: Its arguments.
+        function: The function to cut. It calls one `Stack` once.
+        inputs: The function's arguments.
         layout: The layout of the step.
         buffers: Memory slots of the schedule.
         axis: Mesh axis of the stages.
@@ -100,7 +100,8 @@ class PrologueEpilogue:
         variables: The other arrays that they use, by path.
         prologue_variables: Variables that the prologue changes, with their values
             before the step.
-        epilogue_variables: Variables that the epilogue changes.
+        epilogue_variables: Variables that the epilogue changes, with their values
+            before the step.
         entering: Shapes of the arrays that enter the stack.
     """
 
@@ -122,8 +123,8 @@ class PrologueEpilogue:
 
         args = (inputs.params, inputs.variables, *item)
         with using(self._spread), using_runner(record):
-            # A call around the stack (jit, checkpoint) is inlined, so that the stack's
-            # equation is an equation of the loss itself. All other calls stay calls.
+            # Calls that contain the stack (jit, checkpoint) are inlined, so that the
+            # stack's equation is an equation of the loss itself.
             traced = trace(flat, *args, inlined=lambda eqn: "stack" in names_in([eqn]))
         self.cut = PartitionedJaxpr(traced)
         # The stack's arrays are left out unless they are shared, because they would be
@@ -143,24 +144,24 @@ class PrologueEpilogue:
     def enter(
         self, microbatch: jax.Array, before: Arrays, in_flight: InFlight
     ) -> tuple[list, InFlight, Arrays]:
-        """Runs the prologue of a microbatch that enters now.
+        """Runs the prologue of a microbatch that enters in this tick.
 
-        Takes the variables that the prologue changes, and slots for kept values.
-        Returns the arrays that enter the stack, the slots, and the variables after the
-        prologue.
+        ``before`` are the variables that the prologue changes, and ``in_flight`` are
+        the memory slots for kept values. Returns the arrays that enter the stack, the
+        memory slots, and the variables after the prologue.
         """
 
         def run() -> tuple[list, list, Arrays]:
             return self.prologue(microbatch, self.params, before)
 
-        # This returns the old variables, not zeros, because a tick without a microbatch
-        # does not change them.
+        # The old variables are returned, and not zeros, because a tick without a
+        # microbatch does not change them.
         def skip() -> tuple[list, list, Arrays]:
             return *zeros_of(run)[:2], before
 
         with jax.named_scope("before"):
             entering, skips, after = jax.lax.cond(microbatch >= 0, run, skip)
-        # `go_back` runs the prologue again, on the variables as they were before it.
+        # The variables before the prologue are kept, because `go_back` runs it again.
         kept = InFlight(skips, before)
         return entering, write_slot(in_flight, kept, self._slot(microbatch)), after
 
@@ -173,9 +174,9 @@ class PrologueEpilogue:
     ) -> tuple[TickState, list]:
         """Runs the epilogue of a microbatch that leaves now, and adds its gradients.
 
-        ``objective`` computes from the outputs the scalar to differentiate; ``leaving``
-        is the output of the stack. Returns the state, and the cotangents of all
-        activations.
+        ``objective`` computes the scalar to differentiate from the function's outputs,
+        and ``leaving`` is the output of the stack. Returns the state, and the
+        cotangents of all activations.
         """
         kept = self.recall(state.in_flight, microbatch)
         variables = kept.variables | state.epilogue_variables
@@ -206,8 +207,8 @@ class PrologueEpilogue:
             )
         slot = self._slot(microbatch)
         skip_grads = write_slot(state.skip_grads, skip_grads, slot)
-        # The blocks' arguments do not leave the stack, so their cotangents are zeros
-        # here.
+        # The stack does not output the blocks' arguments, so their cotangents start as
+        # zeros.
         rest = self.cut.with_cotangents(self.entering)[len(cotangents) :]
         cotangents = [*cotangents, *zeros_like(rest)]
         state = replace(
@@ -268,13 +269,13 @@ class PrologueEpilogue:
             return self.cut.epilogue(arrays, (batch, key), skips, leaving)
 
     def spread(self, tree: Any) -> Any:
-        """Splits arrays of rows over the whole mesh, including the axis of stages."""
+        """Splits arrays with rows over the whole mesh, including the axis of stages."""
 
         def spread(x: Any) -> Any:
             if is_marked(x):
                 return x
             # (batch, seq, ...): `pipe` does not split the output of the stages. Without
-            # this constraint every stage would compute with all of the output.
+            # this constraint every stage would compute the whole epilogue.
             names = ("batch", "seq")[: x.ndim] + (None,) * (x.ndim - 2)
             spec = self._spread.activation_spec(x.shape, names)
             free = [P.UNCONSTRAINED] * (x.ndim - len(spec))
@@ -298,7 +299,7 @@ class PrologueEpilogue:
         return jnp.where(microbatch >= 0, slots[jnp.maximum(microbatch, 0)], -1)
 
     def sum_weights(self, select: Callable[[Any], list]) -> list:
-        """Sums selected outputs over the batch; they must not depend on the stack."""
+        """Sums selected outputs over the batch. They must not depend on the stack."""
         rows, shared, join = partition(self.inputs.batch)
 
         def weigh(changed: Arrays, item: Any) -> tuple[Arrays, list]:
@@ -317,12 +318,12 @@ class PrologueEpilogue:
 def spread_over_stages(layout: Layout, axis: str, num_rows: int) -> Layout:
     """Returns the layout of the parts around the stack.
 
-    There the axis of stages splits the rows too. If it does not divide them, it splits
-    the sequence.
+    In this layout the axis of stages splits the rows too. If the axis does not divide
+    the number of rows, it splits the sequence.
     """
     claims = layout.claims
-    # The axis comes last, whatever its place in the mesh. Each device then takes a part
-    # of the rows that it already holds, and no rows are sent.
+    # The axis comes last in the spec, even if it does not in the mesh. Each device then
+    # takes a part of the rows that it already holds, and no rows are sent.
     batch = (*claims.batch, axis)
     if num_rows % math.prod(layout.mesh.shape[name] for name in batch) == 0:
         return replace(layout, claims=replace(claims, batch=batch))

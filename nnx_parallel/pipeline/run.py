@@ -70,7 +70,7 @@ class PipelineSchedule(Execution):
         schedule: The schedule that makes the table.
         stash: Values that a stage keeps for a microbatch between its slots.
         gather: How often FSDP's shards of weights are gathered.
-        stack: Path of the stack that runs in stages; ``None``: the largest stack.
+        stack: Path of the stack that runs in stages; ``None`` means the largest stack.
     """
 
     axis: str
@@ -80,11 +80,14 @@ class PipelineSchedule(Execution):
     stack: str | None = None
 
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model without a `Stack` of enough layers (`check_stacks`)."""
+        """Checks that the model has a `Stack` with enough layers (`check_stacks`)."""
         check_stacks(model, self.stack, self._parts(mesh))
 
     def find_staged(self, model: nnx.Module, mesh: Mesh) -> Staged | None:
-        """Returns the stack with the most parameters, or the one at the given path."""
+        """Returns the stack that runs in stages, or ``None`` if there is none.
+
+        It is the stack at the given path, or the stack with the most parameters.
+        """
         if (found := find_stack(model, self.stack)) is None:
             return None
         path, stack = found
@@ -96,7 +99,7 @@ class PipelineSchedule(Execution):
         return describe_stacks(model, self.stack, self._parts(mesh))
 
     def _parts(self, mesh: Mesh) -> tuple[int, int]:
-        """Returns the number of stages, and of chunks per stage."""
+        """Returns the number of stages, and the number of chunks per stage."""
         return mesh.shape[self.axis], self.schedule.chunks
 
     def gradients(
@@ -128,7 +131,7 @@ class PipelineSchedule(Execution):
         join: Callable[[Any], Any],
         needs_stack: bool,
     ) -> Any:
-        """Computes outputs by the schedule's forward slots, for each microbatch."""
+        """Computes a function's outputs for each microbatch, in stages."""
         evaluate = partial(plan.evaluate, function)
         if not needs_stack:
             with using_runner(record):
@@ -140,8 +143,9 @@ class PipelineSchedule(Execution):
         # A batch for evaluation may have any number of rows.
         num_rows = count_rows(batch)
         shards = math.prod(plan.layout.mesh.shape[a] for a in plan.layout.claims.batch)
-        # If the shards do not divide the rows, the rows are not split over them, and
-        # any divisor of the number of rows will do.
+        # If the number of shards does not divide the number of rows, the rows are not
+        # split. Then the number of microbatches may be any divisor of the number of
+        # rows.
         rows = num_rows // shards if num_rows % shards == 0 else num_rows
         count = max(n for n in range(1, num_microbatches + 1) if rows % n == 0)
         inputs = PipelineInputs.of(*arrays, split_rows(plan.layout, batch, count), key)
@@ -162,16 +166,15 @@ class PipelinedFunction:
     """A function of a model, cut at its stack and bound to a schedule.
 
     Attributes:
-        plan: The model's structure and the place of every array.
-        pipeline: The axis of stages, and the options that select kept and gathered
-            values.
-        function: The function; it calls one `Stack` once.
+        plan: The model's structure and the placement of every array.
+        pipeline: The axis of stages, and the options ``stash`` and ``gather``.
+        function: The function. It calls one `Stack` once.
         inputs: The arguments of the function.
         table: The slots of all ticks.
 
     Raises:
-        PipelineError: If the function cannot be cut, or XLA would abort the process on
-            a stage.
+        PipelineError: If the function cannot be cut, or if XLA would abort the process
+            while it compiles a stage.
         ScheduleError: If the table does not fit this step.
     """
 
@@ -190,8 +193,8 @@ class PipelinedFunction:
         if found != wanted:
             raise ScheduleError(
                 f"{schedule} made a table of {found} stages, microbatches and chunks; "
-                f"the step has {wanted}. A Schedule with several chunks must say so in "
-                "its attribute `chunks`, and fill the table it is asked for."
+                f"the step has {wanted}. A Schedule with several chunks must set its "
+                "attribute `chunks`, and its tables must have the requested sizes."
             )
         buffers = plan_buffers(table)
         ends = PrologueEpilogue(self.function, self.inputs, layout, buffers, axis)
@@ -200,7 +203,7 @@ class PipelinedFunction:
         first = arrays[next(iter(self._paths.values()))]
         self._division = Division(len(first), table.num_stages, table.num_chunks)
         self._ticks = TickSlots.of(table, buffers, self._division)
-        # Blocks place activations by the layout that is active at their trace.
+        # Blocks constrain activations by the layout that is active during their trace.
         with using(layout):
             self._stage = Stage(
                 cut=ends.cut,
@@ -216,18 +219,18 @@ class PipelinedFunction:
         for path in sorted(changed & ends.cut.shared):
             raise PipelineError(
                 f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
-                "change. Under a Pipeline it changes on its stage while other "
-                "microbatches are in flight: return the value that the loss needs as "
-                "an output of the blocks."
+                "change. Under a Pipeline the variable changes on its stage while "
+                "other microbatches are in flight: return the value that the loss "
+                "needs as an output of the blocks."
             )
         self._executor = Executor(self._stage, table, buffers)
 
     def outputs(self) -> Any:
-        """The function's outputs, each with a leading dim of microbatches."""
+        """Returns the function's outputs, each with a leading ``microbatches`` dim."""
         ends, executor, layers = self._ends, self._executor, self._layers()
         before = ends.prologue_variables
 
-        # Evaluation changes no variable, so the carry has no variables.
+        # Evaluation does not change variables, so the carry has no variables.
         def tick(carry: Any, slots: TickSlots) -> tuple[Any, None]:
             memory, in_flight, outputs = carry
             leaves = slots.mesh.leaves
@@ -246,18 +249,18 @@ class PipelinedFunction:
 
         memory = executor.allocate(layers)
         start = (memory, ends.make_in_flight(), self._output_slots())
-        # xs: (ticks, stages) for the slots of stages, (ticks,) for the slots of the
-        # mesh.
+        # The shapes of xs are (ticks, stages) for values of stages and (ticks,) for
+        # values of the mesh.
         (*_, outputs), _ = jax.lax.scan(tick, start, self._ticks)
         return self._all_outputs(outputs)
 
     def gradients(
         self, scaled: Callable[[jax.Array], jax.Array]
     ) -> tuple[dict, dict, dict[str, Mean]]:
-        """Gradients of the batch's mean loss.
+        """Computes gradients of the batch's mean loss.
 
         The function's outputs are means by name, including ``loss``. The loss is
-        ``scaled`` within the ticks, because they compute the cotangents in float16.
+        ``scaled`` within the ticks, because these may compute cotangents in float16.
 
         Returns:
             Gradients of the parameters, the variables after the step, and the means.
@@ -265,7 +268,7 @@ class PipelinedFunction:
         if self.table.is_forward_only:
             raise ScheduleError(
                 f"The table {self.table.name!r} has no backward slots: it is for "
-                "evaluation. Training needs both."
+                "evaluation. Training needs forward and backward slots."
             )
         ends, executor, layers = self._ends, self._executor, self._layers()
         # Every term of the loss is divided by the weight of the whole batch, so the
@@ -280,7 +283,7 @@ class PipelinedFunction:
                 for key, x in layers.trained.items()
             },
             in_flight=(in_flight := ends.make_in_flight()),
-            # Integers among the skips have no gradient, and no slot.
+            # Integers among the skips have no gradient, so they need no memory slot.
             skip_grads=zeros_like([x for x in in_flight.skips if is_inexact(x)]),
             prologue_variables=ends.prologue_variables,
             epilogue_variables=ends.epilogue_variables,
@@ -296,13 +299,13 @@ class PipelinedFunction:
         grads = dict(state.grads)
         for key, x in layer_grads.items():
             path = self._paths[key]
-            # A parameter that the layers share with the parts around them has two
+            # A parameter that is used both in the layers and outside the stack has two
             # gradients.
             grads[path] = x + grads[path] if path in grads else x
         variables = self.inputs.variables | state.prologue_variables
         variables |= state.epilogue_variables
         variables |= {self._paths[key]: x for key, x in layer_state.items()}
-        # (microbatches, ...) -> (...): totals and weights of a Mean add up.
+        # (microbatches, ...) -> (...), because totals and weights of a Mean add up.
         outputs = self._all_outputs(state.outputs)
         means = jax.tree.map(lambda x: jnp.sum(x, axis=0), outputs)
         return nest(grads), nest(variables), means
@@ -314,33 +317,33 @@ class PipelinedFunction:
         state: TickState,
         slots: TickSlots,
     ) -> tuple[TickState, None]:
-        """Runs all slots of a tick in order, with the layers as before the step."""
+        """Runs all slots of a tick in order, with the parameters before the step."""
         ends, executor, mesh = self._ends, self._executor, slots.mesh
         entering, in_flight, variables = ends.enter(
             mesh.enters, state.prologue_variables, state.in_flight
         )
         state = replace(state, prologue_variables=variables, in_flight=in_flight)
-        # An input is fed to the first stage's forward slot of this same tick.
+        # The first stage's forward slot takes the entering microbatch in the same tick.
         layers = replace(layers, state=state.layer_state)
         layers, memory, leaving = executor.forward(
             layers, state.memory, entering, slots
         )
-        # In the last stage a backward slot may follow the forward slot in the same
-        # tick. So 1F1B keeps one cotangent, and no output of the stack.
+        # In the last stage the backward slot may follow the forward slot in the same
+        # tick. So 1F1B keeps one cotangent, and does not keep outputs of the stack.
         state, cotangents = ends.leave(mesh.leaves, objective, state, leaving)
         state = replace(state, memory=memory, layer_state=layers.state)
         state, cotangents = executor.backward(layers, state, cotangents, slots)
-        # The first stage's cotangents come back to the prologue in this same tick.
+        # The prologue takes the first stage's cotangents in the same tick.
         grads = ends.go_back(mesh.returns, state, cotangents)
         return replace(state, grads=grads), None
 
     def _zero(self, path: Path, x: jax.Array, *, is_layers: bool = False) -> jax.Array:
-        """Returns zeros to sum a gradient in, with the spec and dtype of gradients."""
+        """Returns zeros for a sum of gradients, with their spec and dtype."""
         spec = self.plan.placements[path].gradient
         if is_layers and not self._division.is_even:
             spec = self._in_stages(path, "gradient")
-        # The dtype of the computation would be too narrow: bfloat16 rounds small terms
-        # off.
+        # The dtype of the computation would be too narrow: a sum in bfloat16 loses
+        # small terms.
         return jax.lax.with_sharding_constraint(
             jnp.zeros(x.shape, self.plan.precision.gradient_dtype(x.dtype)),
             self.plan.layout.sharding(spec),
@@ -355,16 +358,16 @@ class PipelinedFunction:
         return jax.tree.map(lambda x: x[: self.table.num_microbatches], slots)
 
     def _layers(self) -> Layers:
-        """Moves layers to their stages; gathers them if ``gather`` is ``step``."""
+        """Moves layers to their stages, and gathers them if ``gather`` is ``step``."""
         plan, arrays = self.plan, dict(self._stage.arrays)
         gathers = self.pipeline.gather == "step"
         is_even, params = self._division.is_even, sorted(self._ends.cut.call.params)
-        # With one chunk and an even share the layers are stored on their stages
-        # already, so they are not sent.
+        # With one chunk and an even division, each stage already stores its layers, and
+        # nothing is sent.
         if gathers or self.table.num_chunks > 1 or not is_even:
             for key in params:
-                # They are sent in the dtype of the computation, which halves the bytes
-                # in bfloat16.
+                # Parameters are sent in the dtype of the computation, because bfloat16
+                # halves the bytes.
                 arrays[key] = cast_floating(arrays[key], plan.precision.compute)
         for key in params if gathers and is_even else ():
             used = plan.layout.sharding(plan.placements[self._paths[key]].used)
@@ -395,6 +398,6 @@ class PipelinedFunction:
         )
 
     def _in_stages(self, path: Path, role: str) -> P:
-        """Returns the spec in the stages, for layers that are shared unevenly."""
+        """Returns the spec on the stages, for layers that are divided unevenly."""
         spec = getattr(self.plan.placements[path].in_stage(), role)
         return P(self.pipeline.axis, *spec[1:])

@@ -25,15 +25,15 @@ from nnx_parallel.sharding.names import dotted
 
 Stash = Literal["policy", "inputs"]
 
-# `Count` is the number of layers to run, and `Mark` is each layer's flag to run.
-# ``None``: all layers run.
+# `Count` is the number of layers to run. `Mark` has a flag for each layer, True if the
+# layer is run. ``None`` means that all layers are run.
 Count = jax.Array | None
 Mark = jax.Array | None
 
 # ``(totals of all layers, gradients of one layer, its index) -> totals``. A layer's
-# gradients are added at once to a carry, which changes in place. As the stacked output
-# of a scan they would take memory until they are added (0.3 of 2.8 GiB for 4 layers of
-# 4096/16384 on v5p). docs/library-notes.md, "Arrays and buffers"
+# gradients are added immediately to a scan's carry, which changes in place. As stacked
+# outputs of the scan, they would take memory until they are added (0.3 of 2.8 GiB for 4
+# layers of 4096/16384 on v5p). docs/library-notes.md, "Arrays and buffers"
 Add = Callable[[dict, Any, jax.Array], dict]
 
 
@@ -49,13 +49,13 @@ class Stage:
         arrays: Shapes of the arrays of all layers by key, with a ``layers`` dim.
         activations: Shapes of the stack's input.
         mesh: The mesh.
-        axis: Its axis of stages.
-        compute: dtype of the computation; ``None``: the stored dtype.
-        stash: Values kept between forward and backward. ``policy``: the values that the
-            remat policy keeps. ``inputs``: only the stage's inputs, from which the
-            backward pass runs the stage again. ``None``: nothing, for evaluation
-            without a backward pass.
-        is_split: True if the backward pass comes in two parts.
+        axis: The mesh axis of the stages.
+        compute: Dtype of the computation; ``None`` means the stored dtype.
+        stash: Values that are kept between forward and backward. ``policy`` keeps the
+            values that the remat policy chooses. ``inputs`` keeps only the stage's
+            inputs, from which the backward pass runs the stage again. ``None`` keeps
+            nothing, for an evaluation, which has no backward pass.
+        is_split: True if the backward pass has two parts.
 
     Raises:
         PipelineError: If a layer cannot be run in a stage.
@@ -75,8 +75,9 @@ class Stage:
         one = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in arrays}
         # The layer is traced with the types of the manual region that runs it, for two
         # reasons. A constraint on the concrete mesh would give a value an aval that JAX
-        # refuses to mix with the region's avals. Arguments without the region's mesh
-        # would be reshaped to have it. docs/library-notes.md, "Partly manual regions"
+        # refuses to mix with the region's avals. And JAX would insert reshapes of
+        # arguments whose types do not have the region's mesh.
+        # docs/library-notes.md, "Partly manual regions"
         types = {self.axis: AxisType.Manual}
         manual = self.mesh.abstract_mesh.update_axis_types(types)
         whole = NamedSharding(manual, P())
@@ -91,7 +92,7 @@ class Stage:
             x, after = self._layer.outputs
             self.num_x = len(x)
             before = self._layer.inputs[0]
-            # An unchanged variable leaves the trace as the same object that came in.
+            # An unchanged variable is the same object before and after the trace.
             self.state_keys = frozenset(k for k in after if after[k] is not before[k])
             if self.stash is None:
                 return
@@ -99,7 +100,7 @@ class Stage:
             self._residuals = LayerWithResiduals(self._layer_vjp, layer, x, args)
             if self.is_split:
                 saved = [v.aval for v in self._residuals.saved]
-                # x stands in for its cotangent, which has the same shape and dtype.
+                # x replaces its cotangent, which has the same shape and dtype.
                 kept = (layer.fixed, saved, args, x)
                 self._backward_parts = SplitBackward(
                     self._layer_backward, layer.trained, kept
@@ -108,7 +109,7 @@ class Stage:
     def split(self, arrays: dict) -> Layers:
         """Divides the layers' arrays, given by key, into trained, fixed and state."""
         trained, state = self.cut.trained, self.state_keys
-        # The state is separate because only variables that a forward pass changes are
+        # The state is separate, because only variables that a forward pass changes are
         # carried from tick to tick and kept in a stash.
         return Layers(
             trained={k: x for k, x in arrays.items() if k in trained},
@@ -119,9 +120,9 @@ class Stage:
     def run(
         self, layers: Layers, activations: list, count: Count = None
     ) -> tuple[list, dict]:
-        """Runs the layers; returns the activations to send on, and the layers' state.
+        """Runs the layers. Returns the activations to send, and the layers' state.
 
-        Layers from the ``count``-th on leave the activations unchanged.
+        Only the first ``count`` layers change the activations.
         """
         x, args = self._split_args(activations)
 
@@ -139,7 +140,7 @@ class Stage:
     def forward(
         self, layers: Layers, activations: list, count: Count = None
     ) -> tuple[list, dict, Any]:
-        """Runs the layers like `run`, and returns the stash for a backward pass too."""
+        """Runs the layers like `run`, and also returns the backward pass's stash."""
         if self.stash == "inputs":
             return *self.run(layers, activations, count), (layers.state, activations)
         return self._forward_saving(layers, activations, count)
@@ -172,27 +173,28 @@ class Stage:
         Args:
             layers: The layers.
             stash: The stash from `forward`.
-            cotangents: Cotangents of the activations that were sent on.
-            totals: Sums of the gradients of weights so far.
-            add: Adds the gradients of a layer; ``None`` leaves them to
-                `backward_weight`.
-            count: Number of layers to run, as in `run`. All layers get gradients of
-                weights, even the unused layers from the ``count``-th on.
+            cotangents: Cotangents of the activations that were sent.
+            totals: Sums of the weight gradients so far.
+            add: Adds the weight gradients of a layer to the totals. With ``None``,
+                `backward_weight` computes and adds them.
+            count: Number of layers to run, as in `run`. All layers get weight
+                gradients, even layers that are not run.
 
         Returns:
             The totals, the cotangents to send back, and the inputs of
             `backward_weight`.
         """
         if self.stash == "inputs":
-            # The layers run again with the state from before the forward pass, so that
-            # dropout draws the same masks.
+            # The layers are run again with the state from before the forward pass, so
+            # that dropout draws the same masks.
             state, activations = stash
             layers = replace(layers, state=state)
             stash = self._forward_saving(layers, activations, count)[2]
         args, saved = stash
         run = self._layer_backward if add else self._backward_parts.run_input
 
-        # carry: cotangents of x, sums of the arguments' cotangents, totals
+        # The carry has the cotangents of x, sums of the arguments' cotangents, and the
+        # totals.
         def step(carry: tuple[list, list, Any], xs: Any) -> tuple[Any, Any]:
             (layer, saved, index), mark = xs
             layer = self._cast_layers(layer)
@@ -215,7 +217,7 @@ class Stage:
     def backward_weight(
         self, layers: Layers, pending: Any, totals: dict, add: Add
     ) -> dict:
-        """Returns the totals with the gradients of weights added."""
+        """Returns the totals after the weight gradients have been added."""
 
         def step(totals: dict, xs: Any) -> tuple[dict, None]:
             layer, pending, index = self._cast_layers(xs[0]), xs[1], xs[2]
@@ -227,7 +229,8 @@ class Stage:
     def _checked_block(self, arrays: dict, activations: list) -> tuple[list, dict]:
         x, after = self.cut.run_layer(arrays, activations)
         assigned = [key for key in after if key in self.cut.call.params]
-        # In an evaluation, values do not outlive the microbatch that assigned them.
+        # An evaluation discards assigned values after the microbatch, so they do no
+        # harm.
         if self.stash is not None:
             check_unassigned(self.cut.layer_paths[key] for key in assigned)
         kept = {key: new for key, new in after.items() if key not in assigned}
@@ -252,7 +255,7 @@ class Stage:
         """
         sizes = self.mesh.shape.items()
         others = [name for name, size in sizes if name != self.axis and size > 1]
-        # If no other axis splits anything, XLA does not partition a stage.
+        # If all other axes have size 1, XLA does not partition a stage.
         if not others:
             return
         inputs = [frozenset({"input"}) for _ in jax.tree.leaves(self._layer.inputs)]
@@ -263,10 +266,10 @@ class Stage:
                 "A block of the Stack indexes an array by computed indices (JAX's "
                 f"{sorted(found)}, as x[indices], jnp.take or x.at[indices].set "
                 "make them). Inside a pipeline stage that is also split over "
-                f"{others}, XLA's partitioner ends the process on it. Write it as a "
-                "product with jax.nn.one_hot(indices, size), look it up before the "
-                "Stack and pass the result as an argument of the blocks, or use only "
-                "Pipeline."
+                f"{others}, XLA's partitioner would abort the process. Replace the "
+                "indexing by a product with jax.nn.one_hot(indices, size), or do it "
+                "before the Stack and pass the result as an argument of the blocks, or "
+                "use only Pipeline."
             )
 
     def _call(self, trained: dict, active: list, rest: Any) -> tuple[list, dict]:
@@ -279,10 +282,10 @@ class Stage:
 
     @property
     def _rematted(self) -> Callable[[dict, list, Any], tuple[list, dict]]:
-        """One layer, which keeps the remat policy's values for its backward pass."""
+        """One layer, which keeps the remat policy's values for the backward pass."""
         remat = self.cut.call.remat
-        # Gathers need no policy here, because residuals that come from weights are not
-        # kept.
+        # Gathers need no policy here, because residuals that depend only on weights are
+        # not kept.
         return apply_remat(self._call, remat)
 
     def _layer_vjp(
@@ -311,7 +314,7 @@ class Stage:
     def _partition(self, layer: Layers, activations: list) -> tuple[list, Any]:
         """Separates the activations that have cotangents from all other inputs.
 
-        Returns the activations, with ``None`` in place of those without a cotangent,
+        Returns the activations, with ``None`` for each activation without a cotangent,
         and all other inputs of the layer.
         """
         marked = list(zip(activations, self.cut.differentiated, strict=True))
@@ -320,7 +323,7 @@ class Stage:
         return active, (layer.fixed, layer.state, others)
 
     def _cast(self, arrays: dict) -> dict:
-        """Casts parameters to the dtype of the computation; gradients have it too."""
+        """Casts parameters to the dtype of the computation. Gradients have it too."""
         computed = self.cut.call.params.keys() | self.cut.trained
         return {
             key: cast_floating(x, self.compute) if key in computed else x
@@ -334,7 +337,7 @@ class Stage:
 
 
 def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
-    """Casts a variable's new value to its old dtype, as without a pipeline."""
+    """Casts a variable's new value to its old dtype, like a step without a pipeline."""
     if new.shape != old.shape:
         raise PipelineError(
             f"A block of the Stack changed the shape of its variable `{dotted(key)}` "
@@ -344,23 +347,23 @@ def _like(new: jax.Array, old: jax.Array, key: Any) -> jax.Array:
 
 
 def _marks(layers: Layers, count: Count) -> Mark:
-    """Marks the layers that exist: bool (layers,), or ``None`` if all exist."""
+    """Marks the layers to run: bool (layers,), or ``None`` if all layers are run."""
     if count is None:
-        return None  # a scan then has the same program as one that never skips layers
+        return None  # the program then has no masks
     return jnp.arange(len(jax.tree.leaves(layers)[0])) < count
 
 
 def _choose(mark: Mark, new: list, old: list) -> list:
-    """Returns the new arrays, or the old arrays if the layer does not exist."""
+    """Returns the new arrays, or the old arrays if the layer is not run."""
     if mark is None:
         return new
-    # This is not a branch, because its predicate would differ between stages.
+    # A branch is not allowed, because its predicate would differ between stages.
     return [jnp.where(mark, a, b) for a, b in zip(new, old, strict=True)]
 
 
 def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
     """Returns a backward scan's inputs: layers without state, values, and indices."""
-    # The part of the state that the backward pass needs is among the residuals.
+    # The residuals contain all state that the backward pass needs.
     layers = Layers(layers.trained, layers.fixed, {})
     count = len(jax.tree.leaves((layers, stacked))[0])
     return layers, stacked, jnp.arange(count)
@@ -369,7 +372,7 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
 class _ComputedIndices(Origins):
     """Finds the gathers and scatters whose indices are computed from an input.
 
-    It ignores regions that are manual over all ``others``, because XLA does not
+    Regions that are manual over all ``others`` are ignored, because XLA does not
     partition them.
     """
 
@@ -380,7 +383,7 @@ class _ComputedIndices(Origins):
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:
         (eqn,) = eqns
         name, any_input = eqn.primitive.name, frozenset().union(*inputs)
-        # In both primitives operand 1 is the indices. Slices have other primitives.
+        # Operand 1 of both primitives has the indices. Slices are other primitives.
         if (name == "gather" or name.startswith("scatter")) and inputs[1]:
             self.found.add(name)
         if self._others <= set(eqn.params.get("newly_manual_axes", ())):

@@ -36,10 +36,10 @@ class Schedule(abc.ABC):
         """
 
     def forward_table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Makes the table of an evaluation step: only forward slots, the same chunks.
+        """Makes the table of an evaluation step, which has only forward slots.
 
         By default microbatches go around in groups, as with `Interleaved`. A subclass
-        whose stages run forward slots in another order overrides this too.
+        whose stages run forward slots in another order overrides this method too.
 
         Raises:
             ScheduleError: If a size is less than 1.
@@ -66,10 +66,13 @@ class GPipe(Schedule):
     """
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Forward at ``m + s``, backward at ``M + S - 1 + m + S - 1 - s``."""
+        """Makes the table of a training step.
+
+        Forward slots are at ``m + s``, backward slots at ``M + S - 1 + m + S - 1 - s``.
+        """
         forward, backward = _one_f_one_b(num_stages, num_microbatches)
-        # This is the order of 1F1B, but backward slots start after the last stage has
-        # run all its forward slots.
+        # The order is as in 1F1B, but backward slots start after the last stage has run
+        # all its forward slots.
         backward += num_microbatches
         return Table.from_ticks(num_stages, forward, backward, name="GPipe")
 
@@ -78,10 +81,10 @@ class GPipe(Schedule):
 class OneFOneB(Schedule):
     """One forward, one backward: a backward pass starts as soon as it can [1].
 
-    The efficiency equals ``GPipe``'s, ``M / (M + S - 1)``, and a stage keeps the inputs
-    of at most ``2 * S - 1`` microbatches however many there are. The number is ``2 * S
-    - 1`` and not ``S`` because stages run in lock step: a microbatch spends a tick in
-    each stage on its way back too. Start with this schedule.
+    The efficiency equals ``GPipe``'s, ``M / (M + S - 1)``. A stage keeps the inputs of
+    at most ``2 * S - 1`` microbatches, however many there are. The number is ``2 * S -
+    1`` and not ``S`` because stages run in lock step: the backward pass of a microbatch
+    also takes one tick in each stage. Start with this schedule.
 
     References:
         [1] Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
@@ -95,7 +98,10 @@ class OneFOneB(Schedule):
     """
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Forward at ``m + s``, backward at ``2 * (S - 1) - s + m``."""
+        """Makes the table of a training step.
+
+        Forward slots are at ``m + s``, backward slots at ``2 * (S - 1) - s + m``.
+        """
         ticks = _one_f_one_b(num_stages, num_microbatches)
         return Table.from_ticks(num_stages, *ticks, name="1F1B")
 
@@ -104,18 +110,18 @@ class OneFOneB(Schedule):
 class Interleaved(Schedule):
     """1F1B over stages that each hold several ``chunks`` of consecutive layers [1].
 
-    A microbatch goes around the stages ``V`` times, so a stage starts after a ``V``-th
+    A microbatch goes around the stages ``V`` times, so a stage waits only for ``1 / V``
     of the work of the stages before it. Efficiency is ``M / (M + (S - 1) / V)`` if
     ``S`` divides ``M``, and less if the last group of ``S`` microbatches is not full.
-    The input of every chunk is sent, which is ``V`` times the communication, and a
-    stage keeps at most ``(V + 1) * S - 1`` of these inputs. Microbatches go around in
-    groups, as in the circular pipelines of praxis and MaxText. Choose this schedule
-    when ``M`` cannot be several times ``S``.
+    The input of every chunk is sent, which is ``V`` times the communication of
+    `OneFOneB`, and a stage keeps at most ``(V + 1) * S - 1`` of these inputs.
+    Microbatches go around in groups, as in the circular pipelines of praxis and
+    MaxText. Choose this schedule when ``M`` cannot be several times ``S``.
 
-    Layers are stored in their natural order, as with every schedule. Once a step a
+    Layers are stored in their natural order, as with every schedule. Once per step, a
     stage sends the parameters that it stores (in the dtype of the computation) to the
-    stages that run them, and gradients come back. Meanwhile a stage holds a copy of the
-    parameters that it runs.
+    stages that run them, and these stages send gradients back. During the step, a stage
+    holds a copy of the parameters that it runs.
 
     References:
         [1]: see `OneFOneB`.
@@ -136,9 +142,11 @@ class Interleaved(Schedule):
             )
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Forward at ``(g * V + c) * S + r + s`` where ``m = g * S + r``.
+        """Makes the table of a training step.
 
-        Backward slots have the same pattern, with the chunks in reverse order.
+        The forward slot of chunk ``c`` is at ``(g * V + c) * S + r + s``, where ``m = g
+        * S + r``. Backward slots have the same pattern, with the chunks in reverse
+        order.
         """
         ticks = _one_f_one_b(num_stages, num_microbatches, self.chunks)
         return Table.from_ticks(num_stages, *ticks, name="Interleaved 1F1B")
@@ -146,9 +154,9 @@ class Interleaved(Schedule):
 
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """1F1B that computes weight gradients later, when no stage waits for it [1].
+    """1F1B that computes weight gradients later, when no stage waits [1].
 
-    On the way back a stage computes only the gradient of its input. Stage ``s``
+    In a backward slot a stage computes only the gradient of its input. Stage ``s``
     computes the gradient of its parameters ``s`` ticks later, in a tick in which all
     stages compute such a gradient. Efficiency is ``3 * M / (3 * M + 2 * (S - 1))``. A
     stage keeps the same values as with ``OneFOneB``, and in addition the values of at
@@ -167,10 +175,14 @@ class ZeroBubble(Schedule):
     """
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Like ``OneFOneB``, with weights at ``2 * (S - 1) + m`` on all stages."""
+        """Makes the table of a training step.
+
+        Forward and backward slots are as in ``OneFOneB``. Weight slots are at ``2 * (S
+        - 1) + m`` on all stages.
+        """
         forward, backward = _one_f_one_b(num_stages, num_microbatches)
-        # All stages have their weight slot in the tick in which the first stage, which
-        # is last on the way back, has its backward slot.
+        # All stages have their weight slot in the tick of the first stage's backward
+        # slot, which is the microbatch's last backward slot.
         ticks = forward, backward, np.broadcast_to(backward[0], backward.shape)
         return Table.from_ticks(num_stages, *ticks, name="Zero bubble")
 
@@ -194,13 +206,13 @@ class Fixed(Schedule):
         if self.given.is_forward_only:
             raise ScheduleError(
                 f"The table {self.given.name!r} has no backward slots: it is for "
-                "evaluation. Training needs both."
+                "evaluation. Training needs forward and backward slots."
             )
-        # `chunks` is not an argument here, and the dataclass is frozen.
+        # `chunks` is set here, because it is not an argument. The dataclass is frozen.
         object.__setattr__(self, "chunks", self.given.num_chunks)
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
-        """Returns the given table; raises a `ScheduleError` for any other size."""
+        """Returns the given table. Raises a `ScheduleError` for any other size."""
         sizes = (self.given.num_stages, self.given.num_microbatches)
         if sizes != (num_stages, num_microbatches):
             raise ScheduleError(
@@ -215,17 +227,18 @@ class Fixed(Schedule):
 def _one_f_one_b(
     num_stages: int, num_microbatches: int, chunks: int = 1
 ) -> tuple[Ints, Ints]:
-    """Returns ticks of forward and backward, of shape (chunks * stages, microbatches).
+    """Returns the ticks of forward and of backward slots.
 
-    Microbatches go around in groups, with one microbatch for each stage. The first
-    microbatch of a group comes back to the first stage right after this stage has run
-    the last microbatch of the group.
+    Both have the shape (chunks * stages, microbatches). Microbatches go around in
+    groups, which have as many microbatches as there are stages. The first microbatch of
+    a group comes back to the first stage right after this stage has run the last
+    microbatch of the group.
     """
     check_sizes(num_stages, num_microbatches, chunks)
     # (chunks * stages, 1) and (1, microbatches)
     chunk, stage = np.divmod(np.arange(chunks * num_stages)[:, None], num_stages)
     group, place = np.divmod(np.arange(num_microbatches)[None], num_stages)
     forward = (group * chunks + chunk) * num_stages + place + stage
-    # The way back mirrors the way forward. The last virtual stage runs a microbatch's
-    # backward slot in the tick of its forward slot.
+    # The backward slots mirror the forward slots. The last virtual stage runs a
+    # microbatch's backward slot in the tick of its forward slot.
     return forward, forward[::-1] + len(forward) - 1

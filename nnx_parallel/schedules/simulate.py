@@ -14,8 +14,8 @@ from nnx_parallel.schedules.slots import KINDS, Ints, Ticks, share_layers
 class LiveRanges(NamedTuple):
     """First and last tick in which the values of one buffer are kept.
 
-    Each virtual stage has a row. Values that the whole pipeline shares have a single
-    row.
+    Arrays have one row for each virtual stage, or a single row for values that are kept
+    only once in the pipeline.
     """
 
     start: Ints  # (rows, microbatches)
@@ -36,14 +36,14 @@ class LiveRanges(NamedTuple):
 
 
 def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
-    """Returns live ranges of all values that a pipeline keeps, by buffer.
+    """Returns the live ranges of all values that a pipeline keeps, by buffer.
 
     - ``inputs``: a chunk's input, from its arrival to the forward slot.
     - ``saved``: the same input, from the forward slot to the backward input slot.
     - ``cotangents``: a chunk's output cotangent, from its arrival to the backward
       input slot.
     - ``pending``: values that the weight gradient still needs, from the backward input
-      slot to the backward weight slot; empty for a table that is not split.
+      slot to the backward weight slot. It is empty for a table that is not split.
     - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
       last slot in the first virtual stage (the last forward slot in evaluation).
     """
@@ -72,7 +72,7 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
 
 
 class TimedSlot(NamedTuple):
-    """A slot and its time; kind ``backward`` is both halves if they run as one."""
+    """A slot with its times. The kind of a joint backward pass is ``backward``."""
 
     kind: str
     stage: int
@@ -84,15 +84,15 @@ class TimedSlot(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """When every tick and every slot starts."""
+    """The start of each tick, and all slots with their times."""
 
     tick_start: NDArray[np.float64]  # (ticks + 1,): the last element is the end
-    slots: tuple[TimedSlot, ...]  # by start, then by stage
+    slots: tuple[TimedSlot, ...]  # sorted by start, tick and stage
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The time and memory that a table costs.
+    """The time and memory of a step that follows a table.
 
     Attributes:
         total_time: Time of a step, in the unit of the costs.
@@ -101,8 +101,8 @@ class Simulation:
             between forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
         costs: Seconds of one microbatch on one stage, by kind of slot.
-        timeline: When every slot runs. A slot ends before its tick does if its chunk
-            has a layer less than other chunks.
+        timeline: The times of all slots. If a chunk has one layer less than other
+            chunks, its slot ends before the tick does.
     """
 
     total_time: float
@@ -124,7 +124,11 @@ def simulate_ticks(
     value_bytes: Sequence[int],
     num_layers: int | None = None,
 ) -> Simulation:
-    """`Table.simulate`, given costs by `KINDS` and bytes by `live_ranges`."""
+    """Computes the result of `Table.simulate`.
+
+    ``costs`` are in the order of `KINDS`, and ``value_bytes`` in the order of
+    `live_ranges`.
+    """
     named = dict(zip(KINDS, costs, strict=True))
     if min(costs) < 0:
         raise ScheduleError(f"Costs {named} must be 0 or more.")
@@ -155,7 +159,10 @@ def simulate_ticks(
 
 
 def _shares(ticks: Ticks, num_layers: int | None) -> NDArray[np.float64]:
-    """Returns each virtual stage's layers over their mean, shape (chunks * stages,)."""
+    """Returns each virtual stage's number of layers, divided by the mean number.
+
+    The shape is (chunks * stages,).
+    """
     parts = len(ticks.by_kind["forward"])
     if num_layers is None:
         return np.ones(parts)
@@ -177,14 +184,14 @@ def _time(
     num_ticks = max(int(at.max()) for _, at in kinds.values()) + 1
     durations = np.zeros((len(kinds), num_ticks))
     for row, (cost, at) in enumerate(kinds.values()):
-        # Predicates of the compiled step are the same on all devices. So if any stage
-        # has a slot of some kind in a tick, the slot takes its time on all stages. A
-        # chunk takes its share of a stage's cost. All chunks run one program, with as
-        # many layers as the longest chunk.
+        # The predicates in the compiled step are the same on all devices. So if any
+        # stage has a slot of some kind in a tick, the slot takes time on all stages. A
+        # chunk takes its share of a stage's cost. All chunks run the same program, with
+        # as many layers as the longest chunk.
         chunk_cost = cost / (len(at) // num_stages)
         durations[row, at.ravel()] = chunk_cost * shares.max()
     tick_start = np.concatenate([[0.0], durations.sum(axis=0).cumsum()])
-    # (kinds, ticks): within a tick the kinds run one after the other.
+    # (kinds, ticks): within a tick the kinds of slots run one after the other.
     starts = tick_start[:-1] + durations.cumsum(axis=0) - durations
     slots = []
     for row, (kind, (_, at)) in enumerate(kinds.items()):

@@ -25,7 +25,7 @@ class Slot:
 
     Attributes:
         kind: Kind of work; ``backward`` is both halves of a backward pass in one tick.
-        tick: Tick in which it runs, counted from 0.
+        tick: Tick in which the slot runs, counted from 0.
         stage: Index of the stage along the ``pipe`` axis.
         microbatch: Index of the microbatch in the step.
         chunk: Index of the chunk among the stage's chunks of layers.
@@ -43,17 +43,17 @@ class Slots:
     """All slots of one kind.
 
     Attributes:
-        microbatch: Integers of shape (ticks, stages); -1 where the stage has no such
-            slot in the tick.
-        chunk: The same for the chunk of the stage's layers.
+        microbatch: int32 of shape (ticks, stages): the microbatch of the slot, or -1 if
+            the stage has no slot of this kind in the tick.
+        chunk: int32 of the same shape: the chunk of the stage's layers, or -1.
     """
 
     microbatch: Ints
     chunk: Ints
 
     def __post_init__(self) -> None:
-        # The arrays are copied, because a caller that writes to them would change the
-        # table.
+        # The arrays are copied, because otherwise a caller could change the table by
+        # writing to them.
         object.__setattr__(self, "microbatch", frozen_ints(self.microbatch))
         object.__setattr__(self, "chunk", frozen_ints(self.chunk))
         if self.microbatch.shape != self.chunk.shape or self.microbatch.ndim != 2:
@@ -65,7 +65,7 @@ class Slots:
             raise ScheduleError(
                 f"The slot at tick {tick} of stage {stage} has microbatch "
                 f"{self.microbatch[tick, stage]} but chunk {self.chunk[tick, stage]}. "
-                "Give it both, or -1 for both where the stage has none."
+                "Give the slot both, or set both to -1 if the stage has no slot."
             )
 
     @property
@@ -122,7 +122,7 @@ def share_layers(num_layers: int, parts: int) -> tuple[int, ...]:
 
 
 def frozen_ints(values: ArrayLike) -> Ints:
-    """Makes a read-only int32 copy: writing to a cell would change a table's hash."""
+    """Makes a read-only int32 copy, because a write would change the table's hash."""
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array
@@ -136,7 +136,7 @@ def name_slot(kind: str, virtual: int, microbatch: int, num_stages: int) -> str:
 
 
 def check_sizes(num_stages: int, num_microbatches: int, num_chunks: int = 1) -> None:
-    """Refuses sizes less than 1, because then there is nothing to schedule."""
+    """Raises a `ScheduleError` for a size below 1."""
     names = ("num_stages", "num_microbatches", "num_chunks")
     sizes = (num_stages, num_microbatches, num_chunks)
     for name, size in zip(names, sizes, strict=True):

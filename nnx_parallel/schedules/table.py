@@ -1,4 +1,4 @@
-"""Tables: pipeline schedules as data, checked when built, and their memory slots."""
+"""Tables, which store and check pipeline schedules, and their memory slots."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Table:
         name: Name in titles. Equality of tables ignores it.
 
     Raises:
-        ScheduleError: If a slot is missing, is there twice, or comes before its inputs;
+        ScheduleError: If a slot is missing, is given twice, or comes before its inputs,
             or if the slots of one kind have microbatches out of order.
     """
 
@@ -127,8 +127,8 @@ class Table:
             num_stages: Number of stages.
             forward: Ticks of shape (chunks * stages, microbatches), with rows in the
                 order of the layers.
-            backward_input: The same; left out for evaluation.
-            backward_weight: The same; by default equal to ``backward_input``.
+            backward_input: Ticks in the same form; ``None`` for evaluation.
+            backward_weight: Ticks in the same form; by default ``backward_input``.
             name: Name in titles.
 
         Raises:
@@ -162,7 +162,7 @@ class Table:
         return f"<{self.name}: {sizes}{chunks}, {self.num_ticks} ticks>"
 
     def _repr_html_(self) -> str:
-        # A joint backward slot is in both kinds of slots, but is shown once.
+        # A joint backward slot is in both kinds of slots, but it is shown once.
         is_joint = not (self.is_forward_only or self.is_split)
         rows = [[f"stage {i}"] + [""] * self.num_ticks for i in range(self.num_stages)]
         for letter, kind in zip("FB" if is_joint else "FBW", KINDS, strict=False):
@@ -216,17 +216,17 @@ class Table:
         """Computes time, bubble and memory of the table, without running it.
 
         Stages run in lock step: if any stage has a slot of some kind in a tick, the
-        slot takes its time on all stages. A stage without such a slot masks its result.
+        slot takes time on all stages. A stage without such a slot masks its result.
 
         Args:
             forward: Cost of a microbatch's forward pass through all layers of a stage.
                 A chunk costs its share of this.
             backward_input: The same for the gradient of the input.
             backward_weight: The same for the gradient of the parameters.
-            num_layers: Layers of the stack. If the number of chunks of all stages does
-                not divide it, costs count for a stage with the mean number of layers,
-                and a slot takes the time of the chunk with most layers. ``None``: all
-                chunks have the same number of layers.
+            num_layers: Number of layers of the stack. If the chunks have different
+                numbers of layers, the costs are for a stage with the mean number of
+                layers, and a slot takes the time of the longest chunk. ``None`` means
+                that all chunks have the same number of layers.
             input_bytes: Bytes of a chunk's input that waits for its forward slot.
             saved_bytes: Bytes that a chunk keeps for a microbatch from forward to
                 backward.
@@ -255,36 +255,38 @@ class Table:
 class Buffers:
     """The memory slots that every stage writes and reads in every tick.
 
-    Fields ``num_*`` are numbers of slots. Arrays are int32 of shape (ticks, stages),
-    with -1 where nothing is written or read. If a slot is read for the last time in a
-    tick, it is written again in the next tick at the earliest.
+    Fields ``num_*`` are numbers of memory slots. Arrays are int32 of shape (ticks,
+    stages): the memory slot that is written or read in a tick, or -1. If the value in a
+    memory slot is read for the last time in a tick, a new value is written in the next
+    tick at the earliest.
     """
 
-    num_inputs: int  # slots for inputs that wait for their forward slot
+    num_inputs: int  # memory slots for inputs that wait for their forward slot
     receive_input: Ints  # written at a tick's start, from the previous stage
     feed_input: Ints  # written by a new microbatch; only the first stage
     forward_input: Ints  # read by the forward slot
-    num_saved: int  # slots for inputs that wait for their backward slot
+    num_saved: int  # memory slots for inputs that wait for their backward slot
     forward_saved: Ints  # written by the forward slot
     backward_saved: Ints  # read by the backward input slot
-    num_cotangents: int  # slots for cotangents that wait for their backward slot
+    num_cotangents: int  # memory slots for cotangents, until their backward slot
     receive_cotangent: Ints  # written at a tick's start, from the next stage
     feed_cotangent: Ints  # written by the part after the stack; only the last stage
     backward_cotangent: Ints  # read by the backward input slot
-    num_pending: int  # slots for values that wait for a weight gradient; 0 if not split
+    num_pending: int  # memory slots for values, until a weight slot; 0 if not split
     backward_pending: Ints  # written by the backward input slot
     weight_pending: Ints  # read by the backward weight slot
-    num_flights: int  # slots for in-flight microbatches
-    flight: Ints  # the slot of each microbatch, of shape (microbatches,)
+    num_flights: int  # memory slots for in-flight microbatches
+    flight: Ints  # the memory slot of each microbatch, of shape (microbatches,)
 
 
 def plan_buffers(table: Table) -> Buffers:
     """Assigns the values of a table to the fewest memory slots.
 
     Every value that a stage keeps has a live range of ticks. Values whose ranges do not
-    overlap can share a slot. Each value gets the lowest free slot; this greedy choice
-    needs as many slots as values are ever alive at once [1]. All stages run one
-    program, so all have as many slots as the busiest stage.
+    overlap can share a memory slot. Each value gets the lowest free one. This greedy
+    choice needs only as many memory slots as there are live values in the busiest tick
+    [1]. All stages run the same program, so all have as many memory slots as the stage
+    that needs the most.
 
     Example:
         >>> from nnx_parallel import OneFOneB
@@ -298,17 +300,17 @@ def plan_buffers(table: Table) -> Buffers:
     """
     live = live_ranges(table.ticks)
     slots = {name: _assign(ranges) for name, ranges in live.items()}
-    # There is at least 1 slot, because arrays without elements are awkward to index.
+    # There is always a memory slot, because empty arrays are awkward to index.
     counts = {name: int(own.max(initial=0)) + 1 for name, own in slots.items()}
 
     def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
-        """Places each value's slot at the ``start`` or ``end`` of its live range."""
+        """Returns the memory slot of the value that starts or ends in each tick."""
         ranges = live[name]
         cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
         cells[getattr(ranges, when)[rows], ranges.stage[rows, None]] = slots[name][rows]
         return frozen_ints(cells)
 
-    # Rows are virtual stages. The first one gets new microbatches, the last one gets
+    # Rows are virtual stages. The first row gets new microbatches, the last row gets
     # the cotangents of the loss, and all others receive from a neighbour.
     return Buffers(
         num_inputs=counts["inputs"],
@@ -362,8 +364,8 @@ def _lay_out(
 
 
 def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
-    """Returns the only tick of each virtual stage and microbatch."""
-    # (ticks, stages) to (chunks * stages, microbatches), by way of the list of slots
+    """Returns the tick in which each virtual stage runs each microbatch."""
+    # From (ticks, stages), through a list of slots, to (chunks * stages, microbatches).
     num_stages = slots.active.shape[1]
     tick, stage = np.nonzero(slots.active)
     microbatch = slots.microbatch[tick, stage]
@@ -389,7 +391,7 @@ def _invert(kind: Kind, slots: Slots, shape: tuple[int, int]) -> Ints:
 
 
 def _check_ticks(ticks: Ticks) -> None:
-    """Checks that every slot comes after its inputs, and microbatches are in order."""
+    """Checks that slots come after their inputs, and that microbatches are in order."""
     for kind, earliest, step, reason in _rules(ticks):
         actual = ticks.by_kind[kind]
         early = actual < earliest
@@ -412,10 +414,10 @@ def _check_ticks(ticks: Ticks) -> None:
 
 
 def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
-    """Yields the kind, its slots' earliest ticks, a step, and the reason in words.
+    """Yields rules: the kind of slots, their earliest ticks, a step, and the reason.
 
-    The step leads from a slot's virtual stage to the virtual stage that the reason
-    names.
+    The reason is a sentence for an error. It names a virtual stage, whose number is the
+    slot's virtual stage plus the step.
     """
     forward, *both_backward = ticks.by_kind.values()
     # All arrays are (chunks * stages, microbatches). A neighbour's output arrives in
@@ -425,8 +427,8 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     yield "forward", arrival, -1, "{near} makes its input at tick {sent}"
     if both_backward:
         backward, _ = both_backward
-        # This rule is only for the last virtual stage; for the others it follows from
-        # the order of cotangents.
+        # This rule is only needed for the last virtual stage. For the others it follows
+        # from the order of cotangents.
         loss = np.pad(forward[-1:], ((len(forward) - 1, 0), (0, 0)))
         yield "backward_input", loss, 0, "its forward is at tick {tick}"
         arrival = np.pad(backward[1:] + 1, ((0, 1), (0, 0)))
@@ -434,25 +436,25 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
         # Here 1 is not added: within a tick the input slot runs before the weight slot.
         yield "backward_weight", backward, 0, "its backward input is at tick {tick}"
     # One microbatch passes its random state to the next, and gradients are summed in
-    # the order of microbatches. In another order the numbers would differ from those on
-    # one device.
+    # the order of microbatches. In another order, the numbers would differ from the
+    # numbers on one device.
     for kind, ticks_of_kind in ticks.by_kind.items():
         after_last = np.pad(ticks_of_kind[:, :-1] + 1, ((0, 0), (1, 0)))
         yield kind, after_last, 0, "microbatch {last} comes before it, at tick {sent}"
 
 
 def _assign(ranges: LiveRanges) -> Ints:
-    """Assigns slots to values; values that are alive at once get different slots."""
+    """Assigns memory slots. Values that are alive at the same time do not share one."""
     start, end, stages = ranges
     slots = np.full_like(start, -1, dtype=np.int32)
     for stage in np.unique(stages):
         rows = np.flatnonzero(stages == stage).tolist()
         values = [(row, m) for row in rows for m in range(start.shape[1])]
-        free = [*range(len(values))]  # a heap, with the lowest slot first
-        busy: list[tuple[int, int]] = []  # (last tick, slot), the earliest first
+        free = [*range(len(values))]  # a heap, with the lowest memory slot first
+        busy: list[tuple[int, int]] = []  # (last tick, memory slot), the earliest first
         for value in sorted(values, key=lambda at: (start[at], at)):
-            # A slot is free only after its last tick, not within it, because a stage
-            # writes received values at the start of a tick, before it reads anything.
+            # A memory slot is free only after its last tick, not within this tick. A
+            # stage writes received values at the start of a tick, before it reads.
             while busy and busy[0][0] < start[value]:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             slots[value] = slot = heapq.heappop(free)
