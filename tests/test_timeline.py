@@ -70,18 +70,21 @@ def test_products_hide_concurrent_transfers() -> None:
     assert time_of(text) == (16.0, 4.0)
 
 
-def test_transfer_starts_with_its_operands() -> None:
+@pytest.mark.parametrize(
+    ("name", "key"), [("async", "calls"), ("call", "to_apply")], ids=str
+)
+def test_transfer_starts_with_its_operands(name: str, key: str) -> None:
     """SparseCores are started first and get their operands later."""
     wrapped = (
         "%gathering (x: bf16[2,8]) -> bf16[8,8] {\n  %x = bf16[2,8] parameter(0)\n"
         f"  ROOT %all = bf16[8,8] {GATHER}\n}}\n\n"
     )
     text = program(
-        "%start = ((), bf16[8,8]) async-start(), calls=%gathering",
+        f"%start = ((), bf16[8,8]) {name}-start(), {key}=%gathering",
         fusion("%first", "%y"),
-        "%sent = ((bf16[2,8]), bf16[8,8]) async-update(%start, %x)",
+        f"%sent = ((bf16[2,8]), bf16[8,8]) {name}-update(%start, %x)",
         fusion("%second", "%y"),
-        "%got = bf16[8,8] async-done(%sent)",
+        f"%got = bf16[8,8] {name}-done(%sent)",
         fusion("ROOT %out", "%got"),
     ).replace("ENTRY", wrapped + "ENTRY")
     # 6 before it starts, 10 of which 6 are hidden, 6 after it.

@@ -16,7 +16,7 @@ _TARGET = "custom_call_target"
 _FUSION_START = "AsyncCollectiveStart"
 # Custom calls by which XLA allocates and awaits buffers; they are not kernels.
 _BOOKKEEPING = {"AllocateBuffer", "AsyncCollectiveDone", _FUSION_START, "ConcatBitcast"}
-_CALLS = ("while", "conditional", "fusion", "call", "async-start", "custom-call-start")
+_CALLS = ("while", "conditional", "fusion", "call")
 # Names and flags of instructions that send data. Some are not collectives that can be
 # read: transfers between two hosts or stages, and kernels that write into the memory of
 # other devices.
@@ -235,7 +235,7 @@ class CostWalk(Walk[Cost]):
             )
         if instruction.opcode == "custom-call":
             return self._custom_call(instruction)
-        if instruction.opcode not in _CALLS:
+        if instruction.opcode not in _CALLS and not _starts(instruction):
             return None
         if instruction.opcode in ("while", "conditional"):
             return self.enter(instruction, values)
@@ -245,12 +245,11 @@ class CostWalk(Walk[Cost]):
 
     def _is_readable(self, computation: Computation, instruction: Instruction) -> bool:
         """False if it starts a computation that the program's text does not show."""
-        match instruction.opcode:
-            case "async-start" | "custom-call-start" | "fusion" | "call":
-                return instruction.called in self.module.computations
-            case "custom-call" if instruction.attribute(_TARGET) == _FUSION_START:
-                given = map(computation.instructions.get, instruction.operands)
-                return any(each and _SENDS.match(each.opcode) for each in given)
+        if instruction.opcode in ("fusion", "call") or _starts(instruction):
+            return instruction.called in self.module.computations
+        if instruction.attribute(_TARGET) == _FUSION_START:
+            given = map(computation.instructions.get, instruction.operands)
+            return any(each and _SENDS.match(each.opcode) for each in given)
         return True
 
     def _unread(self, computation: Computation, instruction: Instruction) -> Collective:
@@ -290,7 +289,7 @@ class CostWalk(Walk[Cost]):
         """
         if not cost.collectives:
             return cost
-        wraps = instruction.opcode in ("async-start", "custom-call-start")
+        wraps = _starts(instruction)
         overlaps = self.module.is_scheduled and self._overlap.is_hidden(
             computation, instruction
         )
@@ -325,6 +324,18 @@ class CostWalk(Walk[Cost]):
         share = self.taken.get(found.scope, 1.0)
         mean = share * most.flops + (1 - share) * min(flops)
         return replace(most, flops=mean) + Cost(conditionals=(found,))
+
+
+def _starts(instruction: Instruction) -> bool:
+    """Returns True if it starts a computation that runs beside the next instructions.
+
+    Compilers name such a start differently: `async-start`, `call-start` (libtpu 0.0.50)
+    or `custom-call-start` (0.0.52).
+    """
+    kind = instruction.opcode.removesuffix("-start")
+    if kind == instruction.opcode or kind in KINDS or _SENDS.match(kind):
+        return False
+    return kind in ("async", "call", "custom-call") or instruction.called is not None
 
 
 def _is_unknown(instruction: Instruction) -> bool:
