@@ -76,6 +76,7 @@ from nnx_parallel.training.arguments import (
 )
 from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.compilation import compiler_options
+from nnx_parallel.training.players import Player, Players
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize
 
@@ -110,6 +111,8 @@ __all__ = [
     "PathNames",
     "PathRules",
     "Pipeline",
+    "Player",
+    "Players",
     "PolicyRules",
     "Precision",
     "Report",

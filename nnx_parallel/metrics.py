@@ -274,22 +274,42 @@ def _by_name(aux: Any) -> dict[str, Any]:
     return named
 
 
+def _check_aux(aux: Any) -> None:
+    """Raises a `LossError` for outputs of the model beside a dict of metrics."""
+    parts = aux if isinstance(aux, tuple | list) else ()
+    dicts = [i for i, part in enumerate(parts) if isinstance(part, Mapping)]
+    shapes = [jnp.shape(x) for x in parts if isinstance(x, get_args(ArrayLike))]
+    if dicts and (found := [shape for shape in shapes if shape]):
+        raise LossError(
+            f"The loss returned (loss, aux), with an array of shape {found[0]} in aux "
+            "beside a dict. Only metrics can be returned: write 'return loss, "
+            f"aux[{dicts[0]}]'. For outputs of the model, such as logits, call "
+            "trainer.predict."
+        )
+
+
 def split_loss_output(
     output: Any, weight: float = 1.0
 ) -> tuple[Mean, dict[str, Mean | Sum]]:
     """Checks a loss function's output and returns its loss and metrics.
 
-    The output is ``loss`` or ``(loss, metrics)``. Plain scalars are returned as a
-    `Mean` with ``weight``.
+    The output is ``loss``, ``(loss, metrics)``, or a dict of metrics with a ``"loss"``.
+    Plain scalars are returned as a `Mean` with ``weight``. If metrics beside the loss
+    have another ``"loss"``, it is named ``aux.loss``.
     """
     loss, metrics = output, {}
-    if isinstance(output, tuple):
+    if isinstance(output, Mapping) and "loss" in output:
+        loss = output["loss"]
+        metrics = _by_name({k: x for k, x in output.items() if k != "loss"})
+    elif isinstance(output, tuple):
         if len(output) != 2:
             kinds = ", ".join(type(part).__name__ for part in output)
             raise LossError(
                 f"The loss returned a tuple of ({kinds}). Return loss, or (loss, "
-                "metrics), where metrics is a dict of scalars or Means."
+                "metrics), where metrics is a dict of scalars or Means. For several "
+                "values: return loss, (second, third)."
             )
+        _check_aux(output[1])
         if shape := getattr(output[1], "shape", ()):
             raise LossError(
                 f"The loss returned (loss, an array of shape {shape}). The second part "
@@ -297,6 +317,8 @@ def split_loss_output(
                 "the model, such as logits, call trainer.predict."
             )
         loss, metrics = output[0], _by_name(output[1])
+        if "loss" in metrics and (same := metrics.pop("loss")) is not loss:
+            metrics["aux.loss"] = same
     mean = as_mean(loss, "The loss", weight)
     # The dtype of the returned loss is checked, because `as_mean` casts integers.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)

@@ -7,8 +7,8 @@ global arrays, so ``jax.jit`` can flatten it without walking the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -58,7 +58,7 @@ class TrainState:
         params: Trained parameters, in nested dicts by attribute.
         variables: All other arrays of the model: frozen parameters, batch statistics,
             random streams.
-        opt_state: Optax state.
+        opt_state: Optax state; with several players, a dict of states by player.
         key: Random key. If the loss takes ``rngs``, each step derives a key from it.
         ema: Exponential moving average of ``params``, or ``None``.
         loss_scale: The loss scale for float16, or ``None``.
@@ -87,6 +87,19 @@ class TrainState:
         return dataclasses.replace(self, ema=ema)
 
 
+@dataclass(frozen=True)
+class Share:
+    """The part of a state that one player trains.
+
+    Attributes:
+        tx: The player's optimizer.
+        paths: Paths of the parameters that it updates.
+    """
+
+    tx: Optimizer
+    paths: frozenset[Path]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
     """A model's structure and the placement of every array, before the arrays exist.
@@ -104,6 +117,9 @@ class StatePlan:
             place of each array.
         ema_decay: Decay of the moving average, or ``None``.
         offload: The arrays that are kept in host memory, or ``None``.
+        shares: The players' shares by name; empty if there is only one loss.
+        player: The player of a `view`, or an empty name.
+        whole: The plan of the entire state; this plan, unless it is a `view`.
     """
 
     model_name: str
@@ -118,6 +134,71 @@ class StatePlan:
     precision: Precision
     ema_decay: float | None
     offload: Offload | None = None
+    shares: Mapping[str, Share] = field(default_factory=dict)
+    player: str = ""
+    _whole: StatePlan | None = None
+
+    @property
+    def whole(self) -> StatePlan:
+        """The plan of the entire state."""
+        return self._whole or self
+
+    def view(self, player: str) -> StatePlan:
+        """Returns the plan of the state as one player sees it.
+
+        The parameters of the other players are variables there, which its step does not
+        train.
+        """
+        share = self.shares[player]
+        view = dataclasses.replace(
+            self,
+            player=player,
+            trained_paths=share.paths,
+            tx=share.tx,
+            shares={},
+            _whole=self,
+        )
+        return dataclasses.replace(view, abstract=view.narrow(self.abstract))
+
+    def narrow(self, state: TrainState) -> TrainState:
+        """Returns a state as the player of this `view` sees it."""
+        if not self.player:
+            return state
+
+        def split(tree: dict) -> tuple[dict, dict]:
+            mine, others = {}, {}
+            for path, x in flatten(tree).items():
+                (mine if path in self.trained_paths else others)[path] = x
+            return nest(mine), others
+
+        params, others = split(state.params)
+        return dataclasses.replace(
+            state,
+            params=params,
+            variables=nest(flatten(state.variables) | others),
+            opt_state=state.opt_state[self.player],
+            ema=None if state.ema is None else split(state.ema)[0],
+        )
+
+    def widen(self, state: TrainState, new: TrainState) -> TrainState:
+        """Returns the entire state after a step of the player of this `view`.
+
+        Args:
+            state: The entire state before the step.
+            new: The state after the step, as the player sees it.
+        """
+        if not self.player:
+            return new
+        arrays = flatten(new.params) | flatten(new.variables)
+        params, variables = (
+            nest({path: arrays[path] for path in flatten(tree)})
+            for tree in (state.params, state.variables)
+        )
+        ema = state.ema and nest(flatten(state.ema) | flatten(new.ema or {}))
+        opt_state = {**state.opt_state, self.player: new.opt_state}
+        return dataclasses.replace(
+            new, params=params, variables=variables, opt_state=opt_state, ema=ema
+        )
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -328,8 +409,10 @@ def plan_state(
     Args:
         model: The abstract model. The placements are written into its metadata.
         layout: The mesh and the strategy's claims on it.
-        optimizer: An Optax transformation or a function of the abstract model.
-        wrt: Filter of the Variables to train.
+        optimizer: An Optax transformation or a function of the abstract model; with
+            several players, a dict of them by player.
+        wrt: Filter of the Variables to train; with several players, a dict like
+            ``optimizer``.
         precision: The dtypes. With computation in float16, the state has a loss scale.
         ema_decay: Decay of a moving average of the parameters, or ``None``.
         offload: The arrays that are kept in host memory, or ``None``.
@@ -348,7 +431,9 @@ def plan_state(
             "such as 0.999."
         )
     precision = precision or Precision()
-    tx = as_transformation(optimizer, model)
+    is_one = not isinstance(optimizer, dict)
+    optimizers, filters = ({"": optimizer}, {"": wrt}) if is_one else (optimizer, wrt)
+    txs = {name: as_transformation(each, model) for name, each in optimizers.items()}
     placements = place_model(model, layout)
     for _, module in nnx.iter_modules(model):
         for name in MODES:
@@ -358,13 +443,8 @@ def plan_state(
     # The mode is part of the structure, so it is changed only after `training` is made.
     # The arrays do not change.
     model.eval()
-    trained_paths = frozenset(path for path, _ in variables_of(model, wrt))
-    if not trained_paths:
-        kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
-        raise ValueError(
-            f"wrt={wrt} selects no Variable of the model, so nothing would be trained. "
-            f"The model has Variables of kinds {kinds}."
-        )
+    shares = {name: Share(txs[name], _trained(model, filters, name)) for name in txs}
+    trained_paths = frozenset[Path]().union(*(each.paths for each in shares.values()))
     are_params = {p for p, v in variables_of(model) if isinstance(v, nnx.Param)}
     are_params |= trained_paths
     plan = StatePlan(
@@ -377,13 +457,58 @@ def plan_state(
         trained_paths=trained_paths,
         # The plan itself computes the state's shapes, so they are filled in below.
         abstract=None,  # pyright: ignore[reportArgumentType]
-        tx=tx,
+        tx=txs[""] if is_one else _side_by_side(shares),
         precision=precision,
         ema_decay=ema_decay,
         offload=offload,
+        shares={} if is_one else shares,
     )
     arrays = nest(arrays_of(model))
     return dataclasses.replace(plan, abstract=_abstract_state(plan, arrays))
+
+
+def _trained(model: nnx.Module, filters: Mapping[str, Any], name: str) -> frozenset:
+    """Returns the paths that a player's filter selects; they must not be empty."""
+    wrt = filters[name]
+    paths = frozenset(path for path, _ in variables_of(model, wrt))
+    if not paths:
+        kinds = sorted({type(v).__name__ for _, v in variables_of(model)})
+        owner, parts = (f"Player {name!r}: ", ", in the parts ") if name else ("", "")
+        if name:
+            parts += str(sorted({str(path[0]) for path, _ in variables_of(model)}))
+        raise ValueError(
+            f"{owner}wrt={wrt} selects no Variable of the model, so nothing would be "
+            f"trained. The model has Variables of kinds {kinds}{parts}."
+        )
+    return paths
+
+
+def _side_by_side(shares: Mapping[str, Share]) -> Optimizer:
+    """Returns a transformation that has the states of all players, by name.
+
+    Its update is only traced, to find out how the states change.
+    """
+
+    def of(share: Share, tree: Any) -> dict:
+        return nest({p: x for p, x in flatten(tree).items() if p in share.paths})
+
+    def init(params: Any) -> dict[str, Any]:
+        return {
+            name: share.tx.init(of(share, params)) for name, share in shares.items()
+        }
+
+    def update(grads: Any, states: Any, params: Any, **known: Any) -> tuple[Any, Any]:
+        updates, new = flatten(grads), {}
+        for name, share in shares.items():
+            tx = optax.with_extra_args_support(share.tx)
+            mine = {k: of(share, x) if k == "grad" else x for k, x in known.items()}
+            found, new[name] = tx.update(
+                of(share, grads), states[name], of(share, params), **mine
+            )
+            updates |= flatten(found)
+        return nest(updates), new
+
+    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def _abstract_state(plan: StatePlan, arrays: dict) -> TrainState:

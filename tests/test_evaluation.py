@@ -544,3 +544,26 @@ def test_invalid_eval_params_raise(eval_params: Any, message: str) -> None:
             reversed_rows,
             evaluation=Evaluation(params=eval_params),
         )
+
+
+def test_function_made_for_each_call_is_reported_once() -> None:
+    trainer = Trainer(
+        lambda rngs: nnx.Linear(4, 2, rngs=rngs), optax.sgd(0.1), mean_loss, loggers=()
+    )
+    x = np.ones((8, 4), np.float32)
+    scales = [1.0, 2.0, 3.0, 4.0]
+    with pytest.warns(ParallelWarning) as caught:
+        found = [trainer.predict([x], lambda m, x, s=s: m(x) * s) for s in scales]
+    (warning,) = caught
+    message = (
+        r"predict has compiled '<lambda>' \(test_evaluation\.py:\d+\) for the third"
+    )
+    assert re.match(message, str(warning.message))
+    for scale, outputs in zip(scales, found, strict=True):
+        np.testing.assert_allclose(outputs, found[0] * scale, rtol=1e-6)
+    for _ in range(4):  # the same function
+        trainer.evaluate([x], loss=mean_loss)
+
+
+def mean_loss(model: Any, batch: Any) -> jax.Array:
+    return model(batch).mean()

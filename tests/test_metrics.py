@@ -115,6 +115,25 @@ def test_scalars_get_given_weight() -> None:
     assert jnp.result_type(loss.total) == jnp.float32
 
 
+@pytest.mark.parametrize(
+    ("output", "loss", "metrics"),
+    [
+        ({"loss": 2.0, "mse": 1.0}, 2.0, {"mse": 1.0}),
+        ((2.0, {"loss": 3.0, "mse": 1.0}), 2.0, {"aux.loss": 3.0, "mse": 1.0}),
+        ((2.0, (3.0, {"mse": 1.0})), 2.0, {"aux.0": 3.0, "aux.1.mse": 1.0}),
+    ],
+)
+def test_other_forms_of_output(output: Any, loss: float, metrics: Any) -> None:
+    mean, found = split_loss_output(output)
+    assert mean.value == loss
+    assert {name: float(each.value) for name, each in found.items()} == metrics
+
+
+def test_loss_among_its_metrics_is_reported_once() -> None:
+    loss = Mean(6.0, 3.0)
+    assert split_loss_output((loss, {"loss": loss, "mse": 1.0}))[1].keys() == {"mse"}
+
+
 def test_means_keep_their_weight() -> None:
     mean = Mean(jnp.float32(6.0), 3.0)
     assert split_loss_output(mean, weight=100)[0] is mean
@@ -146,11 +165,17 @@ TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or
         (True, f"The loss has shape () and dtype bool.{SCALAR}"),
         (1j, f"The loss has shape () and dtype complex64.{SCALAR}"),
         (None, f"The loss is a NoneType.{SCALAR}."),
-        ({"loss": 1.0}, f"The loss is a dict.{SCALAR}."),
+        ({"mse": 1.0}, f"The loss is a dict.{SCALAR}."),
         ([1.0, {}], f"The loss is a list.{SCALAR}."),
         (
             (1.0, {}, {}),
-            f"The loss returned a tuple of (float, dict, dict).{TUPLE}",
+            f"The loss returned a tuple of (float, dict, dict).{TUPLE} For several "
+            "values: return loss, (second, third).",
+        ),
+        (
+            (1.0, ({"mse": 1.0}, jnp.ones((2, 4)))),
+            "The loss returned (loss, aux), with an array of shape (2, 4) in aux "
+            "beside a dict. Only metrics can be returned: write 'return loss, aux[0]'.",
         ),
         (
             (1.0, jnp.ones((2, 4))),
@@ -172,6 +197,7 @@ TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or
                 "that begin with 'eval_'.",
             )
             for name in (*RESERVED_METRICS, "eval_loss")
+            if name != "loss"
         ],
     ],
 )

@@ -169,7 +169,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit([{"x": X, "y": np.ones(6, np.float32)}]),
         "Arrays of batch 0 disagree about the number of rows (batch['x']: 8, "
         "batch['y']: 6). Dim 0 of every array is the rows of the global batch; give an "
-        "array that all rows share as nnx_parallel.Shared(array).",
+        "array that all rows share as nnx_parallel.Shared(array), such as the edges of "
+        "a graph.",
     ),
     "a number of steps in quotes": (
         lambda: fit(num_steps="100"),
@@ -187,7 +188,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a strategy by position": (
         lambda: CALL(Net, SGD, loss, FSDP()),
-        "Trainer.__init__() takes 4 positional arguments but 5 were given",
+        "Trainer.__init__() takes from 3 to 4 positional arguments but 5 were given",
     ),
     "the length of a fit in the constructor": (
         lambda: CALL(Net, SGD, loss, max_epochs=3),

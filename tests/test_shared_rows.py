@@ -152,6 +152,11 @@ def test_changed_shape_of_shared_entry_raises() -> None:
     [
         ({"mask": Shared(TABLES["mask"])}, "of type dict holds no arrays with rows"),
         (
+            {"graph": Shared(TABLES)},
+            "The rows of one large graph are the nodes that the loss counts: {'graph': "
+            "Shared(graph), 'nodes': np.arange(num_nodes)}.",
+        ),
+        (
             {"x": X, "mask": Shared(0.5)},
             "batch['mask'].value of batch 0 has type",
         ),
@@ -164,6 +169,52 @@ def test_changed_shape_of_shared_entry_raises() -> None:
 def test_invalid_shared_entries_raise(batch: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         make_trainer().fit([batch], 1)
+
+
+class Graph(nnx.Module):
+    """A convolution over the neighbours in a graph."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, graph: Any) -> jax.Array:
+        sent = self.layer(graph["features"])[graph["senders"]]
+        return jax.ops.segment_sum(sent, graph["receivers"], len(graph["features"]))
+
+
+def test_rows_of_a_graph_are_its_nodes() -> None:
+    rng = np.random.default_rng(1)
+    graph = {
+        "features": X[:, 0],
+        "senders": rng.integers(0, 8, 13).astype(np.int32),
+        "receivers": rng.integers(0, 8, 13).astype(np.int32),
+    }
+    nodes = np.arange(8, dtype=np.int32)
+
+    def node_loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.square(model(batch["graph"])[batch["nodes"]] - 1).mean()
+
+    batch = {"graph": Shared(graph), "nodes": nodes}
+    trainer = make_trainer(model=Graph, loss=node_loss, num_microbatches=2)
+    found = trainer.fit([batch] * 2, 2)["loss"]
+    model = Graph(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for value in found:
+        plain = {"graph": graph, "nodes": nodes}
+        expected, grads = nnx.value_and_grad(node_loss)(model, plain)
+        optimizer.update(model, grads)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_raw_key_is_never_taken_for_rows(rows: int) -> None:
+    batch = {"x": X[:rows], "rng": np.asarray(jax.random.PRNGKey(0))}
+    message = (
+        "batch['rng'] of batch 0 is uint32 of shape (2,), like a raw PRNGKey. Give a "
+        "key as jax.random.key(seed) or as nnx_parallel.Shared(key)"
+    )
+    with pytest.raises(DataError, match=re.escape(message)):
+        make_trainer(devices=jax.devices()[:2]).fit([batch], 1)
 
 
 def test_different_shared_values_on_processes_raise(

@@ -134,8 +134,8 @@ def test_metrics_are_means_over_whole_batch() -> None:
             "The loss returned (loss, an array of shape (16,)).",
         ),
         (
-            lambda errors: (errors.mean(), {"loss": errors.mean()}),
-            "A metric is named 'loss', which the run reports itself.",
+            lambda errors: (errors.mean(), {"mfu": errors.mean()}),
+            "A metric is named 'mfu', which the run reports itself.",
         ),
         (
             lambda errors: (errors.mean(), {"errors": errors}),

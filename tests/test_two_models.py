@@ -1,4 +1,4 @@
-"""Two networks in one run: players with an optimizer each, teachers, adapters."""
+"""Two networks in one run: two optimizers in one step, teachers, adapters."""
 
 from typing import Any
 
@@ -17,7 +17,6 @@ from nnx_parallel import (
     Strategy,
     Trainer,
 )
-from nnx_parallel.errors import DonatedArrayError, StateStructureError
 from tests.parity.runs import to_host
 
 STRATEGIES = [
@@ -97,91 +96,6 @@ def test_two_optimizers_in_one_step_match_plain_nnx(strategy: Strategy) -> None:
         history["critic"] + history["generator"], history["loss"]
     )
     assert_close(trainer.model, model)
-
-
-class Normed(nnx.Module):
-    """Arrays that move without a gradient: u and sigma, statistics, streams."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.generator = nnx.Sequential(
-            nnx.Linear(4, 8, use_bias=False, rngs=rngs),
-            nnx.BatchNorm(8, rngs=rngs),
-            nnx.Dropout(0.5, rngs=rngs),
-            nnx.Linear(8, 4, rngs=rngs),
-        )
-        layer = nnx.Linear(4, 8, rngs=rngs)
-        self.critic = nnx.SpectralNorm(layer, n_steps=3, rngs=rngs)
-
-
-def critic_loss(model: Any, batch: Any) -> jax.Array:
-    fake = model.critic(model.generator(batch["noise"]), update_stats=True)
-    real = model.critic(batch["noise"][::-1], update_stats=True)
-    return (nnx.softplus(fake) + nnx.softplus(-real)).mean()
-
-
-def generator_loss(model: Any, batch: Any) -> jax.Array:
-    fake = model.generator(batch["noise"])
-    return nnx.softplus(-model.critic(fake, update_stats=False)).mean()
-
-
-LOSSES = {"critic": critic_loss, "generator": generator_loss}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_alternating_players_share_model(strategy: Strategy) -> None:
-    players = {
-        name: make_trainer(Normed, TX[name], loss, wrt=part(name), strategy=strategy)
-        for name, loss in LOSSES.items()
-    }
-    model: Any = Normed(nnx.Rngs(0))
-    optimizers = plain_optimizers(model)
-
-    @nnx.jit(static_argnums=0)
-    def turn_of(name: str, model: Any, batch: Any) -> tuple[jax.Array, nnx.State]:
-        wanted = nnx.DiffState(0, part(name))
-        return nnx.value_and_grad(LOSSES[name], argnums=wanted)(model, batch)
-
-    # A critic may have more turns than a generator, and need not be the first.
-    turns = ["generator", "critic", "critic", "generator"]
-    for turn, batch in zip(turns, [*NOISE, NOISE[0]], strict=True):
-        (other,) = (trainer for name, trainer in players.items() if name != turn)
-        found = players[turn].take_turn(batch, other)["loss"]
-        expected, grads = turn_of(turn, model, batch)
-        optimizers[turn].update(model, grads)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for trainer in players.values():
-        assert_close(trainer.model, model)
-        assert trainer.step == 2
-
-
-def test_players_of_different_models_raise() -> None:
-    critic = make_trainer(GAN, TX["critic"], critic_loss, wrt=part("critic"))
-    other = make_trainer(Normed, TX["critic"], critic_loss, wrt=part("generator"))
-    with pytest.raises(StateStructureError, match="take_turn needs Trainers of one"):
-        critic.take_turn(NOISE[0], other)
-
-
-def test_turn_without_all_players_raises() -> None:
-    def player(name: str) -> Any:
-        return make_trainer(Triple, optax.sgd(0.5), product, wrt=part(name))
-
-    a, b, c = map(player, "abc")
-    wrong: Any = [b]
-    with pytest.raises(TypeError, match=r"take_turn got .*list.* It takes a batch"):
-        a.take_turn(NOISE[0], wrong)
-    a.take_turn(NOISE[0], b, c)
-    b.take_turn(NOISE[0], a)
-    with pytest.raises(DonatedArrayError, match="all other players to each turn"):
-        c.take_turn(NOISE[0], a, b)
-
-
-class Triple(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.a, self.b, self.c = (nnx.Param(jnp.ones(())) for _ in range(3))
-
-
-def product(model: Any, batch: Any) -> jax.Array:
-    return model.a[...] * model.b[...] * model.c[...] * batch["noise"].var()
 
 
 class Pair(nnx.Module):

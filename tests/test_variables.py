@@ -25,7 +25,7 @@ from nnx_parallel import (
     make_mesh,
     resolve_shardings,
 )
-from nnx_parallel.errors import ModelError, StateStructureError
+from nnx_parallel.errors import ModelError, ParallelWarning, StateStructureError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
@@ -336,6 +336,72 @@ def test_array_hidden_in_object_raises(hold: Any) -> None:
         expected = plain(Holds(nnx.Rngs(0)), batches)
         found = make_trainer(Holds(nnx.Rngs(0))).fit(batches, 1)["loss"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def in_closure(rngs: nnx.Rngs) -> Any:
+    hidden = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    return lambda x: hidden(x)
+
+
+def in_partial(rngs: nnx.Rngs) -> Any:
+    layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs)]
+    return functools.partial(lambda hidden, x: hidden[0](x), layers)
+
+
+def in_inner_closure(rngs: nnx.Rngs) -> Any:
+    inner = in_closure(rngs)
+    return lambda x: inner(x)
+
+
+@pytest.mark.parametrize("make", [in_closure, in_partial, in_inner_closure])
+def test_module_hidden_in_closure_is_named(make: Any) -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.block = make(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.head(self.block(x))
+
+    where = re.escape("`block` is a ") + r"\w+ \(.*test_variables\.py:\d+\) "
+    message = (
+        where + r"with the Linear '\w+' that __init__ has made: .*`kernel` \(16, 16"
+    )
+    with pytest.raises(ModelError, match=message):
+        make_trainer(Net)
+    batches = make_batches(2)
+    expected = plain(Net(nnx.Rngs(0)), batches)
+    with pytest.warns(ParallelWarning, match=message + ".*are not trained, sharded or"):
+        trainer = make_trainer(Net(nnx.Rngs(0)))
+    np.testing.assert_allclose(trainer.fit(batches, 2)["loss"], expected, rtol=1e-5)
+
+
+def test_function_of_its_own_module_is_named() -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.apply = lambda x: self.head(x)
+
+    with pytest.raises(ModelError, match=r"with the Net 'self'.*Write a method of"):
+        make_trainer(Net)
+
+
+def test_untrained_variables_are_named_once(capsys: Any) -> None:
+    class Scaled(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+            self.scale = nnx.Variable(jnp.ones(WIDTH))
+            self.count = nnx.Variable(jnp.arange(3))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.norm(self.layer(x)) * self.scale[None]
+
+    trainer = make_trainer(Scaled, loggers=None)
+    for steps in (1, 2):
+        trainer.fit(make_batches(2), steps)
+    text = "`scale`: nnx.Variable; nnx.Param is trained"
+    assert capsys.readouterr().out.count(text) == 1
 
 
 class Weak(nnx.Module):

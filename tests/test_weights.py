@@ -119,6 +119,12 @@ SCALED = [
 ]
 
 
+NUMBERED = [
+    ("layers.{}.kernel", "fc{}.weight", "out into -> into out"),
+    ("layers.{}.bias", "fc{}.bias", "out -> out"),
+]
+
+
 def scaled(rngs: nnx.Rngs) -> nnx.Module:
     return Scaled(rngs=rngs)
 
@@ -132,18 +138,27 @@ def folder(tmp_path: Path) -> Path:
     return target
 
 
-def test_user_model_loads_with_custom_names(folder: Path) -> None:
+@pytest.mark.parametrize("names", [SCALED, NUMBERED], ids=["each", "numbered"])
+def test_user_model_loads_with_custom_names(folder: Path, names: Any) -> None:
     assert len(list(folder.glob("model-*-of-00002.safetensors"))) == 2
     assert not (folder / "config.json").exists()
     expected = Scaled(rngs=nnx.Rngs(1))
-    pretrained = Pretrained(scaled, folder, SCALED)
+    pretrained = Pretrained(scaled, folder, names)
     params, arrays = FSDP(min_size=1), nnx.state(expected)
     model = params.init(pretrained, nnx.Rngs(0))
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         ours = dict(nnx.to_flat_state(arrays))[path]
         assert np.array_equal(leaf.get_value(), ours.get_value()), path
-    kept: Any = Pretrained(scaled, folder, SCALED, dtype="bfloat16")(nnx.Rngs(0))
+    kept: Any = Pretrained(scaled, folder, names, dtype="bfloat16")(nnx.Rngs(0))
     assert kept.layers[0].kernel.get_value().dtype == jnp.bfloat16
+    again = folder.parent / "again"
+    save_pretrained(again, expected, names=names, max_file_bytes=600)
+    check_equal(content(again), content(folder))
+    longer = [*names, ("blocks.{}.kernel", "b{}.weight", "out into -> into out")]
+    with pytest.raises(
+        WeightsError, match=r"has `blocks\.\{\}\.kernel`, which the mod"
+    ):
+        Pretrained(scaled, folder, longer)(nnx.Rngs(0))
 
 
 def rewrite(path: Path, change: Callable[[dict], Any]) -> None:

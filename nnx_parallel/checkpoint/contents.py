@@ -387,16 +387,27 @@ def check_match(
 def check_states(
     stored: StoredCheckpoint, description: Mapping[str, Any], where: str
 ) -> None:
-    """Compares the kinds of the optimizer's states with a checkpoint's kinds.
+    """Compares players and kinds of the optimizer's states with a checkpoint's.
 
     Two optimizers may have arrays with the same paths and shapes but different
     meanings. Checkpoints of earlier versions do not name the kinds, so these are not
     compared.
 
     Raises:
-        CheckpointMismatchError: If kinds differ; the message has one line for each
-            state.
+        CheckpointMismatchError: If players differ, or kinds; the message has one line
+            for each state.
     """
+    players, saved = ({*x.get("players", ())} for x in (description, stored.meta))
+    if players != saved:
+        had, have = (
+            f"the players {sorted(x)}" if x else "one loss, without players"
+            for x in (saved, players)
+        )
+        raise CheckpointMismatchError(
+            f"{where} was saved with {had}, and this Trainer has {have}. Build the "
+            "same players, or take only the weights: "
+            "trainer.restore(weights_only=True)."
+        )
     here = description.get("optimizer_states", {})
     there = stored.meta.get("optimizer_states", {})
     lines = [

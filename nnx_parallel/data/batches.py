@@ -48,19 +48,31 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
         _check_leaf(f"{name} of batch {index}", leaf)
     with_rows, shared, join = partition(batch)
     without_shared = join(with_rows, [None] * len(shared))
-    rows = {name: x.shape[0] for name, x in _named_leaves(without_shared).items()}
+    named = _named_leaves(without_shared)
+    for name, x in named.items():
+        # With two rows, a key would be taken for one number in each row.
+        if x.dtype == np.uint32 and x.shape == (2,):
+            raise DataError(
+                f"{name} of batch {index} is uint32 of shape (2,), like a raw PRNGKey. "
+                "Give a key as jax.random.key(seed) or as nnx_parallel.Shared(key), or "
+                "take rngs in the loss: loss(model, batch, rngs). If it is a number in "
+                "each of two rows, make it int32."
+            )
+    rows = {name: x.shape[0] for name, x in named.items()}
     if not rows:
         raise DataError(
             f"Batch {index} of type {type(batch).__name__} holds no arrays"
             f"{' with rows' * bool(leaves)}. A batch is a pytree of arrays whose dim 0 "
-            "is the rows."
+            "is the rows. The rows of one large graph are the nodes that the loss "
+            "counts: {'graph': Shared(graph), 'nodes': np.arange(num_nodes)}."
         )
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{name}: {count}" for name, count in rows.items())
         raise BatchShapeError(
             f"Arrays of batch {index} disagree about the number of rows ({found}). "
             "Dim 0 of every array is the rows of the global batch; give an array that "
-            "all rows share as nnx_parallel.Shared(array)."
+            "all rows share as nnx_parallel.Shared(array), such as the edges of a "
+            "graph."
         )
     name, num_rows = next(iter(rows.items()))
     if num_rows == 0:

@@ -78,6 +78,12 @@ class Parts:
                 f"plan got {kind_of(trainer)}. It plans a Trainer, built on any "
                 "devices: plan(Trainer(model, optimizer, loss), ...)."
             )
+        if programs.players:
+            raise PlanError(
+                "plan cannot plan Players yet. Plan the player with the most "
+                "parameters: a Trainer of the same model with its optimizer, loss and "
+                "wrt."
+            )
         plan: StatePlan = run.plan
         return cls(
             model=plan.model,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -18,7 +18,7 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from nnx_parallel.errors import ModelError, warn_user
+from nnx_parallel.errors import ModelError, ParallelWarning, warn_user
 from nnx_parallel.mesh import explaining_axes
 from nnx_parallel.programs import reached, trace, variables_in
 from nnx_parallel.sharding.layout import Layout
@@ -153,6 +153,12 @@ def abstract_model(
             arrays have the same dotted path.
     """
     if isinstance(source, nnx.Module):
+        for text, remedy in _hidden_arrays(source):
+            warn_user(
+                f"{text} Flax does not look into such an object: these values are "
+                f"constants, and are not trained, sharded or saved. {remedy}.",
+                ParallelWarning,
+            )
 
         def shape(path: Path, variable: nnx.Variable) -> jax.ShapeDtypeStruct:
             x = variable.get_value()
@@ -225,7 +231,12 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
             f"model={model_fn} returns a {found}, not an nnx.Module. {remedy}"
         )
     wrap_constants(model)
-    _check_hidden(model)
+    for text, remedy in _hidden_arrays(model):
+        raise ModelError(
+            f"{text} Flax does not look into such an object, and the model is built in "
+            f"a trace, after which the array is gone. {remedy}; or pass a model that "
+            "is built."
+        )
     return model
 
 
@@ -285,28 +296,58 @@ def _is_part_of_graph(value: object) -> bool:
     return isinstance(value, nnx.Variable | nnx.Pytree)
 
 
-def _check_hidden(model: nnx.Module) -> None:
-    """Refuses arrays of this trace in objects that Flax does not look into.
+def _hidden_arrays(model: nnx.Module) -> Iterator[tuple[str, str]]:
+    """Yields a sentence and a remedy for each object that hides arrays from Flax.
 
-    Raises:
-        ModelError: If there is such an array. The message names the attribute; JAX's
-            error would name only the tracer that has escaped.
+    Such an object is a closure, a partial, a bound method or an object of another
+    class. It hides modules and Variables, and arrays of the current trace.
     """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():
-            for x in filterfalse(_is_part_of_graph, _parts(value)[0]):
-                contents = [getattr(x, "__dict__", {})]
-                contents += [getattr(x, n, ()) for n in ("args", "keywords")]  # partial
-                for cell in getattr(x, "__closure__", None) or ():
-                    contents += [cell.cell_contents] if cell != _EMPTY else []
-                if any(isinstance(each, Tracer) for each in _parts(contents)[0]):
-                    raise ModelError(
-                        f"`{dotted((*path, name))}` is a {type(x).__name__} with an "
-                        "array that __init__ has made. Flax does not look into such an "
-                        "object, and the model is built in a trace, after which the "
-                        "array is gone. Make it an attribute of the module, or an "
-                        "nnx.Variable; or pass a model that is built."
+            for holder in filterfalse(_is_part_of_graph, _parts(value)[0]):
+                code = getattr(getattr(holder, "func", holder), "__code__", None)
+                line = code and f" ({code.co_filename}:{code.co_firstlineno})"
+                for inner, found in _contents(holder):
+                    remedy = f"Make it an attribute of the module, self.{inner} = ..."
+                    if found is module:
+                        remedy = "Write a method of the module"
+                    yield (
+                        f"`{dotted((*path, name))}` is a {type(holder).__name__}"
+                        f"{line or ''} with {_name_hidden(inner, found)}.",
+                        f"{remedy}, or an nnx.Variable",
                     )
+
+
+def _name_hidden(name: str, found: Any) -> str:
+    if not isinstance(found, nnx.Module):
+        return f"an array that __init__ has made, {name!r}"
+    params = variables_of(found, nnx.Param)
+    shown = ", ".join(f"`{dotted(p)}` {v.get_value().shape}" for p, v in params)
+    return f"the {type(found).__name__} {name!r} that __init__ has made: {shown}"
+
+
+def _contents(holder: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Yields modules, Variables and traced arrays in an object, by name."""
+    if isinstance(holder, type | ModuleType):
+        return
+    named = [*getattr(holder, "__dict__", {}).items()]
+    if isinstance(holder, partial):
+        named += [(f"args_{i}", x) for i, x in enumerate(holder.args)]
+        named += [*holder.keywords.items(), ("func", holder.func)]
+    named.append(("self", getattr(holder, "__self__", None)))
+    names = getattr(getattr(holder, "__code__", None), "co_freevars", ())
+    cells = getattr(holder, "__closure__", None) or ()
+    named += [
+        (name, cell.cell_contents)
+        for name, cell in zip(names, cells, strict=False)
+        if cell != _EMPTY
+    ]
+    for name, value in named:
+        for x in _parts(value)[0]:
+            if isinstance(x, nnx.Module | nnx.Variable | Tracer):
+                yield name, x
+            elif callable(x) and depth:
+                yield from _contents(x, depth - 1)
 
 
 def plain_attributes(model: nnx.Module) -> dict[Path, Any]:

@@ -45,7 +45,8 @@ class LossFn(Protocol):
     Its signature is ``loss(model, batch)``, or ``loss(model, batch, rngs)`` if it draws
     random numbers. It returns a scalar or a `Mean`, or a tuple of this and metrics. The
     metrics are a dict or any other pytree. Its leaves are scalars, `Mean` or `Sum`, and
-    the path of a leaf is the metric's name.
+    the path of a leaf is the metric's name. It may also return a dict of metrics, of
+    which ``"loss"`` is the loss.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> LossOutput:
@@ -323,15 +324,11 @@ _LISTS: dict[str, _Elements] = {
 """The arguments of the Trainer that are lists."""
 
 
-def check_arguments(
-    model: object, optimizer: object, loss: object, arguments: Mapping[str, Any]
-) -> None:
+def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
     """Raises an error that names an argument of a Trainer if its type is wrong.
 
     Args:
         model: The argument ``model``.
-        optimizer: The optimizer.
-        loss: The loss.
         arguments: All arguments of the Trainer, by name.
 
     Raises:
@@ -340,18 +337,7 @@ def check_arguments(
         ValueError: If ``log_every`` is not a number of steps, or if both devices and a
             mesh are given.
     """
-    if _is_transformation(loss) and callable(optimizer):
-        raise TypeError(
-            "loss is an Optax transformation and optimizer a function: they are "
-            "swapped. The order is Trainer(model, optimizer, loss)."
-        )
-    if not callable(loss):
-        raise TypeError(
-            f"loss is {kind_of(loss)}. It must be a function loss(model, batch), which "
-            "returns a scalar or a Mean."
-        )
     _check_model(model)
-    _check_optimizer(optimizer)
     _check_kinds(arguments, _KINDS)
     for name, elements in _LISTS.items():
         _check_list(name, arguments[name], elements)
@@ -391,6 +377,21 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
                 f"{name}[{i}] is {kind_of(element)}. It must be a {kind}"
                 f"{_if_called(element, is_valid)}."
             )
+
+
+def check_update(optimizer: object, loss: object) -> None:
+    """Raises a `TypeError` if an optimizer or a loss is something else."""
+    if _is_transformation(loss) and callable(optimizer):
+        raise TypeError(
+            "loss is an Optax transformation and optimizer a function: they are "
+            "swapped. The order is Trainer(model, optimizer, loss)."
+        )
+    if not callable(loss):
+        raise TypeError(
+            f"loss is {kind_of(loss)}. It must be a function loss(model, batch), which "
+            "returns a scalar or a Mean."
+        )
+    _check_optimizer(optimizer)
 
 
 def _check_optimizer(optimizer: object) -> None:

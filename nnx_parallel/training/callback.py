@@ -149,6 +149,10 @@ class EarlyStopping(Callback):
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Judges a metric of training."""
         # A skipped step may have no loss, and it has not changed the model.
+        player, is_named, _ = self.metric.partition("/")
+        is_other = is_named and player in (getattr(trainer, "players", None) or ())
+        if is_other and f"{player}/loss" not in metrics:
+            return  # it is a step of another player
         if not self.needs_evaluation and not metrics.get("skipped"):
             self._judge(trainer, step, metrics, self.metric)
 

@@ -30,7 +30,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.stack.stack import run_one_layer, using_runner
-from nnx_parallel.metrics import Mean, result_of, split_loss_output
+from nnx_parallel.metrics import result_of, split_loss_output
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.sharding.nnx_arrays import variables_of
@@ -45,6 +45,7 @@ from nnx_parallel.training.compilation import (
     start_program,
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
+from nnx_parallel.training.players import Players
 from nnx_parallel.training.step import (
     Batch,
     Means,
@@ -200,20 +201,60 @@ class _Known:
 
 @dataclass(frozen=True, eq=False)
 class Programs:
-    """The compiled programs of a run; each is traced at its first call."""
+    """The compiled programs of a run; each is traced at its first call.
+
+    With `Players`, ``loss`` is ``None``, and each player has its programs in `turns`.
+    """
 
     plan: StatePlan
-    loss: LossFn
+    loss: LossFn | None
     options: StepOptions
     global_batch_size: int | None = None  # rows that each training batch must have
     evaluation: Evaluation = field(default_factory=Evaluation)
+    players: Players | None = None
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
+    _by_code: dict[Any, set[_Known]] = field(default_factory=dict, init=False)
 
     @cached_property
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    def turns(self) -> dict[str, "Programs"]:
+        """The programs of each player; without players, these under an empty name."""
+        if self.players is None:
+            return {"": self}
+        return {
+            name: replace(self, plan=self.plan.view(name), loss=loss, players=None)
+            for name, loss in self.players.losses.items()
+        }
+
+    @property
+    def losses(self) -> dict[str, LossFn | None]:
+        """All losses by name; ``eval_loss`` may be ``None``."""
+        losses = {
+            f"loss {name}".strip(): each.loss for name, each in self.turns.items()
+        }
+        return losses | {"eval_loss": self.evaluation.loss}
+
+    def at(self, step: int) -> "Programs":
+        """Returns the programs that train after ``step`` updates."""
+        return self.turns[self.players.turn(step)] if self.players else self
+
+    @cached_property
+    def train_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
+        if self.loss is None:
+            return self._step_of_player
         return make_train_step(self.plan, self.loss, self.options)
+
+    def _step_of_player(
+        self, state: TrainState, batch: Batch, player: str | None = None
+    ) -> tuple[TrainState, Metrics]:
+        if player is None:
+            # A donated state raises an error in the step of any player.
+            step = 0 if state.step.is_deleted() else int(state.step)
+            return self.at(step).train_step(state, batch)
+        if player not in self.turns:
+            raise ValueError(f"There is no player {player!r}, but {[*self.turns]}.")
+        return self.turns[player].train_step(state, batch)
 
     @cached_property
     def split_step(self) -> tuple[Any, Any]:
@@ -338,8 +379,8 @@ class Programs:
         batch, or ``None``. If one process wants to stop, all processes stop there.
         """
         watchdog = watchdog or Watchdog(None)
-        known = _Known(loss or self.evaluation.loss or self.loss)
-        run = self._eval_step(known)
+        losses = self._losses(loss)
+        self._warn_of_copies(losses.values(), "evaluate")
         rearm = partial(watchdog.arm, int(state.step), "batch of the evaluation")
         arrays = (self._params(state, ema), state.variables, state.key)
         total, found = list[Any](), Means()
@@ -349,16 +390,20 @@ class Programs:
             if batch is None:
                 return {}
             leaves, structure = jax.tree.flatten(batch)
-            program = known, ema, structure, *map(jax.typeof, leaves)
-            if program not in self._compiled_evals:
-                watchdog.disarm()  # compilation may take longer than any step
-                self._warn_of_training(known, *arrays, batch)
-            # The result is fetched before the next batch is dispatched: independent
-            # programs with collectives deadlock on simulated devices, which share a
-            # pool of threads (docs/library-notes.md, "Simulated devices").
-            found = jax.device_get(run(*arrays, (index,), batch))
-            self._compiled_evals.add(program)
-            rearm()
+            found = Means()
+            for prefix, known in losses.items():
+                program = known, ema, structure, *map(jax.typeof, leaves)
+                if program not in self._compiled_evals:
+                    watchdog.disarm()  # compilation may take longer than any step
+                    self._warn_of_training(known, *arrays, batch)
+                # The result is fetched before the next program is dispatched:
+                # independent programs with collectives deadlock on simulated devices,
+                # which share a pool of threads (docs/library-notes.md, "Simulated
+                # devices").
+                means = jax.device_get(self._eval_step(known)(*arrays, (index,), batch))
+                found |= {prefix + name: x for name, x in means.items()}
+                self._compiled_evals.add(program)
+                rearm()
             # The sum is in double precision, because a float32 sum of many batches
             # loses entire rows. The leaves are added, because the trees may differ: the
             # function `then` of a Sum may be a new object in the trace of each shape.
@@ -367,7 +412,7 @@ class Programs:
         if not total:
             raise DataError("No batch to evaluate on: the data is empty.")
         found = jax.tree.unflatten(jax.tree.structure(found), total)
-        if isinstance(loss := found["loss"], Mean) and not loss.counts:
+        if not all(found[f"{prefix}loss"].counts for prefix in losses):
             warn_user(
                 "The evaluation's loss is NaN: the weights of its Mean are 0 in every "
                 "batch. Give it batches with rows that count.",
@@ -375,6 +420,32 @@ class Programs:
             )
         results = {name: result_of(x) for name, x in found.items()}
         return jax.tree.map(_to_number, results)
+
+    def _losses(self, loss: LossFn | None) -> dict[str, _Known]:
+        """Returns the losses to evaluate, by the prefix of their metrics' names."""
+        if chosen := loss or self.evaluation.loss or self.loss:
+            return {"": _Known(chosen)}
+        assert self.players is not None
+        losses = self.players.losses
+        return {f"{name}/": _Known(each) for name, each in losses.items()}
+
+    def _warn_of_copies(self, functions: Iterable[_Known], call: str) -> None:
+        """Warns, once, of a function that the user makes again for each call."""
+        for known in functions:
+            if (code := getattr(known.function, "__code__", None)) is None:
+                continue
+            copies = self._by_code.setdefault(code, set())
+            if known in copies or len(copies) > 2:
+                continue
+            copies.add(known)
+            if len(copies) == 3:
+                where = f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}"
+                warn_user(
+                    f"{call} has compiled {code.co_name!r} ({where}) for the third "
+                    "time: each call makes a new function. Define it once, outside of "
+                    "the loop, and pass values that change in the batch.",
+                    ParallelWarning,
+                )
 
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
@@ -408,6 +479,7 @@ class Programs:
         """Returns the outputs of ``function`` for all rows, as NumPy arrays."""
         known = _Known(function or _apply)
         check_loss(known.function, "function")
+        self._warn_of_copies([known], "predict")
         run = self._predict_step(known)
         arrays = (self._params(state, ema), state.variables, state.key)
         parts = []
@@ -425,10 +497,12 @@ class Programs:
         """Returns the labels and tokens that our layers find in a batch."""
         # The step is traced again here, because losses report their labels only while
         # this function listens.
-        step = self._make_step(_Known(self.loss), is_loss=True)
-        found = execution_of(self.plan).observe_labels(
-            lambda: step(state.params, state.variables, state.key, (0,), batch)
-        )
+        found = list[LabelRange]()
+        for programs in self.turns.values():
+            assert programs.loss is not None
+            step = programs._make_step(_Known(programs.loss), is_loss=True)
+            arguments = state.params, state.variables, state.key, (0,), batch
+            found += execution_of(self.plan).observe_labels(partial(step, *arguments))
         return [*found, *_beyond_tables(self.plan.modules, batch)]
 
     def _batches(

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -97,6 +97,7 @@ class Loop:
             self.log_every,
             skip_limit=skip.limit if skip else 0,
             is_state_finite=lambda: not self.run.broken_arrays(),
+            has_players=self.programs.players is not None,
         )
         # A trace is a file, and a trial run writes no files.
         self._tracer = Tracer(None if is_trial else profile, directory)
@@ -106,10 +107,10 @@ class Loop:
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
-        self._step: Any = self.programs.train_step
+        self._steps: dict[str, Any] = {}  # compiled steps by player
         self._temporary_bytes: int | None = None
         self._evaluated_step: int | None = None
-        self._has_replayed = False
+        self._replayed: set[Programs] = set()
 
     def stop(self, reason: str) -> None:
         """Requests that the fit ends after the current step."""
@@ -181,8 +182,7 @@ class Loop:
             "compiler_options": programs.compiler_options,
             "evaluates": [self.eval_data is not None, self.eval_every],
         }
-        losses = {"loss": programs.loss, "eval_loss": programs.evaluation.loss}
-        agree_on_run(programs.plan, losses, settings, run.step)
+        agree_on_run(programs.plan, programs.losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
         checkpoints.report = self._report_save
         if header := run.header(self.num_steps, *programs.compiler_options):
@@ -286,13 +286,13 @@ class Loop:
 
     def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs a step; replays it if it is due."""
-        every = self.faults.verify_every
+        every, programs = self.faults.verify_every, self.programs.at(step)
         if every and (step + 1) % every == 0:
-            if not self._has_replayed:
+            if programs not in self._replayed:
                 self._watchdog.disarm()  # the first replay compiles
-                self._has_replayed = True
-            return replay(self.programs, self.run.state, batch)
-        return self._step(self.run.state, batch)
+                self._replayed.add(programs)
+            return replay(programs, self.run.state, batch)
+        return self._steps[programs.plan.player](self.run.state, batch)
 
     def _end_epochs(self, step: int) -> None:
         # An epoch ends with its data, even if `len(data)` is another number.
@@ -343,23 +343,42 @@ class Loop:
         return placed
 
     def _compile(self, batch: Batch) -> None:
-        """Compiles the step, after a check that all processes lowered the same one."""
+        """Compiles all players' steps, which all processes must have lowered alike."""
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
-        if isinstance(self.last_batch, Pad):
-            self.programs.check_padding(self.run.state, batch, self.last_batch.weights)
-        with self._explaining_memory():
-            started = self.programs.start(self.run.state, batch, self.warm_start)
-        self._step, program = started
-        if program.note:
-            self._logger.message(program.note)
-        analysis = program.compiled.memory_analysis()
-        self._temporary_bytes = getattr(analysis, "temp_size_in_bytes", None)
-        self._recorder.add_once(compile_seconds=time.perf_counter() - start)
         # `memory_stats` raises an error for devices of other processes.
         device = self.programs.plan.layout.mesh.local_devices[0]
-        self._recorder.throughput = Throughput.of(program.compiled, batch, device)
+        if self.programs.players:
+            self._trace_turns(batch)
+        for player, programs in self.programs.turns.items():
+            if isinstance(self.last_batch, Pad):
+                programs.check_padding(self.run.state, batch, self.last_batch.weights)
+            with self._explaining_memory():
+                started = programs.start(self.run.state, batch, self.warm_start)
+            self._steps[player], program = started
+            if program.note:
+                self._logger.message(program.note)
+            analysis = program.compiled.memory_analysis()
+            found = getattr(analysis, "temp_size_in_bytes", None)
+            if found is not None:
+                self._temporary_bytes = max(found, self._temporary_bytes or 0)
+            throughput = Throughput.of(program.compiled, batch, device)
+        if self.programs.players:
+            # Times are means over steps of several players, whose FLOPs differ.
+            throughput = replace(throughput, flops_per_device=None)
+        self._recorder.throughput = throughput
+        self._recorder.add_once(compile_seconds=time.perf_counter() - start)
+
+    def _trace_turns(self, batch: Batch) -> None:
+        """Traces the steps of all players: their errors come before any compilation."""
+        for player, programs in self.programs.turns.items():
+            step: Any = programs.train_step
+            try:
+                step.trace(self.run.state, batch)
+            except Exception as error:
+                error.add_note(f"This is the step of player {player!r}.")
+                raise
 
     def _explaining_memory(self) -> contextlib.AbstractContextManager[None]:
         plan, count = self.programs.plan, self.programs.options.num_microbatches

@@ -111,6 +111,9 @@ class Throughput:
         return rates
 
 
+_OF_PLAYERS = ("loss", "grad_norm", "learning_rate")
+"""Metrics that each player also has by name."""
+
 Values = Mapping[str, float]
 """Metrics by name, on the host."""
 
@@ -168,6 +171,8 @@ class Recorder:
             ends the run.
         is_state_finite: Function that is called after a bad step. It returns True if
             the state is still finite.
+        has_players: True if the names of metrics begin with a player, as in
+            ``critic/loss``. Loggers then get the newest values of all players.
         step_seconds: Durations of the last 8 steps, without evaluations and saves.
     """
 
@@ -178,6 +183,7 @@ class Recorder:
     throughput: Throughput | None = None
     skip_limit: int = 0
     is_state_finite: Callable[[], bool] = bool
+    has_players: bool = False
 
     def __post_init__(self) -> None:
         self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
@@ -216,11 +222,16 @@ class Recorder:
             self._check(step, row)
             self._warn_of_lost(step, row)
             self._steps.append(step, row)
-            self._last_row = {"step": step, **row}
+            before = self._last_row.items() if self.has_players else ()
+            others = {name: x for name, x in before if "/" in name}
+            self._last_row = {**others, "step": step, **row}
             if _is_finite(row):
                 self._last_finite = self._last_row
             if step % self.log_every == 0:
-                self.logger.log(step, row)
+                # A curve of losses of several players would be of no use.
+                mixed = _OF_PLAYERS if self.has_players else ()
+                shown = {n: x for n, x in (others | row).items() if n not in mixed}
+                self.logger.log(step, shown)
                 self.logger.log_layers(step, _by_layer(metrics))
             self.on_step(step, row)
 
@@ -309,9 +320,14 @@ class Recorder:
                 f"{self.skip_limit}) leaves out no more."
             )
         raise NonFiniteLossError(
-            f"Step {step}: loss {row['loss']}, gradient norm {row['grad_norm']}. "
+            f"Step {step}{self._player(row)}: loss {row['loss']}, gradient norm "
+            f"{row['grad_norm']}. "
             f"{before}"
         )
+
+    def _player(self, row: Values) -> str:
+        names = (name.removesuffix("/loss") for name in row if name.endswith("/loss"))
+        return f" of {next(names, '')}" if self.has_players else ""
 
     def _warn_of_lost(self, step: int, row: Values) -> None:
         if row.get("lost_updates", 0.0) >= 0.5 and not self._has_warned:

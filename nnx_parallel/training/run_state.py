@@ -4,8 +4,8 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jax
@@ -31,12 +31,11 @@ from nnx_parallel.sharding.model import (
     Path,
     arrays_of,
     flatten,
-    nest,
     plain_attributes,
     update_arrays,
 )
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.sharding.nnx_arrays import flatten_pure, variables_of
+from nnx_parallel.sharding.nnx_arrays import flatten_pure, is_inexact, variables_of
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.callback import Callback, restore_states, states_of
 from nnx_parallel.training.compilation import ENVIRONMENT, Options, format_options
@@ -125,7 +124,8 @@ class RunState:
 
     Attributes:
         seed: Seed of the model and of the loss's random numbers.
-        wrt: Filter of the Variables that are trained.
+        wrt: Filter of the Variables that are trained; with several players, a dict of
+            filters by player.
         checkpoints: The checkpoints of this run.
         judged: The parameters that are evaluated.
         callbacks: Callbacks; their states are saved with the run.
@@ -176,13 +176,6 @@ class RunState:
                 "one. Pass the new state on in a custom loop: trainer.state, metrics = "
                 "trainer.train_step(trainer.state, batch)."
             )
-        if jax.tree.leaves(self._state.params)[0].is_deleted():
-            raise DonatedArrayError(
-                "The Trainer's parameters are gone: a step of another Trainer, with "
-                "which it shares a model, has taken their memory. Give all other "
-                "players to each turn, as in a.take_turn(batch, b, c), and do not call "
-                "fit or train_step of a player in between."
-            )
         # The average comes after the parameters: if parameters were assigned, it is
         # restarted first, and then gets the values that were assigned to it.
         for kind in get_args(Kind):
@@ -226,9 +219,9 @@ class RunState:
     def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
         """Makes a context without the state on the devices, which is restored after it.
 
-        Arrays that others refer to, such as models and other players, stay there. After
-        an error the next use of the state restores it: until then the traceback keeps
-        arrays on the devices.
+        Arrays that others refer to, such as models, stay there. After an error the next
+        use of the state restores it: until then the traceback keeps arrays on the
+        devices.
         """
         self._state, self._aside = None, restore
         yield
@@ -260,7 +253,7 @@ class RunState:
         self._state, meta, notes = found
         self._go_on(meta)
         self._read_step = int(self._state.step)
-        notes = [*notes, *self._eval_notes(meta)]
+        notes = [*notes, *self._changes_since(meta)]
         where = f"step {self._read_step} in '{self.checkpoints.directory}'"
         self.report(
             "\n".join([*notes, f"The run is at its newest checkpoint, {where}."])
@@ -436,31 +429,6 @@ class RunState:
         # A run starts from these weights, as from a state of another directory.
         self._replace(from_groups(state, {"model": arrays | found}))
 
-    def with_trained_by(self, others: Sequence["RunState"]) -> TrainState:
-        """Returns the state with the parameters that other runs of this model train.
-
-        Raises:
-            StateStructureError: If the models or their layouts differ.
-        """
-        mine = _arrays_of_model(self.plan.abstract)
-        taken: dict[Path, Any] = {}
-        for other in others:
-            theirs = _arrays_of_model(other.plan.abstract)
-            if bad := [p for p in mine | theirs if mine.get(p) != theirs.get(p)]:
-                raise StateStructureError(
-                    "take_turn needs Trainers of one model, with the same strategy, "
-                    "precision and devices. They differ in "
-                    f"{', '.join(f'`{dotted(path)}`' for path in bad[:5])}."
-                )
-            taken |= flatten(other.state.params)
-        return _with_arrays(self.state, taken.keys() - self.plan.trained_paths, taken)
-
-    def take_model(self, state: TrainState) -> None:
-        """Replaces the arrays of the model by the arrays of another run's state."""
-        arrays = _arrays_of_model(state)
-        held: Any = self._state  # `self.state` would raise: its arrays were donated
-        self.state = _with_arrays(held, arrays.keys(), arrays)
-
     def resume(self) -> str:
         """Continues from the newest checkpoint, if the state is fresh and there is one.
 
@@ -480,7 +448,7 @@ class RunState:
             state = self.state
         elif found := own.resume(self.plan.abstract, self.base):
             state, meta, notes = found
-            notes = [*notes, *self._eval_notes(meta)]
+            notes = [*notes, *self._changes_since(meta)]
             self._go_on(meta)
         else:
             return ""
@@ -493,15 +461,21 @@ class RunState:
             done += " The weights that the Trainer had before this fit are not used."
         return "\n".join([*notes, done])
 
-    def _eval_notes(self, meta: Mapping[str, Any]) -> list[str]:
-        before = meta.get("eval_params")
-        now = self.checkpoints.description.get("eval_params")
-        if before in (now, None):
-            return []
-        return [
-            f"The checkpoint evaluated {before}, and this run evaluates {now}: their "
-            "metrics are not comparable."
-        ]
+    def _changes_since(self, meta: Mapping[str, Any]) -> Iterator[str]:
+        own = self.checkpoints.description
+        before, now = meta.get("eval_params"), own.get("eval_params")
+        if before not in (now, None):
+            yield (
+                f"The checkpoint evaluated {before}, and this run evaluates {now}: "
+                "their metrics are not comparable."
+            )
+        before, now = (list(x.get("players", {}).items()) for x in (meta, own))
+        if before != now:
+            yield (
+                f"The players' steps in each turn were {dict(before)} and are now "
+                f"{dict(now)}: the order of turns is as if they had been so from the "
+                "first step."
+            )
 
     def _check_assigned(self) -> None:
         """Raises an error if a fit would drop values that were assigned to `model`."""
@@ -549,7 +523,7 @@ class RunState:
         return describe_model(
             plan.model.copy(),
             plan.layout,
-            wrt=self.wrt,
+            wrt=nnx.Any(*self.wrt.values()) if plan.shares else self.wrt,
             precision=plan.precision,
             keeps_average=plan.ema_decay is not None,
             placements=plan.placements,
@@ -574,6 +548,17 @@ class RunState:
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "per device": described.per_device,
         }
+        if bare := [
+            f"`{dotted(path)}`"
+            for path, variable in variables_of(self.plan.model.copy())
+            if type(variable) is nnx.Variable
+            and is_inexact(variable.get_value())
+            and path not in self.plan.trained_paths
+        ]:
+            shown = ", ".join(bare[:4]) + ", ..." * (len(bare) > 4)
+            facts["not trained"] = f"{shown}: nnx.Variable; nnx.Param is trained"
+        if players := run.get("players"):
+            facts["turns"] = ", ".join(f"{name} x {x}" for name, x in players.items())
         if self.judged.choice != "params":
             facts["evaluated"] = self.judged.description
         if options is not None:
@@ -583,21 +568,6 @@ class RunState:
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()
         return facts | {"step": f"{int(step):,}" if is_known else "-"}
-
-
-def _arrays_of_model(state: TrainState) -> dict[Path, Any]:
-    return flatten(state.params) | flatten(state.variables)
-
-
-def _with_arrays(
-    state: TrainState, paths: Collection[Path], arrays: Mapping[Path, Any]
-) -> TrainState:
-    """Returns a state in which the model's arrays at some paths are replaced."""
-    params, variables = (
-        nest({p: arrays[p] if p in paths else x for p, x in flatten(group).items()})
-        for group in (state.params, state.variables)
-    )
-    return replace(state, params=params, variables=variables)
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:

@@ -30,7 +30,13 @@ from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.stack.scan import Remat, check_remat, default_remat
 from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
-from nnx_parallel.metrics import Mean, check_scalar, result_of, split_loss_output
+from nnx_parallel.metrics import (
+    RESERVED_METRICS,
+    Mean,
+    check_scalar,
+    result_of,
+    split_loss_output,
+)
 from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
 from nnx_parallel.optimizers.offload import check_offload
 from nnx_parallel.optimizers.steps import (
@@ -115,7 +121,7 @@ def make_train_step(
     compute = partial(_compute, plan, loss, options, _Told())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return _update(plan, options.skip, state, compute(state, batch))
+        return _update(plan, options.skip, state, compute(plan.narrow(state), batch))
 
     # The new state takes the old state's memory and shardings. If no shardings were
     # given, the compiler would choose others, and the next call would compile again.
@@ -124,7 +130,7 @@ def make_train_step(
         train_step,
         options.compiler_options,
         donate_argnums=0,
-        out_shardings=(plan.shardings, None),
+        out_shardings=(plan.whole.shardings, None),
     )
     return Donating(step, ("state", "batch"), (0,))
 
@@ -165,6 +171,7 @@ def make_split_step(
     compute = partial(_compute, plan, loss, options, _Told())
 
     def compute_and_hash(state: TrainState, batch: Batch) -> tuple[Computed, jax.Array]:
+        state = plan.narrow(state)
         computed = compute(state, batch)
         grads = plan.constrain(computed.grads, "gradient")
         stored = [x.sharding.spec for x in jax.tree.leaves(plan.abstract.params)]
@@ -177,7 +184,7 @@ def make_split_step(
     apply = jit(
         partial(_update, plan, options.skip),
         donate_argnums=0,
-        out_shardings=(plan.shardings, None),
+        out_shardings=(plan.whole.shardings, None),
     )
     return jit(compute_and_hash), Donating(apply, ("state", "computed"), (0,))
 
@@ -271,7 +278,7 @@ def check_padding(
     Raises:
         LossError: If values would change; the message names them.
     """
-    forward = in_context(plan.layout, _forward(plan, loss))
+    state, forward = plan.narrow(state), in_context(plan.layout, _forward(plan, loss))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trace of the step will show them
         key = jax.random.fold_in(state.key, state.step)
@@ -498,14 +505,30 @@ def _accumulate(
 def _update(
     plan: StatePlan, skip: SkipSteps | None, state: TrainState, computed: Computed
 ) -> tuple[TrainState, Metrics]:
-    """Returns the state after a step, and its metrics.
+    """Returns the entire state after a step, and its metrics.
 
     Args:
         plan: The placement of all arrays.
         skip: The rule that skips bad steps.
-        state: The state before the step.
+        state: The entire state before the step.
         computed: The gradients and other results of the batch.
     """
+    new, metrics = _apply_gradients(plan, skip, plan.narrow(state), computed)
+    if plan.player:
+        # The run itself reads names that are reserved: it reports them for each step.
+        shared = {name: x for name, x in metrics.items() if name in RESERVED_METRICS}
+        own = computed.metrics.keys() | {"grad_norm", "learning_rate"}
+        metrics = {
+            f"{plan.player}/{name}" if name in own else name: x
+            for name, x in metrics.items()
+        } | shared
+    return plan.widen(state, new), metrics
+
+
+def _apply_gradients(
+    plan: StatePlan, skip: SkipSteps | None, state: TrainState, computed: Computed
+) -> tuple[TrainState, Metrics]:
+    """Returns the state after a step as its player sees it, and the metrics."""
     grads, counts, metrics = computed.grads, computed.counts, {**computed.metrics}
     variables, assigned = computed.variables, flatten(computed.assigned)
     params = nest(flatten(state.params) | assigned)
@@ -568,6 +591,8 @@ def warn_of_statistics(
         for path, module in nnx.iter_modules(model)
         # A BatchNorm with use_running_average=True is frozen on purpose.
         if isinstance(module, nnx.BatchNorm) and not module.use_running_average
+        # A player's loss need not run the parts that other players train.
+        if not plan.player or any(p[: len(path)] == path for p in plan.trained_paths)
         for name in ("mean", "var")
         if after.get((*path, name)) is given.get((*path, name))
     ]

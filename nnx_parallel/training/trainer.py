@@ -15,7 +15,7 @@ from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
-from nnx_parallel.errors import kind_of, suggests_names
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
@@ -39,6 +39,7 @@ from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop
+from nnx_parallel.training.players import Players, by_player
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, Metrics, StepOptions
@@ -60,7 +61,8 @@ class Trainer:
             Variables are trained. An array outside of Variables is a constant, as in
             plain NNX.
         optimizer: An Optax transformation, or a function that takes the abstract model
-            and returns one (for masks and dimension numbers).
+            and returns one (for masks and dimension numbers). Or `Players`, which have
+            several losses with an optimizer each; then leave ``loss`` out.
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
             scalar or a `Mean`, or a tuple of either and a dict of metrics, which are
             scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
@@ -114,7 +116,7 @@ class Trainer:
         self,
         model: nnx.Module | ModelFn | tuple[nnx.GraphDef, nnx.State],
         optimizer: Any,
-        loss: LossFn,
+        loss: LossFn | None = None,
         *,
         strategy: Strategy | None = None,
         devices: Sequence[Device] | None = None,
@@ -139,10 +141,11 @@ class Trainer:
         # checked before anything is compiled.
         arguments = dict(locals())
         source = as_source(model)
-        check_arguments(source, optimizer, loss, arguments)
+        players, optimizer, losses, wrt = by_player(optimizer, loss, wrt)
+        check_arguments(source, arguments)
         evaluation, faults = evaluation or Evaluation(), faults or Faults()
         debugging, backend = debugging or Debugging(), backend or Backend()
-        check_model(source, loss, evaluation.loss)
+        check_model(source, *losses, evaluation.loss)
         self._source, seed = source, check_seed(seed)
         callbacks = tuple(callbacks)  # an iterator would be empty after the first hook
         options = StepOptions(
@@ -162,13 +165,17 @@ class Trainer:
             kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
-        self._programs = Programs(plan, loss, options, global_batch_size, evaluation)
+        self._programs = Programs(
+            plan, loss, options, global_batch_size, evaluation, players
+        )
         judged = self._programs.judged
         # A trial run must neither resume a real run nor save steps.
         where = None if debugging.fast_dev_run else checkpoint
         count, is_saved = options.num_microbatches, where is not None
         run = describe_run(plan, self.strategy, count, seed, is_saved=is_saved)
         run["eval_params"] = judged.description
+        if players:
+            run["players"] = players.steps
         checkpoints = CheckpointManager(where, run, frozen=frozen_paths(plan))
         self._run = RunState(plan, source, seed, checkpoints, judged, callbacks, wrt)
         shows = loggers is None or any(isinstance(x, ConsoleLogger) for x in loggers)
@@ -273,61 +280,16 @@ class Trainer:
         It is pure, except that it donates the state. Its batches come from
         `shard_batch`. A state that an earlier step has donated raises a
         `DonatedArrayError`.
+
+        With `Players` the number of the step decides whose step it is, which waits for
+        the step before. ``(state, batch, "critic")`` runs a step of a given player.
         """
         return self._programs.train_step
 
-    def take_turn(self, batch: Batch, *others: "Trainer") -> Metrics:
-        """Runs one step of this player; other players train the rest of the model.
-
-        The players are Trainers of one model, each with its ``wrt``, such as the
-        generator and the critic of a GAN. Before the step, this player takes the
-        parameters that the others train. After the step, all players have the same
-        arrays of the model, including statistics and random streams. So they behave
-        like optimizers that share a model in plain Flax.
-
-        Args:
-            batch: A host batch, as `fit` takes it.
-            others: All other players.
-
-        Returns:
-            The metrics of the step, on the devices; see `train_step`.
-
-        Raises:
-            StateStructureError: If the players' models or layouts differ.
-            TypeError: If another player is not a Trainer.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> import numpy as np
-            >>> import optax
-            >>> class Pair(nnx.Module):
-            ...     def __init__(self, rngs):
-            ...         self.a = nnx.Param(jnp.ones(()))
-            ...         self.b = nnx.Param(jnp.ones(()))
-            >>> def product(model, batch):
-            ...     return model.a[...] * model.b[...] * batch.mean()
-            >>> def player(name):
-            ...     wrt = nnx.PathContains(name)
-            ...     return Trainer(Pair, optax.sgd(0.5), product, wrt=wrt, loggers=())
-            >>> a, b = player("a"), player("b")
-            >>> batch = np.ones((8, 2), np.float32)
-            >>> losses = [a.take_turn(batch, b)["loss"], b.take_turn(batch, a)["loss"]]
-            >>> [float(loss) for loss in losses]
-            [1.0, 0.5]
-        """
-        for other in others:
-            if not isinstance(other, Trainer):
-                raise TypeError(
-                    f"take_turn got {kind_of(other)} as another player. It takes a "
-                    "batch and the other Trainers: generator.take_turn(batch, critic)."
-                )
-        runs = [other._run for other in others]
-        state = self._run.with_trained_by(runs)
-        state, metrics = self.train_step(state, self.shard_batch(batch))
-        self.state = state
-        for run in runs:
-            run.take_model(state)
-        return metrics
+    @property
+    def players(self) -> Players | None:
+        """The players, or ``None`` if there is one loss."""
+        return self._programs.players
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a host batch on the mesh, for `train_step`.
@@ -440,13 +402,14 @@ class Trainer:
         Args:
             data: Batches; they may have different numbers of rows.
             loss: The loss to compute. The default is the Trainer's ``Evaluation.loss``
-                or, if there is none, the Trainer's loss. It is compiled once for each
-                function object and shape.
+                or, if there is none, the Trainer's loss. With `Players` the default is
+                each player's loss, with its metrics named ``critic/loss``. It is
+                compiled once for each function object and shape.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
         Returns:
-            Floats by name, including ``"loss"``; a `Sum` of arrays gives an array.
+            Floats by name; the loss is ``"loss"``. A `Sum` of arrays gives an array.
 
         Raises:
             DataError: If the data has no batches.
@@ -492,7 +455,8 @@ class Trainer:
     def verify(self, batch: Batch) -> Verification:
         """Compares a step from the current state with the same step computed otherwise.
 
-        The state does not change. `Verification` says what is compared: the step run
+        With `Players` it is a step of the player whose turn it is. The state does not
+        change. `Verification` says what is compared: the step run
         again, its two halves, the step without the library's compiler options and
         overlap, and one device or the fewest devices that have memory for it. Arrays
         are compared relative to their size, within the effect of one rounding, which is

@@ -260,7 +260,7 @@ class Run:
         limit = bytes_limit(self.programs.plan.layout.mesh.local_devices[0])
         if limit is None:
             return True
-        abstract = self.programs.plan.abstract
+        abstract = self.programs.plan.whole.abstract
         with _quietly():
             lowered = self.programs.split_step[0].lower(abstract, self.batch)
         found = lowered.compile().memory_analysis()
@@ -313,7 +313,7 @@ class _Whole:
 
     def run(self, programs: Programs, rows: int) -> Run:
         """Returns the run of other programs on the first rows."""
-        shardings = programs.plan.shardings
+        shardings = programs.plan.whole.shardings
 
         def state() -> TrainState:
             return jax.tree.map(
@@ -462,7 +462,7 @@ class _Judge:
         """The errors of updated arrays that rounding explains in any case."""
         changes, floors = sum_up(self.updated, self.updated), dict[str, float]()
         values = sum_up(self.before, self.before)
-        stored = _updated_arrays(self.own.programs.plan.abstract, {})
+        stored = _updated_arrays(self.own.programs.plan.whole.abstract, {})
         for array, parts in self.updated.items():
             dtype = next(iter(parts.values())).values.dtype
             floors[array] = _floor(stored[array].dtype if array in stored else dtype)
@@ -491,8 +491,9 @@ class Verifier:
         self._run, self._programs = run, programs
         self._strategy, self._warm_start = strategy, warm_start
         self._remedy = ""
-        # Compiled once, for all calls; by the copy of the model and number of devices.
-        self._references: dict[tuple[str, int], Programs] = {}
+        # Compiled once, for all calls; by player, copy of the model and number of
+        # devices.
+        self._references: dict[tuple[str, str, int], Programs] = {}
 
     def __call__(self, batch: Batch) -> Verification:
         """Compares one step, and leaves the state as it was.
@@ -506,7 +507,7 @@ class Verifier:
         del state
         # The devices never hold the state twice, because it is in host memory.
         with self._run.set_aside(kept.restore):
-            found = tuple(self._comparisons(batch, kept))
+            found = tuple(self._comparisons(self._programs.at(step), batch, kept))
         seconds = time.perf_counter() - start
         report = Verification(
             step=step, comparisons=found, remedy=self._remedy, seconds=seconds
@@ -529,9 +530,11 @@ class Verifier:
         result = f"{chosen.result}, with {chosen.name}"
         note_verified(own.local_directory, facts, report.step, result)
 
-    def _comparisons(self, batch: Batch, kept: HostCopy) -> Iterator[Comparison]:
-        placed = self._programs.shard_batch(batch)
-        judge = _Judge(Run(self._programs, placed, kept.restore), kept.arrays)
+    def _comparisons(
+        self, programs: Programs, batch: Batch, kept: HostCopy
+    ) -> Iterator[Comparison]:
+        placed = programs.shard_batch(batch)
+        judge = _Judge(Run(programs, placed, kept.restore), kept.arrays)
         again, new = self._run_again(judge)
         yield again
         yield judge.of_step("the same step in two halves", new)
@@ -542,7 +545,7 @@ class Verifier:
         """Runs the step and its first half twice; returns the first step's changes."""
         own, state = judge.own, judge.own.state()
         halves = [own.compute(state)[1] for _ in range(2)]
-        step, _ = self._programs.start(state, own.batch, self._warm_start)
+        step, _ = own.programs.start(state, own.batch, self._warm_start)
         steps, changes = [], []
         for _ in range(2):
             results = _updated_arrays(*step(state, own.batch))
@@ -573,17 +576,19 @@ class Verifier:
         """Returns programs for another layout or model, or without some options."""
         plan, options = programs.plan, programs.options
         given = {**(options.compiler_options or {}), **dict.fromkeys(left_out)}
+        shares = plan.whole.shares
         other = plan_state(
             model or plan.model.copy(),
             layout,
-            plan.tx,
+            {name: share.tx for name, share in shares.items()} or plan.tx,
             wrt=self._run.wrt,
             precision=plan.precision,
             ema_decay=plan.ema_decay,
             offload=plan.offload if layout.mesh == plan.layout.mesh else None,
         )
         changed = replace(options, compiler_options=given)
-        return Programs(other, programs.loss, changed)
+        view = other.view(plan.player) if plan.player else other
+        return Programs(view, programs.loss, changed)
 
     def _without_options(self, judge: _Judge) -> Comparison:
         """Compares with the same strategy, without options and overlap."""
@@ -622,11 +627,12 @@ class Verifier:
             # With all devices it would be the same program if the strategy is FSDP.
             for count in _doubled(min(len(local), max(mesh.size - 1, 1))):
                 strategy = FSDP(count) if count > 1 else DataParallel(1)
-                if (other := self._references.get((note, count))) is None:
+                key = programs.plan.player, note, count
+                if (other := self._references.get(key)) is None:
                     layout = strategy.layout(strategy.make_mesh(local[:count]))
                     options = programs.compiler_options[0]
                     other = self._vary(programs, layout, options)
-                    self._references[note, count] = other
+                    self._references[key] = other
                 name = f"{count} devices" if count > 1 else "one device"
                 for rows in whole.row_counts():
                     found = self._compare_with(smaller, whole, other, rows, name)
@@ -699,7 +705,7 @@ class Verifier:
                 programs = self._vary(own.programs, plan.layout, model=model)
             except ParallelError:
                 continue
-            kept = HostCopy(_first_layers(own.state(), programs.plan))
+            kept = HostCopy(_first_layers(own.state(), programs.plan.whole))
             smaller = Run(programs, own.batch, kept.restore)
             yield _Judge(smaller, kept.arrays), f", {layers} of {max(counts)} layers"
 

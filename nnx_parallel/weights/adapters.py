@@ -23,7 +23,7 @@ from nnx_parallel.weights.export import (
 )
 from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import Described, find_folder, open_tensors, read_config
-from nnx_parallel.weights.names import Entry, Rule
+from nnx_parallel.weights.names import Entry, Rule, numbered_rules
 from nnx_parallel.weights.pretrained import Pretrained
 
 # These settings change the numbers of an adapter, and only these values are supported.
@@ -97,7 +97,8 @@ def load_adapters(
         if _name(kernel, "a").replace("{}", "0") in given:
             factors = _factors(kernel)
             entries += [(r.ours, r.theirs, f"{r.left} -> {r.right}") for r in factors]
-            layers.append(re.escape(kernel.ours.removesuffix(".kernel")))
+            layer = re.escape(kernel.ours.removesuffix(".kernel"))
+            layers.append(layer.replace(r"\{\}", r"\d+"))
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if config.get("use_rslora"):  # then the factor is alpha / sqrt(rank)
         alpha *= math.sqrt(rank)
@@ -146,8 +147,8 @@ def save_adapters(
             f"The {type(model).__name__} has no adapters: see layers.lora."
         )
     rules, targets = {}, set()
-    for entry in table_of(model, names):
-        rule = Rule.of(entry)
+    kernels = {path.replace("lora_a", "kernel") for path in arrays}
+    for rule in numbered_rules(table_of(model, names), kernels):
         path, _, last = rule.ours.rpartition(".")
         if last == "kernel" and f"{path}.lora_a" in arrays:
             targets.add(rule.theirs.split(".")[-2])

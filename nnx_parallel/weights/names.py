@@ -6,6 +6,8 @@ An entry is ``(our path, their name, pattern)``, such as
 
 - ``{}`` in their name is the number of a layer, which is the first dim of our array. A
   second ``{}`` is the number of an expert, which is the next dim.
+- ``{}`` in our path is a number in a list of layers; the first ``{}`` in their name is
+  then this number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
 - The pattern, in the notation of einops, turns their array into ours. It names every
   dim of our array.
 - ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
@@ -19,8 +21,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +150,27 @@ def _after(num_stacked: int) -> str:
     ] + "."
 
 
+def numbered_rules(entries: Sequence[Entry], paths: Collection[str]) -> list[Rule]:
+    """Returns the rules; one for each path that fits, if ours has ``{}``."""
+    rules = []
+    for rule in map(Rule.of, entries):
+        pattern = re.escape(rule.ours).replace(r"\{\}", r"(\d+)")
+        found = [re.fullmatch(pattern, path) for path in paths if "{}" in rule.ours]
+        fitting = [
+            replace(rule, ours=match[0], theirs=_with_numbers(rule.theirs, match))
+            for match in found
+            if match
+        ]
+        rules += fitting or [rule]
+    return rules
+
+
+def _with_numbers(theirs: str, match: re.Match[str]) -> str:
+    for number in match.groups():
+        theirs = theirs.replace("{}", number, 1)
+    return theirs
+
+
 def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, Rule]:
     """Returns the rule of each array of a model, by its path.
 
@@ -155,7 +178,7 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         WeightsError: If an array has no entry, if an entry has no array, or if a
             pattern does not fit its array.
     """
-    read = [Rule.of(entry) for entry in entries]
+    read = numbered_rules(entries, shapes)
     rules = {rule.ours: rule for rule in read}
     for group in groups_of(read):
         parts = [rule.part for rule in group]

@@ -23,6 +23,7 @@ from nnx_parallel.weights.names import (
     Rule,
     check_numbers,
     check_tensors,
+    numbered_rules,
     rules_of,
 )
 
@@ -156,7 +157,7 @@ class Pretrained:
         """Reads the arrays that the table names, with their shardings, by path."""
         given = {dotted(path): path for path in arrays}
         found = {}
-        for rule in map(Rule.of, self.names):
+        for rule in numbered_rules(self.names, given):
             if (path := given.get(rule.ours)) and not self._is_new(rule.ours):
                 found[path] = _read(rule, self.tensors, arrays[path])
         return found

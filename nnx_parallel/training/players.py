@@ -1,0 +1,203 @@
+"""Several losses of one model that take turns, each with its optimizer.
+
+A step belongs to one player. It computes the gradients of this player's loss for the
+parameters that the player trains; all other arrays of the model are shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flax import nnx
+
+from nnx_parallel.errors import kind_of
+from nnx_parallel.training.arguments import LossFn, check_update
+from nnx_parallel.training.diagnostics import check_count
+
+
+@dataclass(frozen=True)
+class Player:
+    """A loss, its optimizer, and the parameters that the optimizer updates.
+
+    Attributes:
+        optimizer: An Optax transformation, or a function of the abstract model that
+            returns one. It counts only the steps of this player, so a schedule does
+            too.
+        loss: The loss, like the loss of a `Trainer`. Its gradient passes through the
+            entire model; parameters that ``wrt`` leaves out do not change.
+        wrt: Filter of the Variables that this player trains; by default the parameters
+            whose path contains the player's name. Two players may train the same
+            parameter.
+        steps: Number of consecutive steps in each turn.
+
+    Raises:
+        ValueError: If ``steps`` is not a positive integer.
+    """
+
+    optimizer: Any
+    loss: LossFn
+    wrt: Any = None
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("Player.steps", self.steps, 1, " step in each turn")
+
+
+class Players(Mapping[str, Player]):
+    """Players that train one model in turns: a GAN, an actor and a critic.
+
+    It takes the place of the optimizer and the loss of a `Trainer`. A turn is one or
+    more steps of a player; the players take turns in the order in which they are given.
+    The number of the step decides whose step it is, so a resumed run continues within a
+    turn. Each step takes the next batch: for a batch that all players see, the data
+    yields it several times.
+
+    All players share one model; several networks are attributes of one module. They
+    also share one step counter and one checkpoint, which has an optimizer state for
+    each player. A moving average of parameters (``ema_decay``) is updated by the steps
+    that train them. Batch statistics and random streams belong to the model, so every
+    loss updates them.
+
+    Under a `Pipeline`, each loss must call the model's `Stack`.
+
+    A step reports its ``loss`` and ``grad_norm``, and all metrics of its player by
+    name: ``critic/loss``, ``critic/grad_norm``, ``critic/accuracy``. In the history
+    they are NaN for the steps of other players; loggers show the newest values of all
+    players. An evaluation computes the losses of all players, each by name.
+
+    Args:
+        players: The players by name.
+
+    Raises:
+        TypeError: If a value is not a `Player`.
+        ValueError: If there is no player, or if a name contains "/".
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> import optax
+        >>> from nnx_parallel import Player, Players, Trainer
+        >>> class Pair(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.a = nnx.Param(jnp.ones(()))
+        ...         self.b = nnx.Param(jnp.ones(()))
+        >>> def product(model, batch):
+        ...     return model.a[...] * model.b[...] * batch.mean()
+        >>> players = Players(
+        ...     a=Player(optax.sgd(0.25), product, steps=2),
+        ...     b=Player(optax.sgd(0.5), lambda *args: -product(*args)),
+        ... )
+        >>> trainer = Trainer(Pair, players, loggers=())
+        >>> history = trainer.fit([np.ones((8, 2), np.float32)] * 4, num_steps=4)
+        >>> history["a/loss"].tolist(), history["b/loss"].tolist()
+        ([1.0, 0.75, nan, 0.625], [nan, nan, -0.5, nan])
+    """
+
+    def __init__(self, **players: Player) -> None:
+        if not players:
+            raise ValueError("Players() has no player: Players(critic=Player(...)).")
+        for name, player in players.items():
+            if not isinstance(player, Player):
+                raise TypeError(
+                    f"{name} is {kind_of(player)}. It must be a Player: "
+                    f"Players({name}=Player(optax.adam(1e-4), loss))."
+                )
+            if "/" in name:
+                raise ValueError(
+                    f"A player is named {name!r}. Metrics are named player/metric, so "
+                    "a name cannot have '/'."
+                )
+        self._players = players
+
+    def __getitem__(self, name: str) -> Player:
+        return self._players[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._players)
+
+    def __len__(self) -> int:
+        return len(self._players)
+
+    def __repr__(self) -> str:
+        return f"Players({self.turns})"
+
+    @property
+    def turns(self) -> str:
+        """The order of turns as text: ``critic x 5, generator x 1``."""
+        return ", ".join(f"{name} x {steps}" for name, steps in self.steps.items())
+
+    def turn(self, step: int) -> str:
+        """Returns the name of the player that does the update after ``step`` updates.
+
+        Example:
+            >>> import optax
+            >>> player = Player(optax.sgd(0.1), lambda model, batch: 0.0, steps=2)
+            >>> players = Players(d=player, g=Player(player.optimizer, player.loss))
+            >>> [players.turn(step) for step in range(4)]
+            ['d', 'd', 'g', 'd']
+        """
+        return self._order[step % len(self._order)]
+
+    @cached_property
+    def _order(self) -> list[str]:
+        return [name for name, steps in self.steps.items() for _ in range(steps)]
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The number of steps in each player's turn."""
+        return {name: player.steps for name, player in self.items()}
+
+    @property
+    def optimizers(self) -> dict[str, Any]:
+        """The optimizer of each player."""
+        return {name: player.optimizer for name, player in self.items()}
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        """The filter of the Variables that each player trains."""
+        return {
+            name: nnx.All(nnx.Param, nnx.PathContains(name))
+            if player.wrt is None
+            else player.wrt
+            for name, player in self.items()
+        }
+
+    @property
+    def losses(self) -> dict[str, LossFn]:
+        """The loss of each player."""
+        return {name: player.loss for name, player in self.items()}
+
+
+def by_player(
+    optimizer: Any, loss: LossFn | None, wrt: Any
+) -> tuple[Players | None, Any, list[LossFn | None], Any]:
+    """Checks these arguments of a Trainer, and takes players apart.
+
+    Returns:
+        The players, or ``None``; then optimizer, losses and filter. With players,
+        optimizer and filter are dicts by player.
+
+    Raises:
+        TypeError: If an optimizer or a loss is something else, or if there are players
+            beside a loss or a filter.
+    """
+    if not isinstance(optimizer, Players):
+        check_update(optimizer, loss)
+        return None, optimizer, [loss], wrt
+    given = "a loss" * (loss is not None) or "wrt=" * (wrt is not nnx.Param)
+    if given:
+        raise TypeError(
+            f"Trainer got Players and {given}. Each Player has its optimizer, loss and "
+            "wrt: Trainer(model, Players(critic=Player(optimizer, loss, wrt=...)))."
+        )
+    for name, player in optimizer.items():
+        try:
+            check_update(player.optimizer, player.loss)
+        except TypeError as error:
+            error.add_note(f"This is the player {name!r}.")
+            raise
+    losses = [*optimizer.losses.values()]
+    return optimizer, optimizer.optimizers, losses, optimizer.filters
