@@ -75,7 +75,7 @@ class Settings:
 
 
 EXPERTS = Experts(num_experts=8, top_k=2, mlp_dim=128, bias_rate=0.003)
-"""As many FLOPs a token as the MLP that they replace, and four times its parameters."""
+"""Use as many FLOPs per token as the MLP that they replace, with 4 x its parameters."""
 
 
 def with_experts(settings: Settings) -> Settings:

@@ -39,7 +39,7 @@ PAGES = {
     "glossary": "glossary.html",
     "benchmarks": "benchmarks.html",
 }
-"""Every kind of page."""
+"""One page of every kind."""
 
 CHECK = """<!doctype html><body style="margin:0"><pre id="result">waiting</pre><script>
 const load = (url, width, theme = "light") => new Promise((resolve) => {
@@ -48,7 +48,7 @@ const load = (url, width, theme = "light") => new Promise((resolve) => {
   frame.onload = () => {
     const root = frame.contentDocument.documentElement;
     root.dataset.theme = theme;
-    // Colours change at once, so that none is measured on its way.
+    // Transitions are off, so that no colour is measured halfway through a change.
     const still = "<style>* { transition: none !important }</style>";
     root.insertAdjacentHTML("beforeend", still);
     setTimeout(() => resolve(frame), 300);

@@ -14,7 +14,7 @@ from nnx_parallel.schedules.slots import Slots
 from nnx_parallel.schedules.table import Buffers, Table, plan_buffers
 
 Value: TypeAlias = tuple[int, int]
-"""A microbatch and a chunk."""
+"""The indices of a microbatch and a chunk."""
 
 
 class Memory:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from nnx_parallel.audit.hlo import Computation, Instruction, Module
 
 Place = tuple[str, str, int | None]
-"""A computation, one of its instructions, and an element of its tuple, or all."""
+"""A computation, an instruction in it, and an index into its tuple; `None` for all."""
 
 
 def origins(module: Module, computation: str, name: str) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from jax._src import compiler
 
 NUM_KEPT = 64
-"""Programs that are alike mostly come close to one another."""
+"""Number of executables that are kept. Equal programs mostly follow each other soon."""
 
 
 def share_compiled_programs() -> None:

@@ -30,7 +30,7 @@ CASE = Case(
     make_batch=label_batch(CLASSES),
 )
 MICROBATCHES = {1: 1, 2: 4, 4: 8}
-"""By stages."""
+"""Number of microbatches, by number of stages."""
 
 TENSOR: dict[str, Strategy] = {
     "tp2": TensorParallel(2),

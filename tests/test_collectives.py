@@ -33,7 +33,7 @@ ALL_MODES = pytest.mark.parametrize("mode", MODES)
 DEEP = [pytest.param(size, marks=pytest.mark.deep) for size in (1, 2, 3, 8)]
 SIZES = pytest.mark.parametrize("size", [*DEEP, 4])
 LENGTHS = pytest.mark.parametrize("length", [1, 3])
-"""Rows of a shard."""
+"""Number of rows of a shard."""
 
 
 def ring_mesh(size: int, data: int = 1) -> Mesh:

@@ -60,7 +60,7 @@ FEW = [
     ("gather", "packed_window", 2, "alone"),
     ("ring", "bidirectional", 8, "tp_sequence"),
 ]
-"""Cases of the main selection: they have every value."""
+"""The cases that `make test` runs. They contain every value of every factor."""
 
 
 def parametrized() -> list:
@@ -219,7 +219,7 @@ def test_unbalanced_length_warns(monkeypatch):
 
 LONG, KV_HEADS_OF_LONG = 1024, 2
 SHARD = LONG // 4 * WIDTH * 4
-"""Bytes of one head of one device's tokens, in float32."""
+"""Bytes of one head of the tokens on one device, in float32."""
 
 
 @cache

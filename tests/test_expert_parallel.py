@@ -165,7 +165,7 @@ MESHES: dict[str, tuple[Strategy, ...]] = {
 # The axis of 8 experts splits the batch of 32 rows and the arrays that FSDP splits.
 MESHES["ep8_fsdp"] = (ExpertParallel(8), FSDP(1, min_size=0))
 WIDE = ("ep8_tp", "ep8_pp")
-"""Meshes of 16 devices, for which a child process has to simulate more."""
+"""Meshes of 16 devices, which a child process simulates."""
 OTHER_MESHES: dict[str, tuple[Strategy, ...]] = {
     "ep8": (ExpertParallel(8),),
     "fsdp": (FSDP(4, min_size=0),),

@@ -120,7 +120,7 @@ def test_held_lock_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     while held.path.stat().st_mtime == 0:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    held.path.unlink()  # by somebody who took it for a stale one
+    held.path.unlink()  # as if by another run that took it for stale
     while not held.path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -156,7 +156,7 @@ def test_only_one_contender_takes_dead_lock(
 
 
 def take_at_once(count: int, directory: Path) -> list[bool]:
-    """One bool per thread: whether it got the lock. All hold it to the end."""
+    """Returns for each thread whether it got the lock. All hold locks to the end."""
     barrier, taken = threading.Barrier(count), []
 
     def take(_: int) -> bool:

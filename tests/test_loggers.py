@@ -154,7 +154,7 @@ def test_group_warns_of_full_disk(tmp_path: Path) -> None:
     try:
         with pytest.warns(UserWarning, match=r"JSONLinesLogger failed: .* Training go"):
             group.log(2, {"loss": 1.0})
-        group.log(3, {"loss": 1.0})  # one warning
+        group.log(3, {"loss": 1.0})  # the failure warns once
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     group.log(4, {"loss": 1.0})
@@ -336,7 +336,7 @@ logger.finish()
 
 
 def run_in_terminal(script: str, columns: int) -> str:
-    """Return everything that a script writes to a terminal of some width."""
+    """Returns everything that a script writes to a terminal of the given width."""
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns)}
     with subprocess.Popen(
@@ -358,7 +358,7 @@ def read_terminal(leader: int) -> Iterator[bytes]:
     while select.select([leader], [], [], 60)[0]:
         try:
             data = os.read(leader, 65536)
-        except OSError:  # Linux says so when the last writer has closed
+        except OSError:  # Linux raises this when the last writer has closed
             return
         if not data:
             return
@@ -378,15 +378,17 @@ def test_terminal_redraws_one_line(columns: int) -> None:
     assert re.search(r" 75% loss  1\.500", last)
     assert rest == ""
     assert all(len(frame) <= columns for frame in re.split(r"[\r\n]", text))
-    assert len(rows) == 5, "each frame but the last replaces the one before"
+    assert len(rows) == 5, "a frame did not replace the one before it"
     assert (" · took 0:0" in last) == (columns > 30)
     assert "━" in output or columns == 30
     assert "\x1b[?25l" in output
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), "cursor is back"
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l"), (
+        "the cursor is still hidden"
+    )
 
 
 def tensorboard_scalars(directory: Path) -> list[tuple[str, int, float]]:
-    """Read the records of event files: length, checksum, event, checksum."""
+    """Reads the records of event files: length, checksum, event, checksum."""
     event_type = importlib.import_module("tensorboardX.proto.event_pb2").Event
     found = []
     for file in sorted(directory.iterdir()):

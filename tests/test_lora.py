@@ -1,4 +1,4 @@
-"""LoRA: the factors' numbers, their placement, and merging."""
+"""LoRA: the numbers of the factors, their placement, and merging."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ def factors(model: nnx.Module) -> dict:
 
 
 def trained(model: nnx.Module) -> nnx.Module:
-    """The model as if its second factors had been trained: no longer zeros."""
+    """The model with random second factors, which are zeros before training."""
     for path, variable in factors(model).items():
         if path[-1] == "lora_b":
             key = jax.random.key(len(path))
@@ -71,7 +71,7 @@ def test_merged_layer_matches_factors(name: str) -> None:
     build, shape = LAYERS[name]
     layer, x = build(nnx.Rngs(0)), jax.random.normal(jax.random.key(1), shape)
     model = lora(layer, targets="", rank=RANK, alpha=ALPHA)
-    # It starts with the same outputs, and does not change the original layer.
+    # The adapted model starts with the same outputs; the original layer is unchanged.
     np.testing.assert_array_equal(model(x), layer(x))
     assert not factors(layer)
     out = trained(model)(x)
@@ -79,7 +79,7 @@ def test_merged_layer_matches_factors(name: str) -> None:
     merged = merge_lora(model)
     np.testing.assert_allclose(merged(x), out, rtol=1e-5, atol=1e-5)
     assert jax.tree.structure(nnx.state(merged)) == jax.tree.structure(nnx.state(layer))
-    np.testing.assert_array_equal(model(x), out)  # not changed by the merge
+    np.testing.assert_array_equal(model(x), out)  # the merge copied the model
 
 
 def test_output_matches_formula_of_paper() -> None:
@@ -88,12 +88,12 @@ def test_output_matches_formula_of_paper() -> None:
     a, b = (np.asarray(model.lora_a[...]), np.asarray(model.lora_b[...]))
     expected = np.asarray(layer(x)) + ALPHA / RANK * (x @ a) @ b
     np.testing.assert_allclose(model(x), expected, rtol=1e-5)
-    # PEFT's start (kaiming_uniform with a = sqrt(5)): within 1 / sqrt(fan_in).
+    # PEFT's initializer is kaiming_uniform with a = sqrt(5): within 1 / sqrt(fan_in).
     assert 0.2 < np.abs(a).max() <= 8**-0.5
 
 
 class Classifier(nnx.Module):
-    """Stock layers; names come from outside."""
+    """Stock layers, whose dims are named from outside."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(32, 16, rngs=rngs)
@@ -160,7 +160,7 @@ def make_trainer(model: str, strategy: str) -> Trainer:
 
 @pytest.fixture(autouse=True)
 def _as_others_run_them() -> Iterator[None]:
-    # Flax's attention adds its mask's dims by rank promotion.
+    # Flax's attention combines masks of different ranks.
     with jax.numpy_rank_promotion("allow"):
         yield
 
@@ -178,7 +178,7 @@ def pairs() -> list[Any]:
         pytest.param(m, s, marks=() if (m, s) in QUICK else pytest.mark.deep)
         for m in MODELS
         for s in STRATEGIES
-        # The stock model has no list of blocks.
+        # The stock model has no list of equal blocks.
         if s != "alone" and (m, s) != ("stock", "pipeline")
     ]
 
@@ -194,11 +194,12 @@ def test_training_matches_one_device(model: str, strategy: str) -> None:
     np.testing.assert_allclose(found, losses, rtol=1e-5)
     after = to_host(nnx.to_pure_dict(nnx.state(trainer.model)))
     assert_params_close(after, expected)
-    # The base stays bit for bit; every factor has moved.
+    # The base is bit for bit unchanged; every factor has changed.
     for path, x in start.items():
         is_same = np.array_equal(x, after[path])
         assert is_same != ("lora_" in path), path
-    # Adam has two moments and a count for the factors only; the gradients are kept too.
+    # Adam has two moments and a count, only for the factors. `recording` adds the
+    # gradients.
     adapted = nnx.state(trainer.model, nnx.LoRAParam)
     num = sum(x.size for x in jax.tree.leaves(adapted))
     assert sum(x.size for x in jax.tree.leaves(trainer.state.opt_state)) == 3 * num + 1
@@ -224,7 +225,8 @@ def test_factors_inherit_dim_names_of_kernel() -> None:
         for path, variable in factors(trainer.model).items()
     }
     specs = {path: tuple(spec) for path, spec in found.items()}
-    # (embed, rank) and (rank, heads, head_dim); (mlp, rank) and (rank, embed)
+    # Query: (embed, rank) and (rank, heads, head_dim). Down: (mlp, rank) and (rank,
+    # embed).
     assert "tensor" not in str(specs["attention.query.lora_a"])
     assert specs["attention.query.lora_b"][1] == "tensor"
     assert specs["down.lora_a"][0] == "tensor"

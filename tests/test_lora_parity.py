@@ -1,7 +1,7 @@
-"""Adapters train to the numbers of one device, under every strategy.
+"""Adapters train to the same numbers as one device under every strategy.
 
-The proof of `test_parity`: the same start bit for bit, gradients leaf by leaf, 20 steps
-of AdamW, and 20 of SGD with momentum to the same factors; the base stays as it was.
+The checks are those of `test_parity`: the same start bit for bit, gradients leaf by
+leaf, 20 steps of AdamW, and 20 steps of SGD with momentum. The base must not change.
 """
 
 import math
@@ -44,7 +44,7 @@ MICROBATCHES = 2
 
 
 class Stock(nnx.Module):
-    """Layers of Flax in no `Stack`, which name no dims."""
+    """Flax's layers outside of a `Stack`, without named dims."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
@@ -74,7 +74,7 @@ def stock(rngs: nnx.Rngs) -> nnx.Module:
 
 
 def easy_batch(rng: np.random.Generator) -> Arrays:
-    """Rows that count up, which adapters of a random base learn in 20 steps."""
+    """Rows of consecutive tokens, which adapters on a random base learn in 20 steps."""
     batch = token_batch(rng)
     num_rows, num_tokens = batch["tokens"].shape
     start = rng.integers(0, 4, (num_rows, 1)) * 16
@@ -120,14 +120,14 @@ def alone(model: str) -> Run:
         pytest.param(m, s, marks=() if (m, s) in QUICK else pytest.mark.deep)
         for m in MODELS
         for s in STRATEGIES
-        # A pipeline needs a list of alike blocks.
+        # A pipeline needs a list of equal blocks.
         if (m, s) != ("stock", "pipeline")
     ],
 )
 def test_training_matches_one_device(model: str, strategy: str) -> None:
     case, placed = MODELS[model], STRATEGIES[strategy]
     devices = jax.devices()[: math.prod(n or 1 for n in placed.axis_sizes.values())]
-    # Flax's attention adds its mask's dims by rank promotion.
+    # Flax's attention combines masks of different ranks.
     with jax.numpy_rank_promotion("allow"):
         expected = alone(model)
         run = measure(case, placed, devices, MICROBATCHES)

@@ -1,4 +1,4 @@
-"""The benchmark beside MaxText: how a program's estimated cycles are added up."""
+"""The comparison with MaxText: sums of the cycles that XLA estimates."""
 
 import sys
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks import maxtext
 from nnx_parallel.audit.hlo import parse
 
-# A product before the loop, two in it, and one whose cost XLA does not know.
+# A program with one product before a loop, two in it, and one without an estimate.
 LOOP = """\
 HloModule jit_step, is_scheduled=true
 

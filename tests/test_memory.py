@@ -1,6 +1,6 @@
-"""A device holds its share of the training state, and never much more than that.
+"""A device holds its share of the training state, and little more at any time.
 
-Asserted on the arrays, on the bytes of `describe`, and on the compiler's allocations.
+The tests check the arrays, the bytes in `describe`, and the compiler's allocations.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ WHOLE = DataParallel(1)
 
 
 def bytes_held(tree: object) -> dict[object, int]:
-    """Bytes of an array tree on each device."""
+    """Bytes of a tree's arrays on each device."""
     held: dict[object, int] = {}
     for x in jax.tree.leaves(tree):
         for shard in x.addressable_shards:
@@ -57,7 +57,7 @@ def test_compiled_step_takes_an_eighth_as_arguments(config: GPTConfig):
 def test_state_above_an_eighth_is_listed_as_replicated(config):
     description = make_trainer(config, FSDP(8)).describe()
     whole = make_trainer(config, WHOLE).describe()
-    # AdamW keeps two numbers for each parameter, and one count.
+    # AdamW keeps two numbers per parameter, and one count.
     replicated = 3 * sum(row.bytes_per_device for row in description.replicated) + 4
     share = description.params_bytes + description.optimizer_bytes
     total = whole.params_bytes + whole.optimizer_bytes
@@ -77,20 +77,20 @@ def test_arrays_hold_described_bytes(shard):
     total = sum(x.nbytes for x in jax.tree.leaves(arrays))
     held = bytes_held(arrays)
     assert len(held) == 8
-    # AdamW keeps two numbers for each parameter.
+    # AdamW keeps two numbers per parameter.
     share = 1 / 8 if shard == "params" else (1 + 2 / 8) / 3
     assert max(held.values()) <= 1.02 * share * total
 
 
 @pytest.mark.deep
 class TestTemporaries:
-    """How scratch memory grows with a layer, where weights outweigh activations."""
+    """Scratch memory per layer, in models with more weights than activations."""
 
     CONFIG = GPTConfig.tiny(embed_dim=128, seq_len=8)
     LAYER_BYTES = (CONFIG.num_params - replace(CONFIG, num_layers=3).num_params) * 4
 
     def growth(self, compile_memory) -> float:
-        """Bytes of temporaries for each layer, over the bytes of a gathered layer."""
+        """Temporary bytes that each layer adds, over the bytes of a gathered layer."""
         few, many = (
             compile_memory(replace(self.CONFIG, num_layers=n)).temp_size_in_bytes
             for n in (2, 8)
@@ -101,7 +101,8 @@ class TestTemporaries:
         ours = self.growth(lambda config: compile_gpt(config, FSDP(8), ROWS).memory)
         kept = self.growth(self.memory_with_gathered_weights_kept)
         assert kept > 1
-        # The saving is one kept layer; an eighth of gradients and updates remains.
+        # The difference is one gathered layer. An eighth of gradients and updates
+        # remains.
         assert ours < 0.5
         assert kept - ours > 0.9
 
@@ -122,7 +123,7 @@ class TestTemporaries:
         return lowered.compile().memory_analysis()
 
     def test_remat_reduces_memory_of_gathered_layers(self):
-        """Attention's scores dominate the memory here: 4 heads of 128 by 128."""
+        """Attention scores dominate the memory here: 4 heads of 128 by 128."""
         scores, block_input = 4 * 128 * 128 * 4, 128 * 32 * 4
         config = GPTConfig.tiny(num_layers=6, seq_len=128, embed_dim=32)
         none, dots, full = (
@@ -131,8 +132,8 @@ class TestTemporaries:
             ).memory.temp_size_in_bytes
             for remat in ("none", "dots", "full")
         )
-        # Kept of a layer: its scores and their softmax; the outputs of its six
-        # products; its input.
+        # Of each layer, "none" keeps the scores and their softmax, "dots" the outputs
+        # of six products, and "full" only the input.
         assert none - dots > 6 * 2 * scores
         assert dots - full > 6 * 4 * block_input
 
@@ -150,8 +151,9 @@ def test_init_never_holds_whole_model():
     assert memory is not None
     params_bytes = 4 * GPT2_124M.num_params
     assert memory.output_size_in_bytes <= 1.02 * 3 * params_bytes / 8
-    # Random numbers are made in pieces: scratch stays below the model's largest array,
-    # and with the finished state below the size of the parameters.
+    # Random numbers are generated in pieces. Scratch memory stays below the model's
+    # largest array; together with the finished state, it stays below the size of the
+    # parameters.
     table_bytes = 4 * GPT2_124M.vocab_size * GPT2_124M.embed_dim
     assert memory.temp_size_in_bytes < table_bytes
     assert memory.temp_size_in_bytes + memory.output_size_in_bytes < params_bytes
@@ -171,10 +173,10 @@ print(memory.temp_size_in_bytes, memory.argument_size_in_bytes, config.num_param
 
 @pytest.mark.slow
 def test_temporaries_fit_on_64_tpus():
-    """The model has 16 layers of 4096 and 16,384; a device has a row of 2048 tokens."""
+    """The model has 16 layers of 4096 and 16,384; a device has one row of 2048."""
     temporary, argument, num_params = numbers_from(FSDP_STEP)
-    # Parameters and two moments, each in float32.
+    # Parameters and two moments, all in float32.
     assert argument <= 1.02 * 3 * 4 * num_params / 64
-    # Measured: 2.15 GiB. Gathered kernels, if kept, would be 6 GiB more, scores
+    # Measured: 2.15 GiB. Keeping gathered kernels would add 6 GiB, and keeping scores
     # and softmax of the attention 22 GiB.
     assert temporary < 2.5 * 2**30

@@ -1,4 +1,4 @@
-"""Gradients are added where the layers of a chunk lie."""
+"""Gradients are added at the indices of a chunk's layers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def test_stage_without_slot_adds_nothing():
 
 
 def test_sums_keep_dtype_of_totals():
-    """In bfloat16 256 + 1 would be 256."""
+    """In bfloat16, 256 + 1 would be 256."""
     add = Chunks(1).adder(jnp.int32(0))
     one = {"w": jnp.ones(2, jnp.bfloat16)}
     totals = add({"w": jnp.full((1, 2), 256.0)}, one, jnp.int32(0))

@@ -1,4 +1,4 @@
-"""Meshes cover all devices, the axes that communicate most innermost."""
+"""Meshes cover all devices; axes with the most communication are innermost."""
 
 import os
 import re
@@ -226,5 +226,5 @@ print(mesh.devices.size, *mesh.devices.shape, sum(near))
 
 @pytest.mark.slow
 def test_two_axes_share_torus_dim():
-    """Pairs along `tensor` are neighbours, though no dim has two chips."""
+    """Pairs along `tensor` are neighbours, although no torus dim has size two."""
     assert numbers_from(TORUS) == [64, 32, 2, 32]

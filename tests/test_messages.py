@@ -1,4 +1,4 @@
-"""Messages of a fit besides its metrics: at the start, at a save, at the end."""
+"""Messages of a fit other than metrics: at the start, at saves, at the end."""
 
 import io
 import re
@@ -25,7 +25,7 @@ from nnx_parallel.loggers import Logger
 
 
 class Memory(Logger):
-    """Keeps messages, and whether each came while the logger was open."""
+    """Collects messages, and asserts that the logger is open when they arrive."""
 
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -61,7 +61,8 @@ DATA = [np.ones((8, 64), np.float32)] * 8
 def test_fit_header_describes_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")  # JAX has read it before
+    # Too late for JAX, which has read it.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/tmp/x")
     monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
     memory = Memory()
     options = Checkpoint(tmp_path / "run", every=3)
@@ -84,7 +85,7 @@ def test_fit_header_describes_run(
     where = re.escape(f"in '{tmp_path / 'run'}'")
     assert re.fullmatch(rf"Saved step 3 {where} \(\d+\.\d s\)", first)
     assert re.fullmatch(rf"Saved step 4 {where} \(\d+\.\d s\)", last)
-    trainer.fit(DATA, 5)  # said once
+    trainer.fit(DATA, 5)  # the header appears only once
     assert len(memory.messages) == 4
     again = Memory()
     make_trainer(again, checkpoint=options, ema_decay=0.9).fit(DATA, 6)
@@ -94,7 +95,7 @@ def test_fit_header_describes_run(
 
 
 def held(tree: Any) -> int:
-    """Bytes of the arrays on the first device."""
+    """Bytes of a tree's arrays on the first device."""
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
@@ -134,7 +135,7 @@ def test_terminal_and_file_get_same_messages(tmp_path: Path) -> None:
 
 
 def test_save_that_ends_after_error_is_reported(tmp_path: Path) -> None:
-    """`Memory` asserts that the loggers are still open."""
+    """`Memory` asserts that the loggers are still open at the report."""
 
     def batches() -> Any:
         yield from DATA[:2]

@@ -1,4 +1,4 @@
-"""Means add up exactly, and losses that are not scalars raise."""
+"""Means add up exactly, and invalid losses raise."""
 
 import re
 from typing import Any

@@ -1,6 +1,6 @@
-"""Twenty mistakes of a first day, beyond `test_arguments`.
+"""Twenty mistakes of a first day with the library, beyond `test_arguments`.
 
-Each error has the finding, the rule and a valid value, before a step is compiled.
+Each error states the mistake, the rule and a valid value, before a step is compiled.
 """
 
 import re
@@ -64,7 +64,7 @@ def of_logits(model: Any, batch: Any) -> Any:
 
 
 class Tensor:
-    """An array of PyTorch, which a DataLoader makes unless told otherwise."""
+    """A PyTorch array, which a DataLoader returns by default."""
 
     __module__ = "torch"
 
@@ -74,7 +74,7 @@ def with_logits(model: Any, batch: Any) -> Any:
 
 
 def update_by_hand(trainer: Any) -> None:
-    """A callback as other libraries have it."""
+    """A callback in the style of other libraries."""
 
 
 CALL: Any = Trainer
@@ -320,7 +320,7 @@ def test_mistake_raises_with_remedy(name: str) -> None:
     mistake, message = MISTAKES[name]
     with pytest.raises(
         (TypeError, ValueError, FileNotFoundError),
-        # JAX may add lines on its traceback.
+        # JAX may add lines about its traceback.
         match=rf"\A{re.escape(message)}(\n|\Z)",
     ):
         mistake()

@@ -1,4 +1,4 @@
-"""The models follow their papers, on one device and on a mesh."""
+"""The models match their papers, on one device and on a mesh."""
 
 import functools
 import re
@@ -45,7 +45,7 @@ def random_tokens(*shape: int, seed: int = 0) -> jax.Array:
 
 
 def change_params(model: GPT, change: Callable[[jax.Array], jax.Array]) -> GPT:
-    """The model with floating-point arrays changed, and keys as they are."""
+    """The model with changed floating-point arrays; other arrays stay as they are."""
     return jax.tree.map(
         lambda x: change(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, model
     )
@@ -170,7 +170,7 @@ def test_parallel_block_adds_attention_and_mlp() -> None:
 
 
 def reference_attention(layer: Attention, x: np.ndarray, theta: float) -> np.ndarray:
-    """RoPE by complex numbers and one head at a time, in float64 [batch of 1]."""
+    """Attention of one row in float64: RoPE by complex numbers, one head at a time."""
     query, key, value, out = (
         np.asarray(dense.kernel[...], np.float64)
         for dense in (layer.query, layer.key, layer.value, layer.out)
@@ -192,7 +192,7 @@ def reference_attention(layer: Attention, x: np.ndarray, theta: float) -> np.nda
 
 
 def build_attention(config: GPTConfig) -> Attention:
-    """The first layer's, with scores of order 1: a softmax far from uniform."""
+    """The first layer's attention, with scores of order 1: softmax is not uniform."""
     stacked: Any = build(config).blocks.layer
     return jax.tree.map(lambda x: 30 * x[0], stacked.attention)
 
@@ -373,7 +373,7 @@ def test_model_without_dropout_holds_only_parameters() -> None:
 
 
 def generate_without_cache(model: GPT, prompt: jax.Array, num_new: int) -> jax.Array:
-    """A pass over all tokens for each new one; those still to come are 0."""
+    """Runs the model on all tokens for each new one; later tokens are 0."""
     tokens = jnp.pad(prompt, ((0, 0), (0, num_new)))
     for position in range(prompt.shape[1], tokens.shape[1]):
         following = apply(model, tokens)[:, position - 1].argmax(axis=-1)
@@ -382,7 +382,7 @@ def generate_without_cache(model: GPT, prompt: jax.Array, num_new: int) -> jax.A
 
 
 def with_decided_logits(config: GPTConfig) -> GPT:
-    """Larger parameters, so that greedy choices are no near ties."""
+    """A GPT with larger parameters, so that greedy choices are clear."""
     return change_params(build(config), lambda x: 4 * x)
 
 

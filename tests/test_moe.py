@@ -1,4 +1,4 @@
-"""Mixtures of experts on one device, against a reference that goes token by token."""
+"""Mixtures of experts on one device, compared with a loop over single tokens."""
 
 import io
 import re
@@ -65,7 +65,7 @@ MIXTURES = {
     "capacity": replace(MIXTRAL, capacity_factor=1.0),
     "tight": replace(MIXTRAL, top_k=1, normalise=False, capacity_factor=0.5),
 }
-# Added by the router to the logits of later experts: 0 is near to uniform.
+# The router adds these to the logits of later experts. With 0, it is nearly uniform.
 SKEWS = {"uniform": 0.0, "skewed": 1.0, "one": 100.0}
 CONFIG = GPTConfig.tiny_experts(num_layers=2, vocab_size=64, seq_len=16, embed_dim=32)
 
@@ -95,9 +95,9 @@ def one_mlp(moe: MoE, expert: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """A loop over tokens, each through its experts, as the papers write it.
+    """Sends each token through its experts in a loop, as in the papers.
 
-    ``choices`` are the experts of each token, found by `chosen_slowly`.
+    ``choices`` are the experts of each token, from `chosen_slowly`.
     """
     mixture = moe.experts
     num, k = mixture.num_experts, mixture.top_k
@@ -129,7 +129,7 @@ def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Ar
 
 
 def kept_slowly(choices: np.ndarray, capacity: int | None, num: int) -> np.ndarray:
-    """The choices within the capacity of their expert, which are its first ones."""
+    """Marks the first choices of each expert, up to its capacity."""
     kept = np.ones(choices.shape)
     for row in range(len(choices)):
         taken = np.zeros(num, int)
@@ -141,7 +141,7 @@ def kept_slowly(choices: np.ndarray, capacity: int | None, num: int) -> np.ndarr
 
 
 def chosen_slowly(moe: MoE, x: np.ndarray) -> np.ndarray:
-    """The experts of each token, ``(batch, seq, top_k)``, in NumPy."""
+    """The experts of each token, ``(batch, seq, top_k)``, by NumPy."""
     mixture = moe.experts
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router[...], np.float64)
     if mixture.scores == "softmax":
@@ -175,7 +175,7 @@ def value(
 @pytest.mark.parametrize("skew", SKEWS)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_layer_matches_reference(name, skew):
-    """Compares the loss and every gradient, to 1e-5."""
+    """Compares the loss and every gradient; the tolerance is 1e-5."""
     moe = make(MIXTURES[name], SKEWS[skew])
     x, target = inputs(0)
     choices = chosen_slowly(moe, np.asarray(x))
@@ -200,7 +200,7 @@ def test_layer_matches_reference(name, skew):
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_padding_does_not_affect_outputs_or_losses(name):
-    """Outputs, losses and statistics match the rows without padding."""
+    """Outputs, losses and statistics are the same as those of rows without padding."""
     moe, padded = (make(MIXTURES[name], 1.0) for _ in range(2))
     x, junk = inputs(0)
     segments = jnp.zeros((ROWS, 3 * SEQ), jnp.int32).at[:, SEQ : 2 * SEQ].set(7)
@@ -247,7 +247,7 @@ def test_dispatch_and_collect_use_only_gathers():
     assert order.sizes.tolist() == [1, 1, 2]
     assert order.token.tolist() == [0, 1, 0, 1, 2, 2]
     x = jnp.arange(6.0).reshape(3, 2)
-    # Choices of 3 have no expert, so that token 2 has no row that counts.
+    # Choice 3 is not an expert, so token 2 has no gradient.
     np.testing.assert_array_equal(jax.grad(loss)(x, order), [[0, 4], [8, 12], [0, 0]])
     text = str(jax.make_jaxpr(jax.grad(loss))(x, order))
     assert "gather" in text
@@ -263,7 +263,7 @@ def sizes_in(jaxpr: Any) -> Iterator[int]:
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek", "capacity"])
 def test_largest_array_has_row_per_choice(name):
-    """Forward and backward, the largest arrays have a row for each token's choice."""
+    """In both passes, the largest arrays have one row for each choice of a token."""
     mixture = replace(MIXTURES[name], mlp_dim=32)
     moe = MoE(32, mixture, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
@@ -285,7 +285,8 @@ def counts_of(moe: MoE) -> list[int]:
 def test_bias_moves_by_counts():
     moe = make(replace(MIXTRAL, bias_rate=0.25, capacity_factor=1.0))
     moe.bias[...] = jnp.zeros(8)
-    moe.counts[...] = jnp.array([3, 2, 1, 2, 0, 4, 2, 3])  # 17 are 2 and 1 more
+    # 17 tokens are 2 per expert and 1 more.
+    moe.counts[...] = jnp.array([3, 2, 1, 2, 0, 4, 2, 3])
     metrics = moe.finish_step()
     np.testing.assert_array_equal(
         moe.bias[...], [-0.25, 0.25, 0.25, 0.25, 0.25, -0.25, 0.25, -0.25]
@@ -294,10 +295,11 @@ def test_bias_moves_by_counts():
     np.testing.assert_array_equal(metrics["expert_loads"], metrics["expert_load"][None])
     assert counts_of(moe) == [0] * 8
     before = moe.bias[...]
-    moe.counts[...] = jnp.full(8, 2**27)  # times 8 it has 31 bits, times 64 too many
+    # Fits in 31 bits after times 8, but not after times 64.
+    moe.counts[...] = jnp.full(8, 2**27)
     moe.finish_step()
     np.testing.assert_array_equal(moe.bias[...], before)
-    moe.counts[...] = jnp.zeros(8, jnp.int32).at[0].set(2**29)  # times 8, too
+    moe.counts[...] = jnp.zeros(8, jnp.int32).at[0].set(2**29)  # also after times 8
     assert moe.finish_step()["expert_load"] == 8
 
 
@@ -307,7 +309,7 @@ def test_training_counts_tokens_per_expert():
     for _ in range(2):
         moe(x)
     assert counts_of(moe) == [0] * 7 + [2 * ROWS * SEQ]
-    assert moe.dropped[...] == 2 * ROWS * (SEQ - 1)  # a capacity of 1
+    assert moe.dropped[...] == 2 * ROWS * (SEQ - 1)  # the capacity is 1
     metrics = moe.finish_step()
     assert metrics["expert_load"] == 8
     assert metrics["dropped_share"].value == pytest.approx(7 / 8)
@@ -318,7 +320,7 @@ def test_training_counts_tokens_per_expert():
 
 
 def test_bias_balances_expert_loads():
-    """Loads go from a few experts to equal shares, without a gradient."""
+    """At first a few experts have most of the load; the bias equalises it."""
     moe = make(replace(MIXTRAL, bias_rate=0.02), 0.5)
     x, _ = inputs(0)
     loads = []
@@ -330,7 +332,7 @@ def test_bias_balances_expert_loads():
 
 
 class Layers(Logger):
-    """Keeps the metrics of loggers that show each layer."""
+    """Collects the metrics, like loggers that show each layer."""
 
     logs_layers = True
 
@@ -351,7 +353,7 @@ class Layers(Logger):
 
 
 class Stops(Callback):
-    """Ends the fit at a load that each first step has."""
+    """Ends the fit when the load is at least 1, which is true after the first step."""
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
         assert not any("/" in name for name in metrics)
@@ -360,7 +362,7 @@ class Stops(Callback):
 
 
 def test_layer_loads_go_only_to_layer_loggers():
-    """Includes stages of a pipeline, each of which has other layers."""
+    """The stages of the pipeline have different layers."""
     experts = replace(MIXTURES["capacity"], bias_rate=0.01)
     config = replace(CONFIG, experts=experts)
     file, layers = io.StringIO(), Layers()
@@ -410,7 +412,7 @@ def padded_trainer() -> Trainer:
 
 
 def packed_batch(num_rows: int) -> dict[str, np.ndarray]:
-    """Two documents a row."""
+    """Two documents per row."""
     tokens = np.random.default_rng(0).integers(0, 64, (num_rows, 17), np.int32)
     segments = np.where(np.arange(17) < 9, 1, 2).astype(np.int32)
     return {"tokens": tokens, "segments": np.tile(segments, (num_rows, 1))}
@@ -431,10 +433,10 @@ def test_padding_by_weights_of_mixture_raises():
 
 
 def test_padding_by_segments_of_mixture_matches_smaller_batch():
-    """With SGD of rate 1, the change of the parameters is the gradient."""
+    """The SGD rate is 1, so the change of the parameters is the gradient."""
     batch = packed_batch(4)
     padded = Pad("segments").fill(batch, 8)
-    # Their copies would change every value if they counted.
+    # Padding rows are copies, which would change every value if they counted.
     np.testing.assert_array_equal(padded["tokens"][4:], batch["tokens"][[3] * 4])
     losses, gradients = [], []
     fits: list[tuple[dict, LastBatch]] = [(batch, "error"), (padded, Pad("segments"))]
@@ -458,12 +460,12 @@ class Listed(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for block in self.blocks:
-            x = 3 * block(x)[0]  # the larger its input, the surer a router
+            x = 3 * block(x)[0]  # larger inputs make routers more certain
         return x
 
 
 def test_listed_blocks_aggregate_layer_metrics():
-    """Metrics are the largest load of all layers, and means of the rest."""
+    """The largest load is the maximum over layers; other metrics are means."""
     layers = Layers()
     trainer = Trainer(
         Listed,
@@ -491,7 +493,7 @@ def test_listed_blocks_aggregate_layer_metrics():
 
 
 def test_presets_have_published_active_sizes():
-    # In billions, as their papers round.
+    # In billions of parameters, rounded as in the papers.
     active = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3}
     active |= {"qwen3-235b-a22b": 22}
     for name, expected in active.items():
@@ -512,7 +514,7 @@ def test_kernel_initializers_follow_fan_in():
 
 def test_capacity_is_not_raised_by_rounding():
     share = replace(MIXTRAL, top_k=2, num_experts=8, capacity_factor=1.1)
-    assert share.capacity(200) == 55  # 1.1 * 50 is above 55 in floating point
+    assert share.capacity(200) == 55  # 1.1 * 50 is more than 55 in floating point
     assert share.capacity(202) == 56
 
 
@@ -543,7 +545,7 @@ def test_num_params_matches_model():
 
 
 def test_generation_matches_forward_pass():
-    """Decodes with a cache; tokens do not count for the bias."""
+    """Decodes with a cache. Generated tokens do not count for the bias."""
     model = GPT(CONFIG, rngs=nnx.Rngs(0))
     tokens = jnp.arange(8)[None] % 7
     out = generate(model, tokens, max_new_tokens=4, temperature=0.0)
@@ -591,7 +593,7 @@ def test_expert_vectors_do_not_decay():
 
 
 def test_muon_orthogonalises_each_expert_separately():
-    """Each expert's matrix is treated as if it were a parameter."""
+    """Each expert's matrix is updated like a separate parameter."""
     moe = MoE(16, replace(MIXTRAL, num_experts=2), rngs=nnx.Rngs(0))
     params: Any = nnx.to_pure_dict(nnx.state(moe, nnx.Param))
     draw = partial(jax.random.normal, jax.random.key(1))

@@ -1,7 +1,7 @@
-"""Muon is Optax's to the numbers and the state, and each device has its share of work.
+"""Muon has Optax's numbers and state, and each device does its share of the work.
 
-FLOPs and bytes are counted in the compiled update by `audit`, and the least of both is
-worked out by hand in `benchmarks.muon`.
+`audit` counts FLOPs and bytes in the compiled update. `benchmarks.muon` computes the
+minimum of both.
 """
 
 import inspect
@@ -57,7 +57,7 @@ from tests.tpus import numbers_from
 
 NUM_STEPS = 20
 
-# Kernels of six shapes, in 14 matrices: 8 devices cannot share them evenly.
+# 14 kernel matrices of six shapes, which 8 devices cannot divide evenly.
 LLAMA = GPTConfig.tiny_llama(
     vocab_size=64,
     seq_len=16,
@@ -95,7 +95,7 @@ def devices_of(strategy: Strategy) -> list[Any]:
 
 
 def train(plan: StatePlan, make_grads: Callable) -> tuple[Any, Any]:
-    """Parameters and state after steps along gradients of a simple loss."""
+    """Parameters and state after some steps with the given gradients."""
 
     def step(carry: Any, key: jax.Array) -> tuple[Any, None]:
         params, opt_state = carry
@@ -120,7 +120,7 @@ def train(plan: StatePlan, make_grads: Callable) -> tuple[Any, Any]:
 
 
 def noisy(params: Any, key: jax.Array) -> Any:
-    """Gradients that pull to zero, with noise."""
+    """Gradients towards zero, with noise."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     noise = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
@@ -131,7 +131,7 @@ def noisy(params: Any, key: jax.Array) -> Any:
 
 @cache
 def of_optax(config: GPTConfig) -> tuple[Any, Any]:
-    """The numbers of `optax.contrib.muon` on one device."""
+    """Parameters and state of `optax.contrib.muon` on one device."""
     settings = {"weight_decay": 0.1, "devices": jax.devices()[:1]}
     return train(
         plan_gpt(config, DataParallel(1), optax.contrib.muon, **settings), noisy
@@ -163,8 +163,8 @@ def test_device_computes_and_sends_its_share(
     strategy: Strategy, num_layers: int
 ) -> None:
     found = ratios(plan_gpt(config(num_layers), strategy, muon))
-    # With 6 layers no division of whole matrices has less than 48 units, for a mean of
-    # 45: see `test_six_gpt_layers_are_optimally_packed`.
+    # With 6 layers, the busiest device has at least 48 units of whole matrices; the
+    # mean is 45. See `test_six_gpt_layers_are_optimally_packed`.
     assert found.flops <= (1.05 if num_layers == 8 else 48 / 45)
     assert found.bytes <= 1.1
     if strategy == FSDP(8) and num_layers == 8:
@@ -174,7 +174,7 @@ def test_device_computes_and_sends_its_share(
 
 
 def test_stages_and_experts_exchange_nothing() -> None:
-    """Axes that split layers or experts take part in no collective of the update."""
+    """No collective of the update uses axes that split layers or experts."""
     for name in ("pipeline_fsdp", "expert_fsdp"):
         config, strategy = STRATEGIES[name]
         plan = plan_gpt(config, strategy, muon)
@@ -185,7 +185,7 @@ def test_stages_and_experts_exchange_nothing() -> None:
 
 
 def test_replicas_share_the_work() -> None:
-    """Each of 8 replicas orthogonalizes an eighth, and gathers the rest."""
+    """Each of 8 replicas orthogonalizes an eighth of the matrices, and gathers all."""
     plan = plan_gpt(config(8), DataParallel(8), muon)
     report = audit(compile_update(plan))
     assert report.flops == least_cost(plan).flops
@@ -346,7 +346,7 @@ def test_any_matrix_function_is_distributed() -> None:
 
 
 def test_each_head_can_be_one_matrix() -> None:
-    """Heads that tensor parallelism splits are then not exchanged."""
+    """Heads that are split by tensor parallelism are then not exchanged."""
 
     def numbers(model: nnx.Module) -> dict:
         found: Any = muon_dimension_numbers(model)
@@ -387,7 +387,7 @@ def test_work_is_balanced_over_devices(
         )
         for where in itertools.product(range(num_devices), repeat=len(items))
     )
-    # Graham's bound for packing the largest first.
+    # Graham's bound for packing the largest items first.
     assert best <= most <= best * (4 / 3 - 1 / (3 * num_devices))
 
 
@@ -395,8 +395,8 @@ def test_six_gpt_layers_are_optimally_packed() -> None:
     works, counts = [(18.0, 4), (6.0, 1)], (12, 24)
     loads = [18 * wide + 6 * square for wide, square in pack(works, counts, 8)]
     assert sum(loads) == 8 * 45
-    # Whole matrices make multiples of 6: with less than 48 the busiest of 8 devices has
-    # 42, and all of them together less than there is.
+    # Loads of whole matrices are multiples of 6. If no device had 48, each would have
+    # at most 42, and 8 * 42 is less than the total.
     assert max(loads) == 48
     assert sum(loads) > 8 * 42
 

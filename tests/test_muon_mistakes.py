@@ -1,4 +1,4 @@
-"""Mistakes in the arguments of Muon and of masks, each refused with the rule."""
+"""Wrong arguments of Muon and of masks raise errors that state the rule."""
 
 import re
 from typing import Any

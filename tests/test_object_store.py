@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are in an object store: a server of Google's kind, here."""
+"""Training with checkpoints in an object store: a local server with Google's API."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def test_unsupported_object_store_raises(url: str) -> None:
         _ = CheckpointManager(Checkpoint(url)).saved
 
 
-def test_pattern_in_object_store_name_raises() -> None:
+def test_glob_characters_in_url_raise() -> None:
     with pytest.raises(CheckpointDirectoryError, match="a name may hold none of"):
         _ = CheckpointManager(Checkpoint("gs://bucket/lr=[0.1]")).saved
 
@@ -64,7 +64,7 @@ print("bits", np.asarray(trainer.model.kernel[...]).tobytes()[:64].hex())
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[dict[str, str]]:
-    """The environment of processes that find the server."""
+    """Starts a server; yields environment variables that point clients to it."""
     pytest.importorskip("gcp_storage_emulator")
     pytest.importorskip("gcsfs")
     with socket.socket() as found:
@@ -94,7 +94,7 @@ def server() -> Iterator[dict[str, str]]:
         "TENSORSTORE_GCS_HTTP_URL": url,
         "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none",
         "GOOGLE_CLOUD_PROJECT": "test",
-        "NO_GCE_CHECK": "true",  # no look-up of credentials, or kinds of buckets
+        "NO_GCE_CHECK": "true",  # neither credentials nor bucket kinds are looked up
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
     }
     process.kill()
@@ -107,7 +107,7 @@ def start(server: dict[str, str], *arguments: object) -> subprocess.Popen[str]:
         env=server,
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=None,  # pytest shows it; a pipe without a reader would fill up
+        stderr=None,  # pytest captures it; an unread pipe would fill up
         text=True,
     )
 
@@ -135,7 +135,7 @@ def test_killed_run_resumes_from_object_store(
     run.communicate()
     done = finish(start(server, "-c", TRAIN, url, *more)).splitlines()
     assert done[-1] == whole
-    assert int(done[0]) in {5, 7}  # it resumed
+    assert int(done[0]) in {5, 7}  # it has resumed
     shown = finish(start(server, "-m", "nnx_parallel", "inspect", url, "--verify"))
     assert shown.count("whole: every array has its checksum") == 2
     assert re.findall(r"^ +(\d+)  \d{4}-", shown, re.MULTILINE) == ["10", "12"]
@@ -168,4 +168,4 @@ def test_step_without_metadata_is_damaged(server: dict[str, str]) -> None:
     assert f"Checkpoint 4 in '{url}' has no metadata left." in refused.stderr
     assert "Other steps: [2]." in refused.stderr
     done = finish(start(server, "-c", TRAIN, url, 6, 8, "previous")).splitlines()
-    assert done[0] == "3"  # it resumed from step 2
+    assert done[0] == "3"  # it has resumed from step 2

@@ -1,7 +1,7 @@
-"""State and block inputs that wait in the host's memory: the same run, fewer bytes.
+"""Optimizer state and block inputs in host memory: the same run with fewer bytes.
 
-CPU devices have all kinds of memory, so that places and numbers are tested; bytes are
-read from the program that libtpu makes for v5p.
+CPU devices have all memory kinds, so placement and numbers are tested on them. Bytes
+are read from the program that libtpu compiles for v5p.
 """
 
 import re
@@ -95,9 +95,9 @@ def host_leaves(state: Any) -> list[jax.Array]:
 
 
 def assert_close(one: np.ndarray, other: np.ndarray) -> None:
-    """Close in float32; of bfloat16, rounded from that, but for a few last bits.
+    """Compares in float32; in bfloat16, few entries may differ by one last bit.
 
-    Where float32 lies between two numbers of bfloat16, its last bit decides.
+    Where a float32 value is halfway between two bfloat16 values, its last bit decides.
     """
     if one.dtype != jnp.bfloat16:
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -109,13 +109,13 @@ def assert_close(one: np.ndarray, other: np.ndarray) -> None:
 
 CASES: dict[str, tuple[Strategy, Any, dict]] = {
     "fsdp": (FSDP(8, min_size=0), ADAMW, {}),
-    # Its update needs one number from all gradients first.
+    # The update needs the norm of all gradients first.
     "clipped": (
         FSDP(8, min_size=0),
         optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
         {},
     ),
-    # Needs all moments at once: they are loaded whole.
+    # The clipping needs all moments at once, so they are loaded unsliced.
     "clipped_late": (
         FSDP(8, min_size=0),
         optax.chain(
@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Strategy, Any, dict]] = {
         ),
         {},
     ),
-    # Whole momenta for whole matrices; Adam's biases are cut.
+    # Muon's momenta are not sliced, because it needs whole matrices. Adam's states are.
     "muon": (
         FSDP(8, min_size=0),
         lambda model: muon(
@@ -156,25 +156,27 @@ MAIN = ("fsdp", "clipped", "muon", "bfloat16", "pipeline")
 def test_offloaded_optimizer_matches_plain_run(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updating, "_SLICE_BYTES", 128)  # `inward` is cut, too
+    monkeypatch.setattr(updating, "_SLICE_BYTES", 128)  # slices `inward` too
     strategy, tx, options = CASES[case]
     make = partial(make_trainer, strategy, tx=tx, **options)
     plain, offloaded = make(None), make(Offload())
     histories = [trainer.fit(batches(4), num_steps=4) for trainer in (plain, offloaded)]
     one, other = histories
     np.testing.assert_array_equal(one["loss"], other["loss"])
-    # Machine code sums in another order, and may fuse a product into a sum here and not
-    # there: the last bit.
+    # Compiled code may sum in another order, or fuse a product into a sum. The last bit
+    # then differs.
     np.testing.assert_allclose(one["grad_norm"], other["grad_norm"], rtol=1e-6)
     for name in ("skipped", "loss_scale"):
         np.testing.assert_array_equal(one.get(name, ()), other.get(name, ()))
-    # A share of some hundred updates, of which that bit decides one or two.
+    # The metric is a share of some hundred updates. That bit may decide one or two of
+    # them.
     lost = (h.get("lost_updates", ()) for h in histories)
     np.testing.assert_allclose(*lost, rtol=1e-2)
     state = offloaded.state
     pairs = [(s.params, s.opt_state) for s in (plain.state, state)]
     jax.tree.map(assert_close, *jax.device_get(pairs))
-    # Adam has two arrays for each of 4 parameters, Muon one for the two kernels.
+    # Adam has two arrays for each of 4 parameters. Muon has one for each of two
+    # kernels.
     expected = 6 if case == "muon" else 8
     assert len(host_leaves(state)) == len(host_leaves(state.opt_state)) == expected
     assert not host_leaves(plain.state)
@@ -193,7 +195,7 @@ def test_offloaded_block_inputs_keep_losses_bit_for_bit(remat: Any) -> None:
     losses = [t.fit(batches(3), num_steps=3)["loss"] for t in (plain, offloaded)]
     np.testing.assert_array_equal(losses[0], losses[1])
     state, batch = offloaded.state, offloaded.shard_batch(batches(1)[0])
-    # CPU programs do not distinguish kinds of memory; JAX's traces do.
+    # CPU programs do not distinguish memory kinds, but JAX's traces do.
     traces = [
         str(t.train_step.trace(s, batch).jaxpr)  # pyright: ignore[reportFunctionMemberAccess]
         for t, s in ((plain, plain.state), (offloaded, state))
@@ -207,7 +209,7 @@ def test_checkpoints_interchange_with_plain_run(tmp_path: Path, *, saves: bool) 
     first, second = (Offload(), None) if saves else (None, Offload())
     make = partial(make_trainer, strategy, checkpoint=Checkpoint(tmp_path, every=1))
     saved = make(first)
-    saved.fit(batches(2), num_steps=2)  # saved by a thread, while the next step runs
+    saved.fit(batches(2), num_steps=2)  # saved by a thread while the next step runs
     expected = make_trainer(strategy, None).fit(batches(4), num_steps=4)
     resumed = make(second)
     history = resumed.fit(batches(4), num_steps=4)
@@ -216,15 +218,16 @@ def test_checkpoints_interchange_with_plain_run(tmp_path: Path, *, saves: bool) 
 
 
 def test_step_reuses_memory_of_state_in_save(tmp_path: Path) -> None:
-    """A NumPy view of the host memory would keep the memory from the step.
+    """The step donates its state while the save copies the state.
 
-    Here the step would get other memory. Elsewhere it is an error, or the file has the
-    values that the step has written.
+    A save with NumPy views of host memory would keep the memory from the step. The step
+    would then use other memory here; elsewhere it would raise, or the file would have
+    the step's values.
     """
     mesh = FSDP(8).make_mesh()
     place = NamedSharding(mesh, P("fsdp"), memory_kind=offloading.HOST)
-    # A program's output: memory of an aligned NumPy array, which a CPU device would
-    # take over, is given to no step.
+    # The array is the output of a program. A CPU device could instead share the memory
+    # of an aligned NumPy array, and then the step could not reuse it.
     x = jax.jit(partial(jnp.arange, 2.0**22), out_shardings=place)()
     step = jax.jit(lambda x: x + 1, donate_argnums=0, out_shardings=place)
     with CheckpointManager(tmp_path) as manager:
@@ -247,13 +250,13 @@ def addresses(x: jax.Array) -> list[int]:
     ("rows", "width", "parts"),
     [
         (128_256, 128, 16),
-        (128_256, 64, 6),  # 8, 12, 16, 24, 32 divide too, and leave no whole tiles
+        (128_256, 64, 6),  # 8, 12, 16, 24 and 32 divide too, but not into whole tiles
         (151_936, 64, None),  # 128 times a prime
         (1_024, 64, None),  # small
     ],
 )
 def test_array_parts_are_whole_tpu_tiles(rows, width, parts) -> None:
-    """Parts of an array that is narrower than the registers have 128 rows."""
+    """Parts of arrays that are narrower than a register have a multiple of 128 rows."""
     spec = P(None, "fsdp")
     place = Placement(stored=spec, used=P(), gradient=spec, optimizer=spec, reason="")
     layout = FSDP(8).layout(FSDP(8).make_mesh())
@@ -274,7 +277,7 @@ def test_describe_counts_host_bytes() -> None:
         for offload in (None, Offload())
     )
     assert plain.host_bytes == 0
-    # All but the counter.
+    # All bytes except those of the step counter.
     assert offloaded.host_bytes == plain.optimizer_bytes - 4
     assert offloaded.optimizer_bytes == plain.optimizer_bytes
     columns = ([c.header for c in d.table().columns] for d in (plain, offloaded))
@@ -368,7 +371,7 @@ for offload in (None, Offload()):
     print(memory.host_argument_size_in_bytes, memory.host_alias_size_in_bytes)
     print(memory.host_temp_size_in_bytes)
 """
-"""Bytes of v5p's program with the optimizer on the devices, and on the host."""
+"""Prints bytes of v5p's program with optimizer state on devices, and on the host."""
 
 
 @pytest.mark.deep
@@ -377,10 +380,10 @@ def test_v5p_devices_hold_no_optimizer_bytes(precision: str) -> None:
     numbers = numbers_from(SCRIPT, precision)
     plain, offloaded = numbers[:5], numbers[5:]
     moved = plain[0] - offloaded[0]
-    assert offloaded[2] == offloaded[3] == moved  # in place
+    assert offloaded[2] == offloaded[3] == moved  # updated in place
     assert offloaded[4] == 0
-    # The temporaries hold the moments of one of the eight layers instead. jax 0.12's
-    # compiler puts them where the backward pass had its arrays, and needs at most 1.5 %
-    # more; jax 0.10's (libtpu 0.0.42) needs 11 % more in bfloat16.
+    # Temporaries hold the moments of one of eight layers instead. jax 0.12's compiler
+    # puts them where the backward pass had its arrays, and needs at most 1.5 % more
+    # memory. jax 0.10's compiler (libtpu 0.0.42) needs 11 % more in bfloat16.
     share = 0.05 if jax.__version_info__ >= (0, 12) else 1 / 8
     assert offloaded[1] - plain[1] < share * moved

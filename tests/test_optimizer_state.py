@@ -1,4 +1,4 @@
-"""Whatever Optax keeps is split like the parameters it belongs to."""
+"""All optimizer state is split like the parameters that it belongs to."""
 
 import re
 from collections.abc import Callable
@@ -32,7 +32,7 @@ WIDTH, HIDDEN, VOCAB = 32, 64, 64
 
 
 class Block(nnx.Module):
-    """A residual pair of products with a norm, as in a transformer."""
+    """A residual block of two products and a norm, as in a transformer."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         heads = {"heads": 4, "head_dim": 16}
@@ -45,7 +45,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Embedding, stacked blocks, and a stock linear map."""
+    """Embedding, stacked blocks, and a stock linear layer."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
@@ -111,14 +111,14 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Tried(NamedTuple):
-    """An optimizer's state and its last updates."""
+    """The state of one optimizer, and its last updates."""
 
     state: Any
     updates: Any
 
 
 def side_by_side(model: nnx.Module) -> optax.GradientTransformation:
-    """All of them in one compiled step; the parameters follow the first."""
+    """All optimizers in one compiled step; the first one changes the parameters."""
     chosen = {name: as_transformation(o, model) for name, o in OPTIMIZERS.items()}
 
     def init(params: Any) -> dict[str, Tried]:
@@ -148,7 +148,7 @@ def make_trainer(optimizer: Any, *, num_devices: int = 8, **options: Any) -> Tra
 
 
 def train(trainer: Trainer, num_steps: int = 2) -> list[float]:
-    """Losses of ``num_steps`` steps."""
+    """Runs ``num_steps`` steps and returns their losses."""
     losses = []
     for batch in make_batches(num_steps):
         batch = trainer.shard_batch(batch)
@@ -171,13 +171,13 @@ def optimizer_arrays(trainer: Trainer) -> dict[str, jax.Array]:
     ],
 )
 def strategy(request: pytest.FixtureRequest) -> FSDP:
-    """Each kind of ZeRO, splitting the smallest arrays too."""
+    """All kinds of ZeRO, without a minimum size of split arrays."""
     return FSDP(shard=request.param, min_size=0)
 
 
 @pytest.fixture(scope="module")
 def split(strategy: FSDP) -> Trainer:
-    """Two steps on eight devices."""
+    """A Trainer after two steps on eight devices."""
     trainer = make_trainer(side_by_side, strategy=strategy)
     train(trainer)
     return trainer
@@ -185,7 +185,7 @@ def split(strategy: FSDP) -> Trainer:
 
 @pytest.fixture(scope="module")
 def whole() -> Trainer:
-    """Two steps on one device."""
+    """A Trainer after two steps on one device."""
     trainer = make_trainer(side_by_side, num_devices=1)
     train(trainer)
     return trainer
@@ -293,7 +293,7 @@ PLATEAU = optax.contrib.reduce_on_plateau(factor=0.5)
     "optimizer", [SAM, optax.chain(optax.clip(1.0), SAM), optax.polyak_sgd(0.1)]
 )
 def test_optimizer_receives_only_accepted_arguments(optimizer: Any) -> None:
-    """SAM does not accept the loss, Polyak's step needs it."""
+    """SAM does not accept the loss; Polyak's step requires it."""
     trainer = make_trainer(optimizer)
     before = flatten_pure(jax.device_get(trainer.state.params))
     train(trainer, 2)
@@ -321,7 +321,8 @@ def test_decay_mask_uses_dims_of_one_layer() -> None:
         "blocks.layer.norm.scale": False,
         "blocks.layer.norm.bias": False,
         "blocks.layer.up.kernel": True,
-        "blocks.layer.up.bias": False,  # (heads, head_dim) in a layer, and a bias
+        # (heads, head_dim) in one layer, which is still a bias.
+        "blocks.layer.up.bias": False,
         "blocks.layer.down.kernel": True,
         "head.kernel": True,
         "head.bias": False,

@@ -1,4 +1,4 @@
-"""A step costs as much as a step written by hand: it is the same program."""
+"""A step compiles to the same program as a step written by hand."""
 
 import jax
 import numpy as np
@@ -84,7 +84,7 @@ def test_step_is_traced_once_per_shape(num_microbatches: int):
     state = trainer.state
     for batch in batches(32, 2):
         state, _ = trainer.train_step(state, trainer.shard_batch(batch))
-    # With microbatches the loss is read once for other rows (`row_analysis`).
+    # With microbatches, `row_analysis` first traces the loss for 16 and for 32 rows.
     read = [(16, 17), (32, 17)] if num_microbatches > 1 else []
     assert traces == [*read, (32 // num_microbatches, 17)]
     jax.eval_shape(trainer.train_step, state, batches(64, 1)[0])

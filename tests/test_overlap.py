@@ -1,6 +1,6 @@
-"""Rings hide their transfers: asserted on the schedule of the TPU compiler.
+"""Rings hide their transfers in the schedule of the TPU compiler.
 
-Nothing runs: the step is compiled for chips that are not there, in a child process.
+Nothing runs: a child process compiles the step for described TPU chips.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def test_transfer_behind_product_is_hidden():
 
 
 def test_running_sum_hides_nothing():
-    """The TPU compiler writes a running sum as a convolution."""
+    """The TPU compiler turns a running sum into a convolution, not a product."""
     fusion = "fusion(%x), kind=kOutput, calls=%product"
     metadata = 'metadata={op_name="jit(f)/jit(cumsum)/reduce_window_sum"}'
     text = SCHEDULED.replace(fusion, f"{fusion}, {metadata}")
@@ -53,14 +53,14 @@ def test_running_sum_hides_nothing():
 
 @pytest.mark.slow
 def test_tensor_parallelism_hides_ninety_percent():
-    """Counted in bytes. Embedding and head, which use no rings, are exposed."""
+    """Measured in bytes. Only transfers of embedding and head are exposed."""
     figures = schedule_or_skip("ring")
     assert figures["exposed"] <= 0.1 * figures["sent"]
 
 
 @pytest.mark.slow
 def test_halves_expose_less_than_whole_rows():
-    """Both send the same bytes by SparseCores, with no more temporaries."""
+    """Both send the same bytes with SparseCores; halves need no more temporaries."""
     whole, halves = (schedule_or_skip(x, remat="full") for x in ("bulk", "halves"))
     assert halves["sent"] == pytest.approx(whole["sent"], rel=1e-3)
     assert halves["exposed"] <= 0.6 * whole["exposed"]
@@ -68,6 +68,6 @@ def test_halves_expose_less_than_whole_rows():
 
 
 def schedule_or_skip(name: str, **options: Any) -> dict[str, float]:
-    """`schedule_of` a strategy; without libtpu there is nothing to test."""
+    """Calls `schedule_of` for a strategy, or skips the test without libtpu."""
     pytest.importorskip("libtpu")
     return schedule_of(name, **options)

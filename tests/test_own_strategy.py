@@ -1,4 +1,4 @@
-"""A strategy that the package does not know: one small class, and it composes."""
+"""A user's strategy is one small class, and combines with other strategies."""
 
 import inspect
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ VOCAB, WIDTH = 64, 16
 
 
 class Words(nnx.Module):
-    """The parts of a language model that the axes split: a lexicon at both ends."""
+    """A language model with a vocabulary at both ends, and blocks between them."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = Embed(VOCAB, WIDTH, rngs=rngs)
@@ -47,7 +47,7 @@ class Words(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A residual product."""
+    """A block that adds a product to its input."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -78,7 +78,7 @@ COMPOSITE = Composite(Pipeline(2), LexiconParallel(2), FSDP(2, min_size=0))
 
 
 def fit(strategy: Strategy) -> tuple[dict, np.ndarray, dict[str, Any]]:
-    """First gradients, losses of a few steps, and the parameters after them by path."""
+    """Returns first gradients, losses of three steps, and final parameters by path."""
     rng = np.random.default_rng(0)
     batches = [rng.integers(0, VOCAB, (16, 9), dtype=np.int32) for _ in range(3)]
     optimizer = recording(optax.adamw(1e-3))
@@ -105,7 +105,7 @@ def test_composite_training_matches_one_device() -> None:
 
 @dataclass(frozen=True, repr=False)
 class GroupedState(Strategy):
-    """Groups of devices have replicas of the parameters; all share optimizer state."""
+    """Groups of devices hold replicas of parameters, and split optimizer state."""
 
     def claims(self) -> Claims:
         return Claims(
@@ -128,14 +128,14 @@ def test_zero_axes_split_different_dims_and_roles() -> None:
     found = GroupedState().describe(Words, mesh=mesh)
     rows = {row.info.path: row for row in found.rows}
     assert rows["embed.embedding"].placement.optimizer == P("members", "groups")
-    # The only dim of a bias that is not the layers goes to the first axis.
+    # A bias has only one dim besides `layers`. The first axis gets it.
     bias = rows["blocks.layer.linear.bias"].placement
     assert bias.optimizer == bias.stored == P(None, "members")
 
 
 @dataclass(frozen=True, repr=False)
 class BorrowedPipeline(Strategy):
-    """Another class with the claims of a pipeline."""
+    """A user's class that returns the claims of a pipeline."""
 
     def claims(self) -> Claims:
         return Pipeline(4).claims()

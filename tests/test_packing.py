@@ -1,4 +1,4 @@
-"""Packed documents: a row of k of them is k rows, in loss and in gradients."""
+"""Packed documents have the same loss and gradients as one document per row."""
 
 import math
 import re
@@ -29,12 +29,12 @@ from nnx_parallel.layers import Experts, segment_positions
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 
-LENGTHS = [(7, 1, 9), (12, 3), (17,), (2, 2, 10)]  # of documents, in rows of 17
+LENGTHS = [(7, 1, 9), (12, 3), (17,), (2, 2, 10)]  # document lengths in rows of 17
 Batch = dict[str, np.ndarray]
 
 
 def batches() -> tuple[Batch, Batch]:
-    """Documents packed, and the same ones with a row each."""
+    """Returns packed documents, and the same documents with one per row."""
     rng = np.random.default_rng(0)
     packed = np.zeros((2, len(LENGTHS), 17), np.int32)
     alone = []
@@ -53,11 +53,11 @@ def batches() -> tuple[Batch, Batch]:
 def one_step(
     strategy: Strategy, config: GPTConfig, batch: Batch, num_microbatches: int = 1
 ) -> tuple[dict[str, float], Any]:
-    """Loss, metrics of experts, and gradients of a step."""
+    """Loss, expert metrics, and gradients of one step."""
     sizes = strategy.axis_sizes.values()
     trainer = Trainer(
         lambda rngs: GPT(config, rngs=rngs),
-        optax.trace(decay=0.0),  # its state is the gradient
+        optax.trace(decay=0.0),  # the state is the gradient
         next_token_loss,
         strategy=strategy,
         num_microbatches=num_microbatches,
@@ -95,7 +95,7 @@ DEEP = pytest.mark.deep
     ids=lambda x: "rope" if x is LLAMA else "learned" if x is LEARNED else repr(x),
 )
 def test_packed_documents_match_separate_rows(config: GPTConfig, strategy: Strategy):
-    """One device has a document a row; the strategy has them packed."""
+    """One device has one document per row; the strategy has packed documents."""
     packed, apart = batches()
     assert_same_step(
         one_step(strategy, config, packed, num_microbatches=2),
@@ -128,7 +128,7 @@ NARROW: dict[str, Strategy] = {
 
 @cache
 def apart_with_experts(mixture: str) -> tuple[GPTConfig, tuple]:
-    """A step of one device, whose documents have a row each."""
+    """A config, and its step on one device with one document per row."""
     config = replace(LLAMA, mlp_dim=None, experts=MIXTURES[mixture])
     return config, one_step(DataParallel(1), config, batches()[1])
 
@@ -146,7 +146,7 @@ def apart_with_experts(mixture: str) -> tuple[GPTConfig, tuple]:
     ],
 )
 def test_packed_documents_match_rows_with_experts(mixture, strategy, microbatches):
-    """Balance, capacity, bias and statistics match; padding changes no number."""
+    """Balance, capacity, bias and statistics match; padding does not change them."""
     config, expected = apart_with_experts(mixture)
     packed, _ = batches()
     found = one_step(NARROW[strategy], config, packed, microbatches)
@@ -162,10 +162,11 @@ def test_longer_rows_match_shorter_rows(mixture):
 
 
 def test_packed_document_matches_single_document():
-    """Other documents in the row, and the content of padding, have no effect."""
+    """Other documents in the row, and the values of padding tokens, have no effect."""
     model = GPT(LLAMA, rngs=nnx.Rngs(0))
     packed, _ = batches()
-    tokens, segments = packed["tokens"][1:2], packed["segments"][1:2]  # 12 and 3
+    # The row has documents of 12 and 3 tokens.
+    tokens, segments = packed["tokens"][1:2], packed["segments"][1:2]
     alone = nnx.jit(lambda model, tokens: model(tokens))(model, tokens[:, 12:15])
     tokens = np.where(segments == 2, tokens, tokens + 1)
     logits = nnx.jit(lambda model, *given: model(*given))(model, tokens, segments)
@@ -179,7 +180,7 @@ def test_loss_counts_labels_within_document():
     for batch in (packed, apart):
         given = {name: jnp.asarray(x) for name, x in batch.items()}
         assert loss(model, given).weight == count
-    weights = jnp.ones((4, 17)).at[0].set(0.0)  # a row left out
+    weights = jnp.ones((4, 17)).at[0].set(0.0)  # drops one row
     given = {"weights": weights, **{k: jnp.asarray(x) for k, x in packed.items()}}
     assert loss(model, given).weight == count - sum(LENGTHS[0]) + 3
     text = "Segments of shape (2, 17) for tokens of shape (4, 17); each token has"
@@ -188,14 +189,14 @@ def test_loss_counts_labels_within_document():
 
 
 def test_positions_restart_per_document():
-    """Ids need not be in order; a padded end has positions too."""
+    """Segment ids need not be sorted; padding at the end has positions too."""
     ids = jnp.array([[3, 3, 1, 1, 1, 2, 0, 0], [0, 0, 5, 5, 5, 5, 5, 6]])
     expected = [[0, 1, 0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3, 4, 0]]
     assert segment_positions(ids).tolist() == expected
 
 
 def test_window_applies_while_decoding():
-    """Decoding from a cache gives the logits of the whole sequence."""
+    """Decoding with a cache gives the same logits as the whole sequence."""
     model = GPT(LLAMA, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 10)))
     expected = nnx.jit(GPT.__call__)(model, tokens)

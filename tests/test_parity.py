@@ -1,9 +1,10 @@
-"""Every strategy trains every model to the numbers of one device.
+"""Every strategy trains every model to the same numbers as one device.
 
-``make test`` runs every model, and every strategy with every number of microbatches;
-``make test-deep`` every pair of models, strategies and microbatches, and each strategy
-with one of two further models; ``make test-all`` the rest of their product too, with
-all of the compiler's optimizations.
+``make test`` runs every model once or more, and every strategy with every number of
+microbatches. ``make test-deep`` adds cases until all pairs of (model, strategy),
+(model, microbatches) and (strategy, microbatches) are covered, and runs each strategy
+with one of two further models. ``make test-all`` adds all other combinations, and
+compiles these with all of XLA's optimizations.
 """
 
 from functools import cache
@@ -44,14 +45,15 @@ DEEP = pytest.mark.deep
 MICROBATCHES = (1, 4)
 PRODUCT = list(product(CASES, PLANS, MICROBATCHES))
 FURTHER = ("rnn", "annotated")
-"""Models of stock modules: their additions to the others do not depend on pairs."""
+"""Models of stock modules. Each strategy runs one of them, without all pairs."""
 MAIN = [model for model in CASES if model not in FURTHER]
 PAIRS = all_pairs(MAIN, list(PLANS), MICROBATCHES)
 CHOSEN = PAIRS + [
     (FURTHER[i % 2], plan, MICROBATCHES[i // 2 % 2]) for i, plan in enumerate(PLANS)
 ]
-# Every strategy with every number of microbatches. The models that take longest come
-# with one number each, for which one device is their reference.
+# These cases cover every strategy with every number of microbatches. Each of the
+# slowest models runs with only one number of microbatches, so that its reference on one
+# device is computed once.
 CHEAP = ("mlp", "rnn", "annotated")
 LONG = {
     ("fsdp8", 1): "llama",
@@ -70,7 +72,10 @@ QUICK = [
 
 
 def parametrized() -> list:
-    """The product, each with its mark. One worker runs cases that share programs."""
+    """All combinations as pytest parameters, with their marks.
+
+    Cases that share programs are in one group, so that one worker runs them.
+    """
     return [
         pytest.param(
             *combination,
@@ -117,16 +122,16 @@ def test_training_matches_one_device(model: str, plan: str, microbatches: int) -
     assert axes_in_use(run) >= set(strategy.axis_sizes) - {"data"}
 
 
-# A mean is over the whole batch, however it is split
+# The mean is over the whole batch, however the batch is split
 
 
 def masked_loss(model: Any, batch: Any) -> Mean:
-    """Mean over the tokens that count; rows have different numbers of them."""
+    """The mean over tokens of weight 1, whose number differs between rows."""
     return next_token_loss(model, batch)
 
 
 def loss_of_two_weights(model: Any, batch: Any) -> Mean:
-    """Token loss, and the squared log-normaliser over other weights."""
+    """Token loss plus a z-loss, a mean that weighs the tokens differently."""
     logits = model(batch["tokens"][:, :-1])
     weights, other = batch["weights"][:, 1:], 1.0 + batch["tokens"][:, 1:] % 3
     normaliser = jax.nn.logsumexp(logits, axis=-1)
@@ -140,7 +145,7 @@ def build_without_dropout(rngs: nnx.Rngs) -> GPT:
 
 @cache
 def by_hand(loss: LossFn) -> tuple[float, Arrays]:
-    """Loss and gradients of the batch at once, by nothing but JAX and Flax."""
+    """Returns the loss and gradients of the undivided batch, by JAX and Flax only."""
     (batch,) = CASES["gpt"].batches(1)
     graphdef, params, rest = nnx.split(
         build_without_dropout(nnx.Rngs(0)), nnx.Param, ...
@@ -169,10 +174,10 @@ def test_accumulated_mean_matches_whole_batch(
 ) -> None:
     (batch,) = CASES["gpt"].batches(1)
     counts = batch["weights"][:, 1:].sum(axis=1).reshape(-1, 4).sum(axis=0)
-    assert len(set(counts)) == 4, "microbatches weigh the same"
+    assert len(set(counts)) == 4, "the microbatches have the same weight"
     trainer = Trainer(
         build_without_dropout,
-        optax.trace(decay=0.0),  # its state is the gradient
+        optax.trace(decay=0.0),  # the state is the gradient
         loss,
         strategy=plan.strategy(),
         num_microbatches=microbatches,
@@ -191,7 +196,7 @@ def test_accumulated_mean_matches_whole_batch(
 @pytest.mark.parametrize("plan", [pytest.param("dp8", marks=DEEP), "fsdp4_tp2"])
 @pytest.mark.parametrize("loss", [masked_loss, token_loss])
 def test_evaluation_averages_all_rows(loss: LossFn, plan: str) -> None:
-    """No dropout, any sizes of batches; a plain scalar weighs by rows."""
+    """Dropout is off, batches differ in size, scalar losses are weighted by rows."""
     (rows,) = CASES["gpt"].batches(1)
     ragged = [
         {name: x[part] for name, x in rows.items()}

@@ -1,4 +1,4 @@
-"""Names by path: a transformer of others is split as one of ours."""
+"""Names by path: another library's transformer is split like this library's."""
 
 import os
 import re
@@ -35,14 +35,14 @@ from nnx_parallel.layers import Stack, named
 from nnx_parallel.sharding.nnx_arrays import names_of, variables_of
 from tests.strangers.cases import CASES, stacked
 
-LLAMA = CASES["llama"]  # of stock modules without a name
+LLAMA = CASES["llama"]  # made of stock modules without names
 TOKENS = np.random.default_rng(0).integers(64, size=(8, 17), dtype=np.int32)
 BATCH = {"tokens": TOKENS}
 
 
 @jax.numpy_rank_promotion("allow")
 def train(strategy: Strategy, **options: Any) -> tuple[np.ndarray, float, Trainer]:
-    """Losses of three steps, FLOPs of a step on each device, and the Trainer."""
+    """Returns three losses, a step's FLOPs per device, and the Trainer."""
     sizes = [size or 1 for size in strategy.axis_sizes.values()]
     trainer = Trainer(
         partial(stacked, LLAMA),
@@ -78,7 +78,8 @@ def test_unnamed_transformer_is_split_by_path_names(
     strategy: Strategy, one_device: tuple
 ) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it has an effect
+        # There is no warning that the strategy has no effect.
+        warnings.simplefilter("error")
         losses, flops, trainer = train(strategy, names=TRANSFORMER_NAMES)
     np.testing.assert_allclose(losses, one_device[0], rtol=1e-5)
     specs = {r.info.path: r.placement.used for r in trainer.describe().rows}
@@ -86,13 +87,13 @@ def test_unnamed_transformer_is_split_by_path_names(
     assert specs["layers.0.layer.self_attn.q_proj.kernel"] == P(pipe, None, "tensor")
     assert specs["layers.0.layer.mlp.down_proj.kernel"] == P(pipe, "tensor")
     assert specs["embed_tokens.embedding"] == P("tensor")
-    if pipe is None:  # a pipeline computes masked slots too
+    if pipe is None:  # a pipeline also computes masked slots
         assert flops == pytest.approx(one_device[1] / trainer.mesh.size, rel=0.05)
 
 
-# Paths and shapes as the packages have them: Tunix 0.1.7 (Llama 3, Qwen 2 and 3,
-# Gemma), Bonsai (Qwen 3, Gemma 3, ViT, DINOv3, Whisper), Flax's example (Gemma), and
-# GPT-2 and Llama as their checkpoints call them.
+# Paths and shapes as in Tunix 0.1.7 (Llama 3, Qwen 2 and 3, Gemma), Bonsai (Qwen 3,
+# Gemma 3, ViT, DINOv3, Whisper), Flax's example (Gemma), and the checkpoints of GPT-2
+# and Llama.
 PARAMETERS = {
     "embedder.input_embedding": ((64, 16), "vocab embed"),
     "embedder.embedding": ((64, 16), "vocab embed"),
@@ -156,7 +157,7 @@ PARAMETERS = {
 
 
 def tree(shapes: dict[str, tuple[int, ...]]) -> nnx.Module:
-    """A model with parameters of these shapes, by dotted path."""
+    """A model with parameters of these shapes, given by dotted path."""
     root = nnx.Dict()
     for path, shape in shapes.items():
         *parents, last = path.split(".")
@@ -269,7 +270,7 @@ def test_trainer_keeps_names_of_built_model() -> None:
     named_trainer = trainer(TensorParallel(), model, names=TRANSFORMER_NAMES)
     assert named_trainer.model.up_proj.kernel[...].sharding.spec == P(None, "tensor")  # pyright: ignore[reportAttributeAccessIssue]
     assert names_by_path(model) == {"up_proj.kernel": (), "up_proj.bias": ()}
-    # The verbs of a strategy take a model that has its names.
+    # A strategy's methods take a model that already has names.
     _, state = TensorParallel().split(TRANSFORMER_NAMES(model))
     assert state["up_proj"]["kernel"][...].sharding.spec == P(None, "tensor")
 
@@ -284,7 +285,7 @@ def test_rules_as_names_raise() -> None:
 
 
 class Columns(Strategy):
-    """A technique of a user, whose name no model gives."""
+    """A user's strategy for a logical axis that no model has."""
 
     def claims(self) -> Claims:
         return Claims(axis_sizes={"columns": None}, logical={"column": "columns"})
@@ -332,7 +333,7 @@ def test_mostly_unnamed_matrices_warn() -> None:
     )
     described = trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES).describe()
     assert f"\n{finding}" in described.summary()
-    for spec in (P(None, "tensor"), P()):  # split, or whole on purpose
+    for spec in (P(None, "tensor"), P()):  # split, or replicated on purpose
         rules = PathRules((r"mix.*kernel", spec))
         strategy = TensorParallel(8, rules=(rules,))
         described = trainer(strategy, mostly, names=TRANSFORMER_NAMES).describe()
@@ -416,14 +417,14 @@ def test_strategies_with_effect_do_not_warn() -> None:
         warnings.simplefilter("error")
         trainer(DataParallel())
         trainer(FSDP())
-        trainer(FSDP(min_size=10**6))  # all stay whole as the user has it
-        Trainer(  # too small to be worth a word
+        trainer(FSDP(min_size=10**6))  # the user's min_size keeps all arrays whole
+        Trainer(  # too small for a warning
             lambda rngs: nnx.Linear(4, 1, rngs=rngs),
             optax.sgd(0.1),
             squares,
             strategy=FSDP(min_size=0),
             loggers=(),
         )
-        trainer(TensorParallel(), devices=one)  # nothing to repeat
+        trainer(TensorParallel(), devices=one)  # one device has no replicas
         trainer(TensorParallel(rules=(PathRules((r"kernel", P("tensor"))),)))
         trainer(Composite(TensorParallel(4), FSDP()), names=TRANSFORMER_NAMES)

@@ -1,4 +1,4 @@
-"""A pipeline has the features of a plain step: policies, evaluation, generation."""
+"""A pipeline supports all features of a plain step: remat, evaluation, generation."""
 
 from typing import Any
 
@@ -100,12 +100,13 @@ def test_mixed_precision_accumulates_in_float32() -> None:
         dtypes = {x.dtype for x in jax.tree.leaves(trainer.state.params)}
         assert dtypes == {jnp.dtype("float32")}
     first, second = losses.values()
-    # bfloat16 has 8 bits: two orders of summation differ by parts of a thousandth.
+    # bfloat16 has 8 significant bits, so different orders of summation differ by
+    # thousandths.
     np.testing.assert_allclose(first, second, rtol=2e-3)
 
 
 def test_indivisible_rows_match_one_device() -> None:
-    """With two rows on four stages the sequence is split around the stack."""
+    """Two rows cannot be split over four stages, so the sequence is split instead."""
     assert_like_one_device(build_gpt, next_token_loss, Pipeline(4), few_tokens)
 
 
@@ -118,7 +119,7 @@ def alone() -> tuple:
 
 
 def run_trainer(strategy: Strategy) -> tuple:
-    """Losses of training and evaluation, predictions, and a continuation."""
+    """Returns losses of training and evaluation, predictions, and a continuation."""
     trainer = make_trainer(
         build_gpt,
         next_token_loss,

@@ -32,7 +32,7 @@ def linear(rngs: nnx.Rngs) -> nnx.Linear:
 
 
 class Model(nnx.Module):
-    """One stack between nothing and nothing."""
+    """A model that consists of one stack."""
 
     def __init__(self, rngs: nnx.Rngs, make_block: Any = linear) -> None:
         self.stack = Stack(make_block, 4, rngs=rngs)
@@ -42,7 +42,7 @@ class Model(nnx.Module):
 
 
 class Nested(nnx.Module):
-    """A stack of stacks."""
+    """A stack whose block is a stack."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.outer = Stack(lambda rngs: Stack(linear, 2, rngs=rngs), 4, rngs=rngs)
@@ -51,7 +51,7 @@ class Nested(nnx.Module):
 def step(
     loss: Any, build: Any = Model, strategy: Strategy | None = None, **options: Any
 ) -> None:
-    """Traces a step."""
+    """Traces one training step."""
     trainer = make_trainer(build, loss, strategy or Pipeline(2), **options)
     batch = trainer.shard_batch(BATCH)
     trainer.train_step(trainer.state, batch)
@@ -209,7 +209,7 @@ def test_block_that_changes_shape_raises() -> None:
 
 
 class Forking(nnx.Module):
-    """A block that returns one array more than it takes."""
+    """A block that returns one more array than it takes."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = linear(rngs)
@@ -227,7 +227,7 @@ def test_block_that_changes_array_count_raises() -> None:
 
 
 class Counting(nnx.Module):
-    """A block that counts its calls."""
+    """A block that counts its calls in a variable."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = linear(rngs)
@@ -254,7 +254,7 @@ def test_reading_layer_variables_in_loss_raises(loss: Any) -> None:
 
 
 class Remembering(nnx.Module):
-    """A variable read before the stack and written after it."""
+    """A model that reads a variable before the stack and writes it after the stack."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stack = Stack(linear, 4, rngs=rngs)
@@ -275,7 +275,7 @@ def test_schedule_dependent_variable_raises() -> None:
 
 
 class Choosing(nnx.Module):
-    """A block that gathers by computed indices."""
+    """A block that gathers at computed indices."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = linear(rngs)
@@ -324,14 +324,14 @@ def test_table_of_other_sizes_raises() -> None:
 
 
 class Careless(Schedule):
-    """Tables of two chunks, which it does not say."""
+    """A schedule with two chunks that does not declare them."""
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         return Interleaved(chunks=2).table(num_stages, num_microbatches)
 
 
 class Halving(Schedule):
-    """Tables of half the microbatches."""
+    """A schedule with tables for half of the microbatches."""
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         return OneFOneB().table(num_stages, num_microbatches // 2)

@@ -1,4 +1,4 @@
-"""Any loss with one stack trains in a pipeline as on one device."""
+"""A loss with any use of one stack trains in a pipeline as on one device."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ NUM_LAYERS = 4
 
 
 class Plain(nnx.Module):
-    """A stack of linear layers."""
+    """A model that consists of a stack of linear layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stack = Stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 4, rngs=rngs)
@@ -51,7 +51,7 @@ class Plain(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A block with dropout, batch statistics, a side input and a mask."""
+    """A block with dropout, batch statistics, and further arguments."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -64,7 +64,7 @@ class Block(nnx.Module):
 
 
 class Skipping(nnx.Module):
-    """A stack with a skip connection around it, a side input, and statistics."""
+    """A stack with a skip connection around it, a side input, and batch statistics."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(16, 16, rngs=rngs)
@@ -110,7 +110,7 @@ def skipping_loss(model: Skipping, batch: Any) -> tuple[Mean, dict[str, Any]]:
     ids=str,
 )
 def test_skips_and_statistics_match_one_device(strategy: Strategy) -> None:
-    """Takes two steps: the first one's statistics and masks reach the second."""
+    """Takes two steps, because statistics and masks of the first affect the second."""
     metrics = assert_like_one_device(
         Skipping, skipping_loss, strategy, make_rows, steps=2
     )
@@ -157,7 +157,7 @@ def test_single_stage_warns() -> None:
 
 
 def noisy_loss(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:
-    """Adds random numbers of the loss to the input and the output."""
+    """Multiplies the loss by random numbers, and adds others to the input."""
     inputs = batch["inputs"] + jax.random.normal(rngs.noise(), batch["inputs"].shape)
     outputs = model({"inputs": inputs})
     return (outputs**2).mean() * (1.0 + 0.1 * jax.random.normal(rngs.noise(), ()))
@@ -168,7 +168,7 @@ def test_loss_rngs_match_one_device() -> None:
 
 
 def test_frozen_layers_match_one_device() -> None:
-    """Only the biases are trained: the rest of each layer gets no gradient."""
+    """Only the biases are trained; other parameters of each layer get no gradient."""
 
     def is_bias(path: tuple, _: Any) -> bool:
         return path[-1] == "bias"
@@ -179,7 +179,7 @@ def test_frozen_layers_match_one_device() -> None:
 
 
 def decayed_loss(model: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-    """The layers' parameters count outside the blocks too."""
+    """A loss that also uses the layers' parameters outside of the blocks."""
     params = jax.tree.leaves(nnx.state(model, nnx.Param))
     norm = sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in params)
     out = model(batch)
@@ -199,7 +199,7 @@ def test_weight_decay_loss_matches_one_device(strategy: Strategy) -> None:
 
 
 class Adaptive(nnx.Module):
-    """Variables before the stack that follow one after it, and NumPy input."""
+    """Variables before the stack that depend on one after it, and NumPy input."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stack = Stack(lambda rngs: nnx.Linear(16, 16, rngs=rngs), 4, rngs=rngs)
@@ -219,7 +219,7 @@ def test_chained_variables_match_one_device(schedule: Schedule) -> None:
 
 
 class Mixed(nnx.Module):
-    """A block whose variable has another dtype than its output."""
+    """A block with a variable in another dtype than its output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -241,7 +241,7 @@ def test_variables_keep_their_dtype() -> None:
 
 
 class Rotating(nnx.Module):
-    """A block with a weight for each position, which the model gives."""
+    """A block that takes angles, a bias and noise as arguments."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(16, 16, rngs=rngs)
@@ -253,7 +253,7 @@ class Rotating(nnx.Module):
 
 
 class Positional(nnx.Module):
-    """A stack whose arguments come from nothing, from the parameters, and from data."""
+    """A stack with arguments that are constant, parameters, and data."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.bias = nnx.Param(jnp.ones(16))
@@ -279,15 +279,16 @@ def test_constant_arguments_have_no_gradient() -> None:
     with using(layout), using_runner(record):
         traced = trace(loss, shapes, {}, make_rows(), jax.random.key(0))
     found = PartitionedJaxpr(traced)
-    # The angles are made by every stage. The input comes from the data, but passes
-    # through all layers; the bias comes from a parameter, the noise does not.
+    # Each stage computes the constant angles. Of the other inputs, the first is data
+    # that passes through all layers, the bias is a parameter, and the noise has no
+    # gradient.
     assert list(found.constants) == [1]
     assert found.differentiated == (True, True, False)
     assert_like_one_device(Positional, squares, Pipeline(2, ZeroBubble()), make_rows)
 
 
 class Placed(nnx.Module):
-    """A stack whose mask comes from nothing, but has a place on the mesh."""
+    """A stack with a constant mask that is constrained to a placement on the mesh."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.stack = Stack(Masked, 4, rngs=rngs)
@@ -314,7 +315,7 @@ def test_constrained_argument_matches_one_device() -> None:
 
 
 class Spectral(nnx.Module):
-    """Complex values: one skips the stack, one is an argument of its blocks."""
+    """Complex values: one skips the stack, another is an argument of its blocks."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(16, 16, rngs=rngs)
@@ -329,7 +330,7 @@ class Spectral(nnx.Module):
 
 
 class Turning(nnx.Module):
-    """A block that turns its input by an angle."""
+    """A block that adds the rotated input."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(16, 16, rngs=rngs)

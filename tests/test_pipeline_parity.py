@@ -1,8 +1,8 @@
-"""Every schedule on every mesh trains to the numbers of one device.
+"""Every schedule on every mesh trains to the same numbers as one device.
 
-The loss matches one device, weighted by token. ``make test`` runs one of them, in
-three dimensions; ``make test-deep`` each schedule on one mesh and each mesh with one
-schedule, ``make test-all`` the product with all models.
+The loss is weighted by token. ``make test`` runs one case, on a mesh of three axes.
+``make test-deep`` runs each schedule on one mesh and each mesh with one schedule.
+``make test-all`` runs the product with all models.
 """
 
 import math
@@ -37,12 +37,12 @@ from tests.parity.models import DEEP_CASES
 from tests.parity.runs import compiling, described, measure, reference
 
 MICROBATCHES = {2: 4, 4: 8}
-"""Microbatches by stages: enough for every memory slot to be used again."""
+"""Number of microbatches by stages, so large that every memory slot is reused."""
 
 
 @dataclass(frozen=True)
 class Lazy(Schedule):
-    """A user's schedule: backward slots wait two ticks, weight slots even longer."""
+    """A user's schedule: backward slots wait for two ticks, weight slots for more."""
 
     def table(self, num_stages: int, num_microbatches: int) -> Table:
         stage, microbatch = np.ogrid[:num_stages, :num_microbatches]
@@ -70,20 +70,23 @@ MESHES: dict[str, tuple[int, tuple[Strategy, ...]]] = {
     "pp2_dp4": (2, (DataParallel(4),)),
     "pp4_tp2": (4, (TensorParallel(2),)),
 }
-# Where the parts of a mesh split all arrays of the layers evenly.
+# Meshes that split all arrays of the layers evenly, with the number of parts.
 LAYER_PARTS = {"pp2": 2, "pp4": 4, "pp2_dp4": 2}
 PRODUCT = list(product(SCHEDULES, MESHES, DEEP_CASES))
 
 
 def is_chosen(schedule: str, mesh: str, model: str) -> bool:
-    """Each schedule on one mesh, each mesh with one schedule, all models."""
+    """True for deep cases: each schedule, each mesh and each model at least once."""
     row, column = list(SCHEDULES).index(schedule), list(MESHES).index(mesh)
     is_on_diagonal = (row + 2 * column) % len(MESHES) == 0
     return is_on_diagonal and list(DEEP_CASES)[row % len(DEEP_CASES)] == model
 
 
 def parametrized() -> list:
-    """The product; cases not chosen are slow. A worker runs cases that share a run."""
+    """All combinations, marked deep or slow.
+
+    Cases that share a reference run are in one group, so that one worker runs them.
+    """
     cases = []
     for case in PRODUCT:
         group = pytest.mark.xdist_group(f"pipeline {case[2]} {MESHES[case[1]][0]}")

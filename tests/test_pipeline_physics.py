@@ -1,7 +1,7 @@
 """A compiled pipeline computes nothing twice, spreads all work, and keeps little.
 
-Read from the compiled step: FLOPs, conditionals, scratch memory, number of
-instructions.
+The tests read FLOPs, conditionals, scratch memory and the number of instructions from
+the compiled step.
 """
 
 from collections import Counter
@@ -45,8 +45,8 @@ from tests.tpus import numbers_from
 
 pytestmark = pytest.mark.deep
 
-ROWS, MICROBATCHES = 8, 4  # rows of one microbatch; microbatches where any number does
-# The head has a third of the parameters that take part in products.
+ROWS, MICROBATCHES = 8, 4  # rows of one microbatch; default number of microbatches
+# The head has a third of the parameters that are used in products.
 CONFIG = GPTConfig.tiny(
     num_layers=4, seq_len=16, embed_dim=32, vocab_size=768, tied=False, remat="full"
 )
@@ -68,7 +68,7 @@ def build(config: GPTConfig) -> Callable[[nnx.Rngs], GPT]:
 def compiled(
     config: GPTConfig, strategy: Strategy, num_microbatches: int, maker: str = "ours"
 ) -> jax.stages.Compiled:
-    """A step of AdamW, whose batch grows with the number of microbatches."""
+    """An AdamW step with ``num_microbatches`` microbatches of ``ROWS`` rows."""
     plan = plan_step(build(config), strategy)
     step = MAKERS[maker](plan, num_microbatches)
     lowered = lower_step(step, plan, ROWS * num_microbatches, config.seq_len)
@@ -76,7 +76,7 @@ def compiled(
 
 
 def slot_flops(report: Report) -> dict[str, float]:
-    """FLOPs per device of each kind of slot and part around the stack, once."""
+    """Returns the FLOPs per device of each kind of slot and each outer part."""
     return {each.scope: max(each.branch_flops) for each in report.conditionals}
 
 
@@ -87,7 +87,7 @@ def temporaries(*args, **kwargs) -> int:
 
 
 class TestZeroBubble:
-    """The backward pass in two slots."""
+    """Schedules that split the backward pass into two slots."""
 
     @pytest.mark.parametrize(
         ("config", "stash"),
@@ -111,7 +111,7 @@ class TestZeroBubble:
         assert parts["forward"] == whole["forward"]
 
     def test_weight_slots_hold_one_product_per_kernel(self):
-        """Input slots hold two for each product of attention: scores, and their use."""
+        """Input slots have two products for each product of attention."""
         split = compiled(replace(CONFIG, remat="none"), Pipeline(4, ZeroBubble()), 4)
         flops = slot_flops(audit(split))
         kernels = 2 * ROWS * CONFIG.seq_len * 12 * CONFIG.embed_dim**2
@@ -126,12 +126,12 @@ class TestZeroBubble:
         made, used = table.backward_input.active, table.backward_weight.active
         waiting = np.cumsum(made.astype(int) - used, axis=0)
         assert waiting.max() == num_stages - 1
-        # In a tick a new one is written before an old one is read.
+        # In each tick, a new slot is written before an old one is read.
         assert plan_buffers(table).num_pending == num_stages
 
 
 def shares(schedule: Schedule, num_stages: int, num_microbatches: int) -> dict:
-    """Share of all ticks in which a device runs a slot, by kind."""
+    """The share of ticks in which a device runs a slot of each kind."""
     table = schedule.table(num_stages, num_microbatches)
     whole = num_microbatches / table.num_ticks
     slots = ("forward", "backward_input", "backward_weight")
@@ -152,14 +152,14 @@ MESHES = {
 
 
 class TestSpread:
-    """Every device does its share of the layers and of the work after them."""
+    """Every device does its share of the layers and of the work around them."""
 
     @pytest.mark.parametrize("strategy", MESHES.values(), ids=MESHES.keys())
     def test_no_device_repeats_work_of_others(self, strategy):
         assert 3 * CONFIG.vocab_size * CONFIG.embed_dim == CONFIG.num_product_params
         pipeline, num_stages = strategy.claims().execution, strategy.axis_sizes["pipe"]
         assert isinstance(pipeline, PipelineSchedule)
-        # A stage that keeps only its input computes as much as full remat.
+        # A stage that keeps only its input computes as much as with full remat.
         kept = "none" if pipeline.stash == "inputs" else "full"
         step = compiled(replace(CONFIG, remat=kept), strategy, MICROBATCHES)
         taken = shares(pipeline.schedule, num_stages, MICROBATCHES)
@@ -177,7 +177,7 @@ SCHEDULES = {
 
 
 class TestBranches:
-    """All devices take the same branch: a collective in it meets all its peers."""
+    """All devices take the same branch, so all of them reach a collective in it."""
 
     @pytest.mark.parametrize(
         ("schedule", "backward"), SCHEDULES.values(), ids=SCHEDULES.keys()
@@ -186,7 +186,7 @@ class TestBranches:
         mesh = Composite(Pipeline(2, schedule), TensorParallel(2), FSDP(2, min_size=0))
         module = parse(compiled(CONFIG, mesh, 4).as_text() or "")
         found = predicates(module)
-        # One for each kind of slot and each part around the stack.
+        # One conditional for each kind of slot and each part around the stack.
         edges = {"before", "after", "before_backward"}
         assert sorted(found) == sorted({"forward"} | backward | edges)
         for scope, opcodes in found.items():
@@ -209,12 +209,12 @@ class TestBranches:
         assert opcodes & DIFFER
 
 
-# Opcodes whose values differ by device, or come from the data.
+# Opcodes whose values differ between devices, or come from data.
 DIFFER = {"partition-id", "replica-id", "parameter", "collective-permute", "all-to-all"}
 
 
 def predicates(module) -> dict[str, set[str]]:
-    """Opcodes of all that the predicate of each conditional comes from, by scope."""
+    """The opcodes that each conditional's predicate depends on, by scope."""
     found = {}
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
@@ -227,14 +227,14 @@ def predicates(module) -> dict[str, set[str]]:
 
 
 class TestMemory:
-    """Scratch memory of a step, per device, at 8 rows of 64 tokens a microbatch."""
+    """Scratch memory of a step per device. A microbatch has 8 rows of 64 tokens."""
 
     CONFIG = replace(CONFIG, num_layers=8, seq_len=64)
     STRATEGY = Pipeline(4, stash="inputs")
-    INPUT_BYTES = ROWS * 64 * CONFIG.embed_dim * 4  # of a stage
+    INPUT_BYTES = ROWS * 64 * CONFIG.embed_dim * 4  # of one stage
 
     def test_memory_is_quarter_of_autodiff_gpipe(self):
-        """The step has 64 microbatches; the peer keeps layers' inputs and logits."""
+        """The step has 64 microbatches; its peer keeps layers' inputs and logits."""
         ours = temporaries(self.CONFIG, self.STRATEGY, 64)
         peer = temporaries(self.CONFIG, self.STRATEGY, 64, "gpipe by autodiff")
         assert ours <= peer / 4
@@ -248,7 +248,7 @@ class TestMemory:
             )
 
     def run(self, maker: str) -> dict[str, jax.Array]:
-        """Metrics of a first step."""
+        """Metrics of the first step."""
         plan = plan_step(build(self.CONFIG), self.STRATEGY)
         state = init_state(plan, build(self.CONFIG), nnx.Rngs(0), 0)
         shape = (64 * ROWS, self.CONFIG.seq_len + 1)
@@ -268,7 +268,7 @@ class TestMemory:
         assert some - few <= 16 * (tokens / 4 + 2 * 4)
 
     def test_gpipe_keeps_every_microbatch(self):
-        """GPipe keeps all inputs and cotangents; 1F1B keeps 7 and 1 of them."""
+        """GPipe keeps all inputs and cotangents; 1F1B keeps 7 inputs, 1 cotangent."""
         gpipe = temporaries(self.CONFIG, Pipeline(4, GPipe(), stash="inputs"), 32)
         ours = temporaries(self.CONFIG, self.STRATEGY, 32)
         more = (32 - 7 + 32 - 1) * self.INPUT_BYTES
@@ -295,13 +295,13 @@ class TestMemory:
 
 
 class TestUneven:
-    """3 layers on 2 stages, whose second one runs a layer that there is not."""
+    """3 layers on 2 stages; the second stage runs a masked layer."""
 
     STRATEGY = Pipeline(2, stash="inputs")
     EVEN, UNEVEN = (replace(CONFIG, num_layers=n, embed_dim=64) for n in (4, 3))
 
     def moved(self) -> list[int]:
-        """Bytes of the arrays that are stored along another dim than layers."""
+        """Bytes of the arrays that stages store along another dim than `layers`."""
         plan = plan_step(build(self.UNEVEN), self.STRATEGY)
         arrays = flatten(plan.abstract.params)
         moved = [arrays[p] for p, place in plan.placements.items() if place.stage_axes]
@@ -322,20 +322,21 @@ class TestUneven:
         small = sum(p.is_staged for p in plan.param_placements.values()) - moved
         assert moved >= 6
         assert uneven["all-to-all"] - even["all-to-all"] == 2 * moved
-        # Gradients of arrays that are too small to be split, and whole on all stages.
+        # Gradients of small arrays, which are stored whole on all stages.
         assert uneven["all-gather"] - even["all-gather"] == small
 
     def test_stage_holds_one_copy_of_weights(self):
         even, uneven = (
             temporaries(config, self.STRATEGY, 4) for config in (self.EVEN, self.UNEVEN)
         )
-        # 2 of 3 layers, and the gradients of 2 instead of 1.5 before they are sent.
+        # The stage holds 2 of 3 layers, and gradients of 2 instead of 1.5 layers before
+        # they are sent.
         weights = sum(self.moved()) * 2 / 3
         assert uneven - even <= 2.1 * weights
 
 
 class TestCompileTime:
-    """The number of a program's instructions, which compile time follows."""
+    """The number of instructions, which compile time depends on."""
 
     CONFIG = replace(CONFIG, num_layers=16)
     SCHEDULES = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stages that do not share the layers evenly, and models of several stacks."""
+"""Stages with different numbers of layers, and models with several stacks."""
 
 import math
 from pathlib import Path
@@ -37,11 +37,11 @@ WIDTH = 16
 
 
 class Count(nnx.Variable):
-    """A count that a block keeps."""
+    """A count that a block updates."""
 
 
 class Block(nnx.Module):
-    """A residual block with an argument that is trained, dropout and statistics."""
+    """A residual block with a trained argument, dropout and statistics."""
 
     def __init__(self, rngs: nnx.Rngs, hidden: int = WIDTH) -> None:
         sizes = {"embed": WIDTH}, {"mlp": hidden}
@@ -60,7 +60,7 @@ class Block(nnx.Module):
 
 
 class Five(nnx.Module):
-    """Five layers, whose common argument is trained."""
+    """Five layers with one trained argument for all."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH)[None, None])
@@ -72,7 +72,7 @@ class Five(nnx.Module):
 
 
 class Two(nnx.Module):
-    """Layers of two kinds, and then one more of the first kind."""
+    """Layers of two kinds, followed by one more layer of the first kind."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.scale = nnx.Param(jnp.linspace(0.5, 1.5, WIDTH)[None, None])
@@ -155,7 +155,7 @@ def test_loss_of_all_parameters_matches_one_device() -> None:
 
 
 def build_gpt(rngs: nnx.Rngs) -> GPT:
-    """Two dense layers, then three with experts, as DeepSeek-V3 has them."""
+    """Two dense layers, followed by three with experts, as in DeepSeek-V3."""
     mixture = Experts(
         num_experts=8,
         top_k=2,
@@ -212,7 +212,7 @@ def test_dense_before_expert_layers_match_one_device(strategy: Strategy) -> None
 @pytest.mark.deep
 @pytest.mark.parametrize("stack", ["blocks", "dense_blocks"])
 def test_indivisible_rows_outside_pipeline_match_one_device(stack: str) -> None:
-    """A microbatch has one row: its tokens are spread over the stages instead."""
+    """A microbatch has one row, so its tokens are spread over the stages."""
     assert_like_one_device(
         build_gpt,
         next_token_loss,
@@ -271,7 +271,7 @@ def test_uneven_layers_are_stored_in_equal_shares() -> None:
 
 
 class Wide(Block):
-    """A block with more in its kernels than in all else."""
+    """A block with most of its parameters in kernels."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         super().__init__(rngs, 256)

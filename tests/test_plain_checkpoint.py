@@ -1,4 +1,4 @@
-"""Weights written by plain Orbax, read into a Trainer under any strategy."""
+"""Weights that were saved by plain Orbax load into a Trainer under any strategy."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.parity.runs import to_host
 
 
 class Net(nnx.Module):
-    """Layers in a list, statistics, and a module that is named like a leaf."""
+    """Layers in a list, statistics, and a module named ``value``, like a leaf."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 8) -> None:
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
@@ -47,7 +47,7 @@ def make_trainer(model: Any = Net, **options: Any) -> Trainer:
     settings: dict[str, Any] = {
         "strategy": FSDP(min_size=0),
         "loggers": (),
-        "seed": 7,  # other weights than those saved
+        "seed": 7,  # gives other weights than the saved ones
     }
     return Trainer(model, optax.adam(0.1), loss, **(settings | options))
 
@@ -104,7 +104,7 @@ def test_state_is_read_in_every_format(name: str, tmp_path: Path) -> None:
     kept = to_host(nnx.to_pure_dict(nnx.state(trainer.model, nnx.RngCount)))
     assert all((kept[key] == x).all() for key, x in streams.items())
     assert trainer.step == 1
-    trainer.fit([X] * 2, 2)  # and the state is one that trains
+    trainer.fit([X] * 2, 2)  # the loaded state can be trained
 
 
 def test_parameters_are_read_into_another_dtype(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_mismatch_lists_differences_and_changes_nothing(tmp_path: Path) -> None:
     )
     after = to_host({"params": trainer.state.params})
     assert all((after[key] == x).all() for key, x in before.items())
-    # A part that is the same can be read: the head is another one.
+    # Parts with the same shape can be loaded; the head differs.
     del source.extra
     path = standard(tmp_path / "head", nnx.state(source))
     trainer.load_weights(
@@ -161,7 +161,7 @@ def test_invalid_checkpoint_raises(tmp_path: Path) -> None:
     trainer.fit([X], 1)
     with pytest.raises(CheckpointReadError, match="For the directory of a Trainer use"):
         trainer.load_weights(tmp_path / "run")
-    # One step of it is a checkpoint like others.
+    # The directory of one step is an ordinary checkpoint.
     found = trainer.state.params["value"]["kernel"]
     other = make_trainer(seed=1)
     other.load_weights(tmp_path / "run" / "1")

@@ -1,4 +1,4 @@
-"""A plan's figures match the step that it plans, and its choice is the best."""
+"""A plan's numbers match the step that it plans, and its choice is the best."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def facts(parts: Parts) -> Facts:
 
 
 def memory_of(parts: Parts, candidate: Candidate) -> tuple[int, int, int]:
-    """Bytes by formula, of arguments, and of arguments and temporaries together."""
+    """State bytes by formula; compiled bytes of arguments, and with temporaries."""
     strategy, count = candidate.strategy, candidate.num_microbatches
     layout = strategy.layout()
     state, batch = parts.on(layout), parts.batch_on(layout, count)
@@ -74,7 +74,8 @@ def every_model() -> Iterator:
     for model in MODELS:
         for name in STRATEGIES:
             is_cheap = (model, name) in {("gpt", "tp2"), ("stock", "gradients")}
-            # A strategy splits the same arrays in all; the rest is a product.
+            # A strategy splits the same arrays in all models. Other combinations are
+            # slow.
             is_deep = model == "gpt" or name in ("fsdp8", "dp_tp")
             mark = pytest.mark.deep if is_deep else pytest.mark.slow
             marks = [] if is_cheap else [mark]
@@ -85,7 +86,7 @@ def every_model() -> Iterator:
 @pytest.mark.parametrize(("model", "name"), [*every_model()])
 def test_state_bytes_match_compiled_step(model: str, name: str) -> None:
     candidate = Candidate(strategy=STRATEGIES[name])
-    # The stock model is written as many are: it broadcasts.
+    # The stock model relies on rank promotion, as many models do.
     with jax.numpy_rank_promotion("allow"):
         counted, arguments, _ = memory_of(MODELS[model](), candidate)
     assert counted == arguments
@@ -171,11 +172,12 @@ def test_sent_bytes_follow_placement(facts: Facts) -> None:
         4 * x.size
         for x in jax.tree.leaves(facts.parts.on(FSDP().layout()).abstract.params)
     )
-    # An all-reduce sends twice 7/8 of the gradients, a reduce-scatter once [ZeRO, 7].
+    # An all-reduce sends twice 7/8 of the gradients; a reduce-scatter sends them once
+    # [ZeRO, 7].
     assert sent(DataParallel(8), "gradients") == whole * 2 * 7 / 8
     fsdp = FSDP(8, min_size=0)
     assert sent(fsdp, "gradients") == pytest.approx(whole * 7 / 8, 0.05)
-    # XLA has no reduce-scatter for CPUs.
+    # XLA for CPUs has no reduce-scatter.
     assert sent(fsdp, "gradients", CPUS) == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(fsdp, "weights") == pytest.approx(whole * 14 / 8, 0.05)
     assert sent(FSDP(8, shard="gradients"), "weights") == 0
@@ -191,7 +193,7 @@ def test_tpu_estimate_counts_copies_of_gathered_parameters(facts: Facts) -> None
     for shard, share in (("params", 0.0), ("gradients", 1.0), ("optimizer", 1.0)):
         tpu, gpu = (owned(shard, each).memory for each in (tpus, GPUS))
         copies = tpu["temporaries"] - gpu["temporaries"]
-        # Arrays that FSDP leaves whole are updated as they are.
+        # Arrays that FSDP does not split are updated without copies.
         assert copies == pytest.approx(share * tpu["parameters"], 0.02)
 
 
@@ -385,7 +387,8 @@ def test_step_is_bounded_by_slowest_part() -> None:
     exact = Assumptions(products=(1, 1), memory=(1, 1), links=(1, 1))
     inside = time_step(costs, h100, {"data": 2, "fsdp": 8}, "bfloat16", exact)
     assert (inside.fast, inside.slow) == pytest.approx((1.0, 1.1))
-    # Between machines a device has 50 GB/s, and a ring of 16 uses all adapters.
+    # Between machines, a device has 50 GB/s, and a ring of 16 uses all network
+    # adapters.
     across = time_step(costs, h100, {"fsdp": 16}, "bfloat16", exact)
     assert across.slow == pytest.approx(1.9)
     waiting = dataclasses.replace(costs, bubble=0.5, traffic=())
@@ -404,7 +407,7 @@ def test_plan_exports_table_json_and_page(parts: Parts, tmp_path) -> None:
     assert best["mfu"][0] < best["mfu"][1]
     page = render(found)
     assert page.count("<figure>") == 1 + 2 * 4
-    # The XML namespace of SVG is not a request.
+    # The XML namespace of SVG does not cause a request.
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
     with pytest.raises(PlanError, match=r"not as 'plan\.txt'"):
         save(found, tmp_path / "plan.txt")
@@ -426,7 +429,8 @@ def test_formulas_drop_only_hopeless_candidates(parts: Parts) -> None:
     state = sum(memory[name] for name in names)
     rest = sum(memory.values()) - state
     assert planned(state).num_dropped == 1
-    # Estimates may be twice too high: nothing is dropped, and the table says no.
+    # Estimates may be twice too high, so nothing is dropped, and the table says that it
+    # does not fit.
     doubtful = planned(state + 0.6 * rest)
     assert doubtful.num_dropped == 0
     whole = {repr(e.candidate.strategy): e for e in doubtful.entries}
@@ -435,7 +439,7 @@ def test_formulas_drop_only_hopeless_candidates(parts: Parts) -> None:
 
 @pytest.mark.slow
 def test_choice_is_fastest_compiled_candidate(parts: Parts, tmp_path) -> None:
-    """Fastest by its measured time; the filter keeps it among those to compile."""
+    """The choice has the least estimated time; formulas keep it among the compiled."""
     fix = {"pipe": 1, "microbatches": 1, "remat": "none"}
     fix |= {"shard": "params", "sequence": True}
     few = plan(parts, topology=CPUS, fix=fix, compile=3, cache=tmp_path)

@@ -1,4 +1,4 @@
-"""Candidates of a plan: precision, offload, any stack; and the traffic of experts."""
+"""Candidates of a plan: precision, offload, any stack, and the traffic of experts."""
 
 import dataclasses
 import re
@@ -82,7 +82,7 @@ def parts_in(strategy: Strategy) -> tuple[Strategy, ...]:
 def test_pipelines_cover_any_and_uneven_stacks() -> None:
     parts = two_stacks()
     found = {(p.size, p.stack) for p in pipelines(parts, CPUS, schedule="1f1b")}
-    # 6 layers over 4 stages are 2, 2, 1 and 1: a quarter of the time is bubble.
+    # 6 layers over 4 stages are 2, 2, 1 and 1, so a quarter of the time is bubble.
     assert found == {(2, None), (4, None), (2, "decoder")}
     (own,) = pipelines(parts, CPUS, schedule="1f1b", stack="decoder", pipe=2)
     assert own.stack == "decoder"
@@ -119,7 +119,7 @@ def test_halves_are_tried_only_if_fixed(mixture: tuple[GPTConfig, Facts]) -> Non
     assert overlaps() == {None, "ring"}
     assert overlaps(sequence="halves") == {"halves"}
     with pytest.raises(PlanError, match="No strategy divides"):
-        overlaps(sequence="halves", pipe=2)  # in stages rows are whole
+        overlaps(sequence="halves", pipe=2)  # a stage does not split rows
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_offload_of_trainer_is_kept() -> None:
     ("topology", "own", "exchange", "copies"),
     [
         (CPUS, None, "gather", 4),
-        (GPUS, None, "ragged", 2),  # the experts of a token
+        (GPUS, None, "ragged", 2),  # each token has two experts
         (GPUS, "gather", "gather", 4),
     ],
 )
@@ -208,6 +208,6 @@ def test_expert_traffic_follows_exchange(
     estimate = Estimate(facts, Candidate(strategy=strategy), topology, state)
     (sent,) = (t for t in estimate.costs.traffic if t.source.startswith("tokens"))
     assert sent.source == f"tokens ({exchange})"
-    # There and back, forward and backward, in two layers; float32.
+    # Sent and returned, forward and backward, in two layers, in float32.
     hidden = ROWS / 8 * config.seq_len * config.embed_dim * 4
     assert sent.sent_bytes == pytest.approx(4 * 2 * hidden * copies * 3 / 4)

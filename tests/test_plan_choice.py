@@ -1,4 +1,4 @@
-"""A plan's choice is the fastest of all compiled; its formulas drop no winner."""
+"""A plan's choice is the fastest of all compiled; formulas drop no winner."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -17,12 +17,12 @@ from nnx_parallel.plan.search import compile_best, plausible
 from tests.plans import MODELS, STRATEGIES
 
 CPUS, V5E, V5P = map(Topology.parse, ("cpu:8", "v5e:2x4", "v5p:2x2x2"))
-COMPILED = 4  # of the best by formulas, as `plan` does
+COMPILED = 4  # of the best candidates by formulas, as in `plan`
 
 
 @pytest.fixture
 def optimized(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiles TPU programs as users do, with the optimizations that are timed."""
+    """Compiles TPU programs with the optimizations that users have and `plan` times."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_disable_most_optimizations", topology is CPUS)
     yield
@@ -30,13 +30,13 @@ def optimized(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 def by_formulas(parts: Parts, topology: Topology) -> list[Entry]:
-    """All strategies, in any order; they have no reasons yet."""
+    """Estimates of all strategies by formulas, without reasons."""
     found = plan(parts, topology=topology, candidates=[*STRATEGIES.values()], compile=0)
     return [dataclasses.replace(entry, why="") for entry in found.entries]
 
 
 def by_compiler(parts: Parts, guess: Entry, topology: Topology, cache: Path) -> Entry:
-    """A candidate with the compiler's costs and time, as `plan` has it then."""
+    """The candidate with the compiler's costs and time, as in `plan`."""
     assert guess.estimate is not None, guess.refused
     found = compile_here(parts, guess.candidate, topology, cache)
     assert not found.error
@@ -55,7 +55,7 @@ def with_memory(topology: Topology, usable: float) -> Topology:
 def check_choice(
     guesses: Sequence[Entry], found: dict[Candidate, Entry], topology: Topology
 ) -> None:
-    """The choice is the fastest of all that fit, and formulas have not dropped it."""
+    """The choice is the fastest of all that fit, and formulas do not drop it."""
     alive = plausible(guesses, topology)
     best = order([*found.values()], topology)[0]
     assert best.candidate in [entry.candidate for entry in alive]
@@ -71,10 +71,10 @@ def check_choice(
 def test_choice_is_fastest_that_fits(
     model: str, topology: Topology, tmp_path: Path, optimized: None
 ) -> None:
-    """Each pair with all memory, with the median's memory, and with memory for two."""
+    """Tries all memory, the memory of the median, and memory for two candidates."""
     if topology is not CPUS:
         pytest.importorskip("libtpu")
-    # The stock model is written as many are: it broadcasts.
+    # The stock model relies on rank promotion, as many models do.
     with jax.numpy_rank_promotion("allow"):
         parts = MODELS[model]()
         guesses = by_formulas(parts, topology)
@@ -86,7 +86,7 @@ def test_choice_is_fastest_that_fits(
 
 
 def guessed(num: int, fast: float, slow: float, total: float = 1e9) -> Entry:
-    """An estimate by formulas; the number identifies it."""
+    """An estimate by formulas, identified by a number."""
     owned = {
         "parameters": 0.0,
         "optimizer state": 0.0,
@@ -133,8 +133,8 @@ def test_accurate_formulas_need_no_more_compiles() -> None:
 
 
 def test_time_outside_range_compiles_more() -> None:
-    # The first two take ten times the formulas' time, so their order says little. 20 s
-    # are 2 s of formulas: only one of the others takes less at its best.
+    # The first two take ten times their estimates, so their order means little. 20 s
+    # correspond to an estimate of 2 s. Only one other candidate may take less at best.
     found = [as_compiled(e, t) for e, t in zip(GUESSES, (20, 40, 8, 9, 9), strict=True)]
     assert numbers_compiled(GUESSES, found, 2) == [1, 2, 3]
 
@@ -146,7 +146,7 @@ def test_no_fitting_candidate_compiles_more() -> None:
 
 
 def test_explanations_compare_formulas_with_formulas() -> None:
-    """Only the choice is compiled, and takes ten times the formulas' time."""
+    """Only the choice is compiled, and takes ten times its estimate."""
     best = as_compiled(GUESSES[1], 40)
     assert explain(GUESSES[3], best, V5P) == "2.00 x as slow: computes more"
     assert explain(guessed(9, 1, 16), best, V5P) == (

@@ -1,4 +1,4 @@
-"""Pictures of a plan show its figures, to scale, and are read on a phone and aloud."""
+"""Pictures of a plan are to scale, and readable on a phone and by a screen reader."""
 
 import math
 import re
@@ -93,7 +93,7 @@ def found() -> Plan:
 
 
 def rects(marks: list[str], **wanted: str) -> list[dict[str, str]]:
-    """Attributes of the rectangles that have some."""
+    """The attributes of rectangles that have the wanted attributes."""
     found = (dict(re.findall(r'([\w-]+)="([^"]*)"', m)) for m in marks if "<rect" in m)
     return [each for each in found if wanted.items() <= each.items()]
 
@@ -110,13 +110,13 @@ def test_memory_bars_show_bytes_by_owner(found: Plan) -> None:
     assert bars == pytest.approx([unit * GIB * n for n in expected], rel=1e-3)
     assert "1. FSDP(64), remat='full': 40 GiB (kept activations 24 GiB" in str(figure)
     assert "2. " in figure.alt
-    assert "~16 GiB" in figure.alt  # of formulas
+    assert "~16 GiB" in figure.alt  # an estimate by formulas
 
 
 def test_long_bar_is_cut_at_twice_limit(found: Plan) -> None:
     figure = draw_memory(found)
     assert "does not fit" in str(figure)
-    assert "Pipeline(3)" not in str(figure)  # it has no memory to be drawn
+    assert "Pipeline(3)" not in str(figure)  # refused, so its memory is unknown
     bars = rects(figure.marks, height="16")
     ends = [float(x["x"]) + float(x["width"]) for x in bars]
     assert max(ends) == pytest.approx(WIDTH)
@@ -139,7 +139,7 @@ def test_timeline_spans_range_of_step_time(found: Plan, each: Entry) -> None:
     ]
     start = WIDTH - (lengths[1] - lengths[0]) / (1 - time.fast / time.slow)
     assert lengths[1] == pytest.approx(WIDTH, abs=2)
-    assert start == pytest.approx(84, abs=2)  # of time 0
+    assert start == pytest.approx(84, abs=2)  # where time 0 is drawn
 
 
 def test_lanes_add_up_to_step_time(found: Plan) -> None:
@@ -163,7 +163,7 @@ def test_every_pipeline_slot_is_drawn(found: Plan) -> None:
     paths = [m for m in figure.marks if m.startswith("<path d=")]
     table = ZeroBubble().table(4, 8)
     boxes = [path.count("M") for path in paths]
-    # Forward, backward for inputs and for weights; at best and at worst.
+    # Forward, backward for inputs, backward for weights; each at best and at worst.
     assert sorted(boxes) == [4 * 8] * 6
     assert sum(boxes) == 2 * len(table.simulate().timeline.slots)
     for stage in range(4):
@@ -181,7 +181,7 @@ def test_roofline_points_match_flops_and_bytes(found: Plan) -> None:
         if 'stroke-width="4"' in mark
     ]
     (memory, sent) = sorted(bars)
-    # Axes are logarithms: distances are ratios.
+    # The axes are logarithmic, so distances are ratios.
     low, high = memory
     assert low[0] == high[0]
     ticks = {
@@ -205,7 +205,7 @@ def test_roofline_points_match_flops_and_bytes(found: Plan) -> None:
 
 def test_negligible_transfer_has_no_roof(found: Plan) -> None:
     figure = draw_roofline(found, PIPED)
-    assert "pipe" not in figure.alt  # 1,000 bytes
+    assert "pipe" not in figure.alt  # it sends only 1,000 bytes
     assert all(f"{name} " in figure.alt for name in ("memory", "data", "tensor"))
 
 
@@ -239,7 +239,7 @@ def test_page_has_all_figures_and_no_requests(found: Plan) -> None:
     body = page.partition("<body>")[2].partition("</body>")[0]
     root = ElementTree.fromstring(f"<body>{body}</body>")
     figures = root.findall(".//figure")
-    # Memory, and of each that can run a timeline and the roofs.
+    # One memory picture, and a timeline and a roofline for each of three candidates.
     assert len(figures) == 1 + 2 * 3
     assert [x.get("open") is not None for x in root.iter("details")] == [
         True,
@@ -259,4 +259,5 @@ def test_timeline_labels_every_second_of_many_stages(found: Plan) -> None:
     )
     figure = draw_timeline(found, piped)
     stages = re.findall(r">(stage \d+)<", "".join(figure.marks))
-    assert stages == [f"stage {n}" for n in range(0, 16, 2)] * 2  # they would touch
+    # Labels of all 16 stages would touch.
+    assert stages == [f"stage {n}" for n in range(0, 16, 2)] * 2

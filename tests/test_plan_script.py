@@ -1,4 +1,4 @@
-"""A script is planned without being trained; obstacles in it are named."""
+"""`plan` reads a script without training; errors name what prevents planning."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Formulas of a plan err by a known band against the compiled program."""
+"""Formulas of a plan differ from compiled programs by a documented band."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -47,7 +47,7 @@ DEEP = ("gpt-fsdp8", "gpt-pipeline", "stock-fsdp8", "resnet-dp8", "gpt-zero2_tp"
 
 @pytest.fixture(scope="module")
 def known() -> dict[tuple[str, str], Facts]:
-    """Models that are traced already, by name and remat."""
+    """Models that are already traced, by name and remat."""
     return {}
 
 
@@ -61,7 +61,7 @@ def every_configuration() -> Iterator:
 
 
 def bytes_of(facts: Facts, candidate: Candidate) -> tuple[float, dict[str, float], int]:
-    """Bytes of a device by formulas, by owner, and by the compiler."""
+    """Bytes of one device by formulas, by owner, and by the compiler."""
     parts = facts.parts
     layout = candidate.strategy.layout()
     plan, batch = parts.on(layout), parts.batch_on(layout, candidate.num_microbatches)
@@ -82,7 +82,7 @@ def bytes_of(facts: Facts, candidate: Candidate) -> tuple[float, dict[str, float
 def test_formula_errors_are_within_documented_band(
     known: dict, model: str, candidate: Candidate
 ) -> None:
-    # The stock model is written as many are: it broadcasts.
+    # The stock model relies on rank promotion, as many models do.
     with jax.numpy_rank_promotion("allow"):
         key = model, candidate.remat
         if key not in known:

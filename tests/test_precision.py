@@ -22,7 +22,7 @@ BATCH = {
 
 
 class Adapted(nnx.Module):
-    """A frozen linear map, an adapter that is trained, and running statistics."""
+    """A frozen linear layer, a trained adapter, and running statistics."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.base = nnx.Linear(4, 128, rngs=rngs)
@@ -76,7 +76,7 @@ def test_frozen_parameters_keep_params_dtype() -> None:
     assert described.params_bytes == bytes_per_device(variables)
     assert described.optimizer_bytes == bytes_per_device(state.opt_state)
     assert described.average_bytes == bytes_per_device(state.ema)
-    assert described.gradients_bytes == described.average_bytes  # float32 as well
+    assert described.gradients_bytes == described.average_bytes  # both are in float32
     assert "moving average" in described.summary()
 
 
@@ -199,7 +199,7 @@ def test_bfloat16_parameters_have_bfloat16_optimizer_state() -> None:
     state = trainer.state
     kept = to_host((state.params, state.opt_state))
     assert {str(x.dtype) for x in kept} == {"bfloat16"}
-    # An average has no room to move in bfloat16.
+    # In bfloat16, small changes of an average would be rounded away.
     assert {str(x.dtype) for x in to_host(state.ema)} == {"float32"}
 
 
@@ -247,7 +247,7 @@ def test_float16_uses_loss_scale(field: str) -> None:
 
 
 def overflow_where_asked(model: Any, batch: Any) -> jax.Array:
-    """Finite in float32; its gradient overflows float16 in batches of large numbers."""
+    """Finite in float32. In float16, large factors make its gradient overflow."""
     return (model(batch["x"]) * batch["factor"][:, None]).astype(jnp.float32).mean()
 
 
@@ -324,7 +324,7 @@ def test_float64_is_kept(strategy: Strategy, num_microbatches: int) -> None:
         more = linear_cross_entropy(z[:, None], kernel, labels[:, None])
         return cross_entropy(model.head(z), labels, batch["w"], z_loss=0.1) + more
 
-    # Not the context manager, which is of one thread: another one reads the batches.
+    # The context manager affects one thread only, but another thread reads the batches.
     jax.config.update("jax_enable_x64", True)
     try:
         rng = np.random.default_rng(0)
@@ -340,7 +340,7 @@ def test_float64_is_kept(strategy: Strategy, num_microbatches: int) -> None:
             ema_decay=0.5,
             loggers=(),
         )
-        model = Model(nnx.Rngs(0))  # from the same seed
+        model = Model(nnx.Rngs(0))  # has the same seed
         found = trainer.fit([batch] * 3, num_steps=3)
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         expected = []

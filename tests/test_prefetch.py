@@ -1,7 +1,7 @@
-"""FSDP that gathers a stack's next layer while the present one runs.
+"""FSDP gathers a stack's next layer while the present layer runs.
 
-The numbers match one device; no more than two layers are held gathered; in each
-loop the gather waits for nothing of the layer beside it, and no product for the gather.
+The numbers match one device, and at most two layers are gathered at a time. In each
+loop, the gather of a layer and the products of another do not wait for each other.
 """
 
 import math
@@ -48,7 +48,7 @@ def fsdp(mode: Literal["first"] | None, size: int = 4, min_size: int = 0) -> FSD
 
 
 class Block(nnx.Module):
-    """Dropout, statistics, a frozen parameter, and a variable that the loss reads."""
+    """A block with dropout, statistics, a frozen parameter, and a stored variable."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = Dense({"embed": 8}, {"mlp": 16}, rngs=rngs, use_bias=True)
@@ -74,7 +74,7 @@ class Model(nnx.Module):
 
 
 def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
-    """Depends on the parameters through the output and through a variable."""
+    """A loss that depends on parameters through the output and through a variable."""
     y = model.blocks(batch["x"], model.shift[...], jnp.int32(3), 0.5)
     layer: Any = model.blocks.layer
     return jnp.mean((y - batch["y"]) ** 2) + 0.1 * layer.power[...].sum()
@@ -86,13 +86,13 @@ def is_trained(_: Any, variable: Any) -> bool:
 
 
 def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
-    """Loss, gradients and other variables of a step."""
+    """Returns a step's loss and gradients, and the variables that are not trained."""
     sizes = strategy.axis_sizes.values()
     rng = np.random.default_rng(0)
     batch = {name: rng.normal(size=(16, 8)).astype(np.float32) for name in "xy"}
     trainer = Trainer(
         lambda rngs: Model(remat, rngs),
-        optax.trace(decay=0.0),  # its state is the gradient
+        optax.trace(decay=0.0),  # the state is the gradient
         loss,
         strategy=strategy,
         num_microbatches=microbatches,
@@ -122,7 +122,7 @@ def one_step(strategy: Strategy, remat: Remat, microbatches: int) -> tuple:
     ids=["kept", "full", "microbatches", "composite"],
 )
 def test_training_step_matches_one_device(strategy, remat, microbatches):
-    """Covers gradients through a variable, any arguments, and frozen parameters."""
+    """Covers gradients through a variable, layer arguments, frozen parameters."""
     expected = one_step(DataParallel(1), remat, microbatches)
     found = one_step(strategy, remat, microbatches)
     assert found[0] == pytest.approx(expected[0], rel=1e-6)
@@ -164,7 +164,7 @@ ROWS = 8
 
 
 def growth(mode: Literal["first"] | None, config: GPTConfig) -> float:
-    """Temporaries of one more layer."""
+    """Returns the temporary bytes that each further layer adds."""
     few, many = (
         compile_gpt(replace(config, num_layers=n), fsdp(mode), ROWS) for n in (2, 6)
     )
@@ -173,8 +173,8 @@ def growth(mode: Literal["first"] | None, config: GPTConfig) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", REMATS)
-def test_prefetch_holds_one_more_kernel(remat: Remat):
-    """Temporaries grow no faster with depth than without prefetch."""
+def test_prefetch_adds_no_memory_per_layer(remat: Remat):
+    """Prefetch does not increase the temporary bytes that each layer adds."""
     config = replace(CONFIG, remat=remat)
     assert growth("first", config) <= 1.01 * growth(None, config)
 
@@ -183,10 +183,10 @@ def test_prefetch_holds_one_more_kernel(remat: Remat):
     "remat", ["full", pytest.param("none", marks=pytest.mark.deep)]
 )
 def test_first_kernel_of_next_layer_is_gathered(remat: Remat):
-    """One kernel of queries is gathered once more than without, and no other.
+    """Prefetch gathers one query kernel once more, and no other kernel.
 
-    Without remat the scales of norms, two in a layer, are gathered backward too,
-    where the step without prefetch has kept them.
+    Without remat, the backward pass also gathers the two norm scales of each layer. The
+    step without prefetch keeps these scales after the forward pass.
     """
     config = replace(CONFIG, num_layers=6, remat=remat, norm="rms", use_bias=False)
     plain, first = (compile_gpt(config, fsdp(mode), ROWS) for mode in (None, "first"))
@@ -200,13 +200,14 @@ def test_first_kernel_of_next_layer_is_gathered(remat: Remat):
 
 
 def test_gather_and_products_are_independent():
-    """Forward and backward. Without prefetch the products wait for the gather."""
+    """Checks both passes. Without prefetch, the products would wait for the gather."""
     loops = list(layer_loops())
-    assert len(loops) == 2  # forward, and backward
+    assert len(loops) == 2  # one forward, one backward
     for body in loops:
         products = [eqn for eqn in body.eqns if has_product(eqn)]
         (*_, barrier) = (e for e in body.eqns if "barrier" in e.primitive.name)
-        # It follows from the layer's number and arrays that exist before the loop.
+        # The gathered kernel depends only on the layer's index and on arrays that exist
+        # before the loop.
         scalars = [v for v in body.invars if shape_of(v) == ()]
         free = derived(body.eqns, [*body.constvars, *scalars, *stored(body)])
         ahead = free.intersection(barrier.invars)
@@ -219,7 +220,7 @@ def test_gather_and_products_are_independent():
 
 
 def layer_loops() -> Iterator[jex.Jaxpr]:
-    """The bodies of the scans over layers in a training step."""
+    """Yields the bodies of the scans over layers in a training step."""
     config = replace(CONFIG, num_layers=LAYERS, use_bias=False)
     plan = plan_step(lambda rngs: GPT(config, rngs=rngs), fsdp("first", min_size=1024))
     step: Any = make_train_step(plan, next_token_loss, StepOptions())
@@ -234,7 +235,7 @@ def shape_of(variable: Any) -> tuple[int, ...]:
 
 
 def stored(body: jex.Jaxpr) -> list[jex.Var]:
-    """The inputs of a loop that hold all layers."""
+    """The inputs of a loop that have an entry for each layer."""
     shapes = {v: shape_of(v) for v in body.invars}
     return [v for v, shape in shapes.items() if shape[1:] and shape[0] == LAYERS]
 

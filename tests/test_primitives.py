@@ -1,9 +1,9 @@
-"""XLA's partitioner computes every differentiable operation as one device does.
+"""Under XLA's partitioner, every differentiable operation has one device's results.
 
-Each operation runs forward and backward, on rows, sequence and channels that a mesh
-splits, with and without an axis that is idle. ``python -m tests.test_primitives``
-prints which operations plain ``jax.jit`` gets wrong, each in a process of its own, for
-some end it.
+Each operation runs forward and backward on rows, sequence and channels that a mesh
+splits, with and without an idle axis. ``python -m tests.test_primitives`` prints which
+operations plain ``jax.jit`` computes wrongly. It runs each in a separate process,
+because some abort the process.
 """
 
 import os
@@ -82,7 +82,7 @@ def convolution_2d(groups: int) -> tuple[Callable, tuple[int, ...]]:
 
 
 def scattered(name: str) -> Callable:
-    """``x.at[indices].name(w)`` along the sequence, by row."""
+    """``x.at[indices].name(w)`` along the sequence, with other indices in each row."""
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
         rows = jnp.arange(ROWS)[:, None]
@@ -246,7 +246,8 @@ def forward_and_gradients(name: str, x: jax.Array) -> Any:
 
     def objective(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         y = function(x, w)
-        # A weight of its own for each entry, so that none can stand for another.
+        # Neighbouring entries have different offsets, so that swapped entries change
+        # the sum.
         return jnp.sum(jnp.sin(y + jnp.arange(y.size).reshape(y.shape) % 7)), y
 
     grads, y = jax.grad(objective, (0, 1), has_aux=True)(x, w)
@@ -263,7 +264,7 @@ def expected(names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def errors(found: dict[str, Any], limit: float = 1e-5) -> dict[str, float]:
-    """The largest error of each array, of its largest entry, where above the limit."""
+    """The relative error of each array, if it is above the limit."""
     wrong = {}
     for name, parts in expected(tuple(found)).items():
         for part, right in parts.items():
@@ -288,7 +289,7 @@ def test_operations_match_one_device(
 
 
 class Waves(nnx.Module):
-    """Convolutions along a sequence, a product of its spectrum, and their sum."""
+    """Convolutions along the sequence, and a product in frequency space."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.convs = nnx.List(
@@ -303,7 +304,7 @@ class Waves(nnx.Module):
         x = constrain(x, "batch", "seq", "embed")
         for conv in self.convs:
             x = x + jnp.sin(conv(x))
-        # Small, so that rounding does not grow from layer to layer.
+        # The factor is small, so that rounding does not grow from layer to layer.
         return x + 0.01 * spectral(jnp.sin(x), self.scale[...])
 
 
@@ -364,7 +365,7 @@ STRATEGIES = {
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.filterwarnings("ignore:TensorParallel:nnx_parallel.errors.ParallelWarning")
 def test_gradients_of_convolutions_match_one_device(name: str) -> None:
-    """Grouped ones and complex values, in and outside a Stack."""
+    """Includes grouped convolutions and complex values, in and outside of a Stack."""
     strategy, options = STRATEGIES[name]
     found = gradients_under(strategy, **options)
     assert_gradients_close(found, one_device_gradients())
@@ -381,12 +382,13 @@ def test_second_derivative_of_convolution_matches_one_device() -> None:
     places = {"in_shardings": (P(), P("a")), "out_shardings": P()}
     inside = sharded_jit(jax.grad(penalty), mesh, **places)
     right = jax.grad(penalty)(kernel, X)
-    limit = 1e-5 * np.abs(right).max()  # of the largest, as in the parity tests
+    # Relative to the largest, as in the parity tests.
+    limit = 1e-5 * np.abs(right).max()
     np.testing.assert_allclose(inside(kernel, X), right, rtol=0, atol=limit)
 
 
 def test_derivative_of_compiled_convolution_matches_one_device() -> None:
-    """Its convolution is no part of the program that is corrected."""
+    """The convolution is in a compiled function, which is not rewritten."""
     mesh, (conv, shape) = make_mesh({"a": 4, "b": 2}), OPERATIONS["conv depthwise"]
     kernel = np.random.default_rng(2).normal(size=shape).astype(np.float32)
 
@@ -399,7 +401,7 @@ def test_derivative_of_compiled_convolution_matches_one_device() -> None:
 
 
 def main() -> None:
-    """Prints what plain JAX gets wrong: one process for each operation and layout."""
+    """Prints what plain JAX computes wrongly; each operation runs in a process."""
 
     def write(row: str) -> None:
         sys.stdout.write(f"| {row} |\n")

@@ -44,10 +44,11 @@ def emulated(
     *,
     axis_name: str,
 ) -> jax.Array:
-    """`jax.lax.ragged_all_to_all`, which CPUs lack, by buffers with room for all.
+    """Emulates `jax.lax.ragged_all_to_all`, which CPUs lack, with full-size buffers.
 
-    Each device sends every other one all that it could; offsets and sizes are as JAX
-    documents them: where a sender's rows go at the receiver, the sender says.
+    Each device sends a buffer with room for all rows to every other device. Offsets and
+    sizes have the meaning that JAX documents: the sender gives the offset of its rows
+    in the receiver's output.
     """
     rows = jnp.arange(operand.shape[0])
 
@@ -55,13 +56,13 @@ def emulated(
         picked = jnp.take(operand, start + rows, axis=0, mode="clip")
         return jnp.where((rows < size)[:, None], picked, 0)
 
-    # (devices, rows, width): from each, its rows for this one from 0 on
+    # (devices, rows, width): for each device, the rows for it, from index 0 on.
     sent = jax.vmap(padded)(input_offsets, send_sizes)
     exchange = partial(
         jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True
     )
     came, places, sizes = map(exchange, (sent, output_offsets, send_sizes))
-    # A receiver expects the sizes that the senders send.
+    # The receive sizes must be equal to the senders' send sizes.
     sizes = jnp.where(sizes == recv_sizes, sizes, -1)
     for part, place, size in zip(came, places, sizes, strict=True):
         own = jnp.arange(len(output)) - place
@@ -84,7 +85,7 @@ def loss(
     "name", ["ep2", "ep8", "ep4_tp2", "ep2_dp2", "capacity", "padding"]
 )
 def test_ragged_exchange_matches_one_device(name, skew, monkeypatch):
-    """Compares the loss and every gradient, to 1e-5, with an emulated collective."""
+    """Compares the loss and every gradient to 1e-5; the collective is emulated."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
     strategies = {
         "ep8": ExpertParallel(8, "ragged"),
@@ -103,7 +104,7 @@ def test_ragged_exchange_matches_one_device(name, skew, monkeypatch):
     sizes = [n or 1 for n in strategy.axis_sizes.values()]
     layout = strategy.layout(strategy.make_mesh(jax.devices()[: np.prod(sizes)]))
 
-    # Biases are an argument, so that the skews share their programs.
+    # Biases are an argument, so that all skews share one program.
     def run(rest: Any, params: Any, x: jax.Array) -> Any:
         return jax.value_and_grad(partial(loss, graphdef, segments), (1, 2))(
             rest, params, x
@@ -130,7 +131,7 @@ def test_ragged_exchange_matches_one_device(name, skew, monkeypatch):
 def test_every_row_arrives_once(room: int):
     """Each device has random numbers of rows for each expert, including none and all.
 
-    Each receiver's rows come in rounds of ``room``.
+    Each receiver gets its rows in rounds of ``room``.
     """
     rng = np.random.default_rng(0)
     devices, experts, top = 4, 2, 12
@@ -165,7 +166,7 @@ def test_every_row_arrives_once(room: int):
                         assert other.there.places[to] == place
                     place += size
                     arrived[sender][to] += range(start, start + size)
-                    # Each side knows the other side's transfers, both ways.
+                    # Each side knows the other side's transfers in both directions.
                     assert plan.there.received[sender] == size
                     assert plan.back.sizes[sender] == size == other.back.received[to]
                     assert plan.back.places[sender] == start
@@ -176,7 +177,7 @@ def test_every_row_arrives_once(room: int):
 
 @pytest.mark.slow
 def test_scanned_stack_training_matches_one_device(monkeypatch):
-    """Includes FSDP, remat, and a shared expert that is computed alongside."""
+    """Includes FSDP, remat, and a shared expert that runs beside the exchange."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated)
     monkeypatch.setattr(ExpertAxis, "choose", lambda *_: ("ragged", "emulated"))
     config = GPTConfig.tiny_llama(
@@ -211,7 +212,7 @@ def test_exchange_depends_on_platform_and_shape():
 
 
 def floats_in(jaxpr: Any, is_split: bool = False) -> Iterator[tuple[int, ...]]:
-    """Shapes of the arrays that a device has, inside of regions over a mesh."""
+    """Shapes of the floating-point arrays inside of `shard_map` regions."""
     for eqn in jaxpr.eqns:
         inside = is_split or eqn.primitive.name == "shard_map"
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
@@ -223,7 +224,7 @@ def floats_in(jaxpr: Any, is_split: bool = False) -> Iterator[tuple[int, ...]]:
 
 @pytest.mark.parametrize("exchange", ["gather", "ragged"])
 def test_buffers_hold_device_share_and_slack(exchange: TokenExchange):
-    """Counted forward and backward, though all tokens may go to one device."""
+    """Checks forward and backward passes; all tokens might go to one device."""
     moe = MoE(32, replace(MIXTURE, mlp_dim=32), rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(moe, nnx.Param, ...)
     x = jnp.ones((8, 256, 32))
@@ -238,8 +239,8 @@ def test_buffers_hold_device_share_and_slack(exchange: TokenExchange):
     jaxpr = jax.make_jaxpr(split)(params, x).jaxpr
     sizes = [math.prod(shape) for shape in floats_in(jaxpr)]
     room = int(256 * MIXTURE.top_k * 32 * (1 + SLACK))
-    # The tokens of all devices are gathered, and their rows are not; nor are rows of
-    # one device ever whole, that go in chunks.
+    # "gather" gathers the tokens of all devices, but not their rows. "ragged" never has
+    # all rows of one device, because it sends them in chunks.
     is_gather = exchange == "gather"
     room //= 1 if is_gather else NUM_CHUNKS
     assert max(sizes) == max(room, 8 * 256 * 32 if is_gather else 0)
@@ -282,24 +283,25 @@ print(int(same))
 
 @pytest.mark.deep
 def test_tpu_program_exchanges_only_rows():
-    """Rows are exchanged twice forward and twice backward; no expert moves.
+    """Rows are exchanged twice forward and twice backward; experts stay in place.
 
-    Each is one for each chunk of the tokens; some run beside products.
+    Each exchange is split into chunks of tokens. Some chunks are sent during products.
     """
     numbers = iter(numbers_from(SCRIPT))
-    tokens = 2 * 4096  # of a device
+    tokens = 2 * 4096  # of one device
     rows = tokens * 2  # each token goes to 2 experts
     exchanges, sent = next(numbers), next(numbers)
     assert exchanges == 4 * NUM_CHUNKS
-    assert sent == 4 * rows * 1024 * 2  # as 1024 numbers of bfloat16
+    assert sent == 4 * rows * 1024 * 2  # each row has 1024 numbers of bfloat16
     scheduled, hidden = next(numbers), next(numbers)
     assert scheduled == exchanges
-    # Forward, all but the first chunk's way there and the last one's way back.
+    # In the forward pass, all exchanges are hidden except sending the first chunk and
+    # returning the last one.
     assert hidden >= 2 * (NUM_CHUNKS - 1)
-    assert next(numbers) == 0, "kernels are gathered"
-    # Forward three products, backward two for each. jax 0.10's compiler (libtpu 0.0.42)
-    # has no kernel for the kernels' gradients, where rows contract: it multiplies the
-    # rows of all experts for each of the chip's 2 experts.
+    assert next(numbers) == 0, "kernels were gathered"
+    # The forward pass has three products, the backward pass six. jax 0.10's compiler
+    # (libtpu 0.0.42) has no kernel for the gradients of kernels, which contract rows.
+    # It multiplies the rows of all experts for each of the chip's 2 experts.
     products, grouped, others, tile, unbounded = (next(numbers) for _ in range(5))
     num_dense = 3 if jax.__version_info__ < (0, 12) else 0
     num_grouped = 9 - num_dense
@@ -307,18 +309,18 @@ def test_tpu_program_exchanges_only_rows():
     assert products == num_grouped * NUM_CHUNKS
     of_all_rows = of_a_row * rows * (1 + SLACK)
     assert grouped == num_grouped * of_all_rows
-    # Attention without its kernel; router and head; the shared expert.
+    # Attention without its kernel, the router, the head, and the shared expert.
     others_of_a_token = 1024 * (4 * 1024 + 8 + 256 + 3 * 2048)
     others -= int(num_dense * 2 * of_all_rows)
     assert others == 6 * tokens * others_of_a_token
-    # The length of a kernel's loop is a number that it gets: it takes the tiles that
-    # have rows, for 2 experts at most one more than for one, in each chunk.
+    # A kernel loops over a number of tiles that it gets as an argument. In each chunk,
+    # 2 experts have at most one more tile with rows than one expert would have.
     assert unbounded == 0
     run = num_grouped * of_a_row * (rows + NUM_CHUNKS * tile)
     assert others + run <= 1.02 * (others + num_grouped * of_a_row * rows)
-    # A further round sends and computes a chunk, and backward once more forward, but
-    # for the first product's result on its way back.
+    # A further overflow round sends and computes one chunk. The backward pass repeats
+    # its forward pass, except for returning the first product's result.
     assert next(numbers) == exchanges + 5
     assert next(numbers) == products + 3 + num_grouped
-    # By jaxlib too; or, where it is too old to print the program, the error says how.
+    # jaxlib can also print the program, or is too old for it, and the error says so.
     assert next(numbers)

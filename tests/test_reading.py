@@ -1,4 +1,4 @@
-"""Each batch is used once, in order, however a run goes on in its data."""
+"""Each batch is used once and in order, no matter how a run continues in its data."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def split(rows: np.ndarray, size: int = 8) -> list[np.ndarray]:
 
 
 class Loader:
-    """Shuffles with a seeded generator, as PyTorch's DataLoader does."""
+    """Shuffles with a seeded generator, like PyTorch's DataLoader."""
 
     def __init__(self, seed: int | None = 0, size: int = 8, num_rows: int = 48) -> None:
         self.rng, self.size = np.random.default_rng(seed), size
@@ -47,14 +47,14 @@ class Loader:
 
 
 class Numbered(Loader):
-    """Shuffles by the number of the pass, as DistributedSampler does."""
+    """Shuffles by the number of the pass, like DistributedSampler."""
 
     def set_epoch(self, epoch: int) -> None:
         self.rng = np.random.default_rng(epoch)
 
 
 class Stream:
-    """Continues where it was, for every iterator over it."""
+    """Has one position for all of its iterators."""
 
     def __init__(self) -> None:
         self.batches = iter(split(ROWS))
@@ -64,7 +64,7 @@ class Stream:
 
 
 class WithState:
-    """An iterable that knows the position; its iterator does not."""
+    """An iterable that has the state; its iterators have none."""
 
     def __init__(self) -> None:
         self.next = 0
@@ -83,7 +83,7 @@ class WithState:
 
 
 class Stateful(Loader):
-    """As torchdata's StatefulDataLoader, whose state is loaded before it is read."""
+    """Like torchdata's StatefulDataLoader: state is loaded before the iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def read(
     limit: int = 0,
     last_batch: LastBatch = "drop",
 ) -> list[list[int]]:
-    """Rows of the batches that a fit of some steps uses, out of ``limit``."""
+    """Rows of each batch that a fit uses between two steps, out of ``limit`` steps."""
     first, stop = steps
     epochs = Epochs(data, num_epochs) if num_epochs else None
     cursor = position.open(data, first, epochs=epochs, last_batch=last_batch)
@@ -169,7 +169,7 @@ def restarted(position: DataState) -> DataState:
 @pytest.mark.parametrize("ahead", [3, 6], ids=["whole", "stopped"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_arrive_once_in_order(kind: str, ahead: int, how: str) -> None:
-    """Includes batches that were read ahead when the first fit was stopped."""
+    """Includes batches that were read ahead when the first fit stopped."""
     make = KINDS[kind]
     whole = read(DataState(), make(), (0, 6))
     assert sorted(joined(whole)) == list(range(48))
@@ -198,7 +198,7 @@ def test_stream_loses_no_batch() -> None:
     found = read(position, stream, (0, 2), limit=6)
     found += read(position, stream, (2, 4), limit=6)
     assert found + read(position, stream, (4, 6)) == read(DataState(), Stream(), (0, 6))
-    # After a restart the source has gone on by itself, and begins at the next batch.
+    # After a restart, the source itself has advanced, and begins with the next batch.
     position, stream = DataState(), Stream()
     read(position, stream, (0, 2), limit=6)
     position.marks = (*position.marks[:2], mark_of(split(ROWS)[2]))
@@ -212,7 +212,7 @@ def test_stream_loses_no_batch() -> None:
 @pytest.mark.parametrize("found", ["batch that it used last", "next batch"])
 @pytest.mark.parametrize("make", [list, iter])
 def test_refused_data_stays_refused(make: Any, found: str) -> None:
-    """Also an iterator, which cannot be read from its start again."""
+    """Includes an iterator, which cannot be read from its start again."""
     position, batches = DataState(), split(ROWS)
     read(position, batches, (0, 2))
     position.marks = (*position.marks[:2], mark_of(batches[2]))
@@ -280,9 +280,9 @@ def test_other_data_starts_at_its_beginning() -> None:
     assert read(position, other, (3, 5)) == read(DataState(), other, (0, 2))
     assert position.first_step == 3
     assert position.note.startswith("Other data from step 4 on: its first batch diff")
-    # Data of another length is other data too.
+    # Data of another length counts as other data.
     assert read(position, other[:2], (5, 7)) == read(DataState(), other, (0, 2))
-    # Numbered passes begin with the first one.
+    # Numbered passes begin with pass 0.
     read(position, Numbered(), (7, 15), 2)
     found = read(position, Numbered(num_rows=40), (15, 17), 1)
     assert found == read(DataState(), Numbered(num_rows=40), (0, 2), 1)
@@ -350,12 +350,13 @@ def test_another_batch_size_continues_at_next_row(
     position = DataState()
     found = read(position, make(before), (0, used // before))
     position = restarted(position) if how == "restart" else position
-    # Batches that do not begin at a multiple of the size end with a smaller one.
+    # If batches do not begin at a multiple of their size, the pass ends with a smaller
+    # one.
     step, count = used // before, (48 - used) // after
     found += read(position, make(after), (step, step + count))
     rows = joined(found)
     assert rows == order[: used + count * after]
-    # A position in the middle of a batch is saved and found again.
+    # A position in the middle of a batch can be saved and restored.
     if count > 1:
         position = DataState()
         read(position, make(before), (0, step))
@@ -371,10 +372,10 @@ def test_passes_continue_with_another_batch_size(make: Any) -> None:
     position = DataState()
     read(position, make(), (0, 9), 3)
     position = restarted(position)
-    # 72 rows were used, 24 of them of the second pass: 4.5 batches of 16.
+    # 72 rows were used, 24 of them in the second pass. They are 4.5 batches of 16.
     found = read(position, make(size=16), (9, 13), 3)
     assert found[0] == order[72:88]
-    assert joined(found[1:]) == order[96:144]  # a smaller batch was left out
+    assert joined(found[1:]) == order[96:144]  # a smaller batch was dropped
     assert position.first_step + 3 * 3 == 13
 
 
@@ -390,13 +391,14 @@ def test_positions_between_batches_raise() -> None:
     message = "16 rows were used, which do not divide by 3 processes with data."
     with pytest.raises(DataError, match=re.escape(message)):
         DataState.from_json(saved).open(split(ROWS, 16), 1, shares=3)
-    # Without a change a position of an earlier version counts batches.
+    # Positions of earlier versions count batches. They are valid if the size is
+    # unchanged.
     old |= {"num_rows": 8, "states": [None]}
     assert read(DataState.from_json(old), split(ROWS), (1, 2)) == [[*range(8, 16)]]
 
 
 def test_augmented_data_keeps_its_order() -> None:
-    """Images differ in each pass, labels and a mask of ones do not."""
+    """Images differ between passes, but labels and a mask of ones do not."""
 
     def batches(seed: int) -> list[dict]:
         rng = np.random.default_rng(seed)
@@ -413,7 +415,7 @@ def test_augmented_data_keeps_its_order() -> None:
 
 
 def augmented(seed: int, size: int, width: int = 2, **more: Any) -> list[dict]:
-    """Images that differ with the seed, and labels that do not."""
+    """Batches whose images depend on the seed, and whose labels do not."""
     rng = np.random.default_rng(seed)
     images = rng.normal(size=(48, 4, width)).astype(np.float32)
     return [
@@ -428,7 +430,7 @@ def augmented(seed: int, size: int, width: int = 2, **more: Any) -> list[dict]:
 def test_batch_size_of_several_arrays_may_change(
     seed: int, width: int, how: str
 ) -> None:
-    """Large arrays are sampled; images are augmented at random after a restart."""
+    """Large arrays are sampled; after a restart, images are augmented differently."""
     first, last = (mark_of(batch) for batch in augmented(0, 16, width)[:2])
     position = DataState(step=2, pass_rows=32, num_rows=16, marks=(first, last, None))
     if how == "made again" and seed == 0:
@@ -440,8 +442,8 @@ def test_batch_size_of_several_arrays_may_change(
     assert cursor.take().batch["y"][:, 0].tolist() == [*range(32, 40)]
 
 
-def test_data_that_resembles_the_data_before_is_said() -> None:
-    """Another object, whose labels are equal and whose images differ."""
+def test_partly_equal_data_warns() -> None:
+    """The new data has the same labels and other images."""
     data = augmented(0, 8)
     first, last = mark_of(data[0]), mark_of(data[1])
     position = DataState(step=2, pass_rows=16, num_rows=8, marks=(first, last, None))
@@ -452,7 +454,7 @@ def test_data_that_resembles_the_data_before_is_said() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Data is a one-shot iterator")
-def test_a_skip_that_was_interrupted_goes_on() -> None:
+def test_interrupted_skip_continues() -> None:
     class Failing(Iterator):
         def __init__(self) -> None:
             self.batches, self.fails = iter(split(ROWS)), [False, False, True]
@@ -509,7 +511,7 @@ def make_trainer(see: See, directory: Path | None = None, **options: Any) -> Tra
 
 
 def test_fit_continues_in_recreated_data(tmp_path: Path) -> None:
-    """The Trainer counts steps and epochs as totals of the run."""
+    """The Trainer counts steps and epochs over the full run."""
     whole, parts, other = See(), See(), See()
     make_trainer(whole).fit(Loader(), num_epochs=3)
     trainer = make_trainer(parts, tmp_path)
@@ -543,8 +545,8 @@ INTERRUPTED = ("loader", "generator", "with_state", "stateful", "grain_iter")
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("kind", [*INTERRUPTED, "grain_iterator"])
-def test_fit_after_an_interrupted_one_uses_every_batch(kind: str, error: Any) -> None:
-    """A Ctrl-C or an error while the first step compiles uses no batch."""
+def test_fit_after_interrupt_uses_every_batch(kind: str, error: Any) -> None:
+    """An interrupt or an error while the first step compiles uses no batch."""
     make = KINDS.get(kind, lambda: iter(KINDS["grain_iter"]()))
     see, errors, data = See(), [error("in the loss")], make()
 
@@ -560,8 +562,8 @@ def test_fit_after_an_interrupted_one_uses_every_batch(kind: str, error: Any) ->
     assert see.seen == [max(rows) for rows in read(DataState(), make(), (0, 4))]
 
 
-def test_a_resume_that_was_interrupted_goes_on(tmp_path: Path) -> None:
-    """A Ctrl-C comes while the first batch is awaited, to find the place."""
+def test_interrupted_resume_continues(tmp_path: Path) -> None:
+    """Ctrl-C arrives while the resumed run waits for its first batch."""
 
     class Slow(Loader):
         interrupts = 1

@@ -1,4 +1,4 @@
-"""Every snippet of the README runs and prints the output shown there."""
+"""Every snippet of the README runs and prints the output that is shown."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_named_files_exist() -> None:
 
 
 def test_map_lists_every_package() -> None:
-    """Folders and single modules have one line each; the named files exist."""
+    """Each folder and module has one line, and the files that the lines name exist."""
     page = (ROOT / "docs" / "design.md").read_text()
     drawn = re.split(r"<!-- (?:end of )?map -->", page)[1]
     rooms = set(re.findall(r"^ {6}(\w+)/ ", drawn, re.MULTILINE))
@@ -43,10 +43,10 @@ def test_map_lists_every_package() -> None:
     modules = {file.stem for file in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert set(", ".join(loose).split(", ")) == modules
     for line in drawn.splitlines():
-        room = re.match(r" {6}(\w+/) ", line)  # whose files it names without a folder
+        room = re.match(r" {6}(\w+/) ", line)  # the folder of files on this line
         for name in re.findall(r"[\w/]+\.py", line):
             assert (PACKAGE / (room[1] if room else "") / name).exists(), name
-    for room in ("layers", "plan"):  # by file
+    for room in ("layers", "plan"):  # these folders are listed by file
         listed = re.split(r"\n {6}(?=\w)", drawn.partition(f"      {room}/ ")[2])[0]
         files = {file.stem for file in (PACKAGE / room).rglob("*.py")} - {"__init__"}
         assert files <= set(re.findall(r"\w+", listed)), room

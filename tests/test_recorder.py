@@ -1,4 +1,4 @@
-"""Metrics are read behind the step, checked, kept; and seconds become rates."""
+"""Metrics are read after their step, checked and kept; step times become rates."""
 
 import math
 import re
@@ -22,7 +22,7 @@ from nnx_parallel.training.recorder import (
 
 
 class Memory(Logger):
-    """Keeps all rows."""
+    """Keeps all rows of metrics."""
 
     logs_layers = False
 
@@ -80,7 +80,7 @@ def test_step_takes_8_bytes_per_metric() -> None:
         tracemalloc.stop()
     recorder.flush()
     assert len(recorder.history()) == 4
-    # Arrays grow by a sixteenth more than they need.
+    # Capacity grows by a sixteenth more than is needed.
     assert growth < 4 * 8 * 17 / 16 + 4
 
 
@@ -188,14 +188,14 @@ def test_rates_follow_step_seconds() -> None:
     assert rates["examples_per_second"] == 16
     assert rates["tokens_per_second"] == 128
     assert rates["tflops_per_device"] == 8
-    assert "mfu" not in rates  # the peak of a CPU is not published
+    assert "mfu" not in rates  # the peak FLOPs of a CPU are unknown
     unknown = throughput(num_tokens=None, flops_per_device=None).rates(0.5)
     assert {"tokens_per_second", "tflops_per_device"}.isdisjoint(unknown)
 
 
 @dataclass
 class Accelerator:
-    """As much of a device as its speed needs."""
+    """The parts of a device that the recorder reads."""
 
     device_kind: str
 

@@ -1,4 +1,4 @@
-"""A step without enough memory: the error names owners, and changes that fit."""
+"""A step without enough memory raises; the error names the owners, and remedies."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ from tests.tpus import HEADER
 
 CONFIG = GPTConfig.tiny()
 ROWS = {"tokens": np.zeros((16, 65), np.int32)}
-# The TPU compiler's words, of its last two years.
+# The message that TPU compilers of the last two years print.
 TOLD = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total "
     "memory required for HLO temporaries ({}) exceeds available HBM ({})."
@@ -74,7 +74,7 @@ def test_estimates_are_scaled_by_observed_error() -> None:
     names = "parameters", "optimizer state", "other state", "batch"
     own: dict[str, float] = dict.fromkeys(names, 1.0) | {"kept activations": 4.0}
     short = Shortage(limit=10.0, used=12.0)
-    # 8 of 12 bytes were not counted exactly, and 4 estimated: a factor of 2.
+    # 8 of 12 bytes were not counted exactly, but only 4 were estimated: a factor of 2.
     assert short.scaled(own, own | {"kept activations": 1.0}) == 6.0
 
 

@@ -1,4 +1,4 @@
-"""Replicas that differ are found and named."""
+"""Differing replicas are found and named."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from nnx_parallel.training.diagnostics import check_replicas
 
 
 def corrupt(x: jax.Array, device: int) -> jax.Array:
-    """The array with one bit flipped on one device."""
+    """Flips one bit of the array on one device."""
     shards = []
     for shard in x.addressable_shards:
         data = np.array(shard.data)
@@ -68,7 +68,7 @@ def test_saving_differing_copies_raises(
 ) -> None:
     mesh = make_mesh({"data": 4, "fsdp": 2})
     x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, spec))
-    # A disk is not at fault: `on_save_error` makes no warning of it.
+    # The disk has no fault, so `on_save_error` does not turn this error into a warning.
     options = Checkpoint(tmp_path, keep_last=1, on_save_error="warn")
     reports: list[str] = []
     states = [x, corrupt(x, device)]
@@ -80,7 +80,7 @@ def test_saving_differing_copies_raises(
                 manager.save_groups(step, {"model": {"w": w, "whole": x}}, {})
                 manager.wait()
 
-    if num_others == 0:  # no device has the same part
+    if num_others == 0:  # no other device has the same part
         save()
         assert len(reports) == 2
         return

@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy restores under any other, and a run goes on from it."""
+"""A checkpoint of any strategy restores under any other, and the run continues."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -26,7 +26,8 @@ from tests.parity.strategies import ONE_DEVICE, PLANS, Plan, fsdp
 
 LONG = Plan(make=lambda rules: Composite(ContextParallel(4), fsdp(2), rules=rules))
 ALL_PLANS = {"one_device": ONE_DEVICE, **PLANS, "fsdp2_context4": LONG}
-# Both have stacked layers, names of dims, and dropout; the GPT has twice the arrays.
+# Both models have stacked layers, named dims and dropout. The GPT has twice as many
+# arrays.
 PAIRS = [("mlp", plan) for plan in ("one_device", "fsdp8", "dp2_fsdp2_tp2")]
 PAIRS += [pytest.param("gpt", plan, marks=pytest.mark.deep) for plan in ALL_PLANS]
 
@@ -49,7 +50,7 @@ def make_trainer(
 
 
 def all_arrays(state: TrainState) -> Arrays:
-    """Everything that a state holds, by group and path."""
+    """All arrays of a state, by group and path."""
     return {
         f"{group}: {path}": as_numpy(x)
         for group, arrays in to_groups(state).items()
@@ -71,7 +72,7 @@ def assert_same_bits(found: TrainState, expected: Arrays) -> None:
 def trained(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Arrays]:
-    """A run of two steps on one device: its directory and all that it held."""
+    """A run of two steps on one device: its directory, and all of its arrays."""
     directory = tmp_path_factory.mktemp("trained")
     trainer = make_trainer(model, ONE_DEVICE, directory)
     trainer.fit(CASES[model].batches(2), num_steps=2)
@@ -80,7 +81,7 @@ def trained(
 
 
 def assert_is_trained(model: str, state: TrainState) -> None:
-    """Every part of the state differs from a fresh start."""
+    """Checks that every part of the state differs from a new run's state."""
     before = all_arrays(make_trainer(model, ONE_DEVICE, seed=1).state)
     after = all_arrays(state)
     assert before.keys() == after.keys()
@@ -96,7 +97,7 @@ def assert_is_trained(model: str, state: TrainState) -> None:
 
 @pytest.fixture(scope="module")
 def targets(model: str) -> list[tuple[Trainer, dict[str, Sharding]]]:
-    """A Trainer for each strategy, its seed another, and where parameters shall lie."""
+    """Trainers for all strategies, with another seed, and their expected shardings."""
     trainers = [make_trainer(model, plan, seed=1) for plan in ALL_PLANS.values()]
     return [
         (
@@ -129,11 +130,11 @@ def test_restore_under_every_strategy_keeps_values(
         assert_same_bits(trainer.state, expected)
         assert_lives_on(trainer, stored)
         for x in jax.tree.leaves(trainer.state):
-            x.delete()  # nothing is left for the next restore to pass with
+            x.delete()  # the next restore cannot reuse these arrays
 
 
 def assert_lives_on(trainer: Trainer, stored: dict[str, Sharding]) -> None:
-    """The arrays lie where the strategy says, not where they were saved."""
+    """Checks that arrays are placed by the strategy, not as they were saved."""
     groups = to_groups(trainer.state)
     for path, x in groups["model"].items():
         assert x.sharding.is_equivalent_to(stored[path], x.ndim), path
@@ -146,7 +147,7 @@ def assert_lives_on(trainer: Trainer, stored: dict[str, Sharding]) -> None:
 
 @dataclasses.dataclass
 class Epochs:
-    """Four batches over and over: the third step of six is inside the first epoch."""
+    """Repeats four batches; a run of six steps is stopped in the first epoch."""
 
     batches: list[Arrays]
 
@@ -156,7 +157,7 @@ class Epochs:
 
 
 class Rows:
-    """Rows for Grain to shuffle."""
+    """Rows that Grain shuffles."""
 
     def __init__(self, batches: list[Arrays]) -> None:
         self._rows = {k: np.concatenate([b[k] for b in batches]) for k in batches[0]}
@@ -169,7 +170,7 @@ class Rows:
 
 
 def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
-    """Four batches an epoch, each epoch in another order."""
+    """Epochs of four batches, each in another order."""
     rows = grain.MapDataset.source(Rows(batches)).seed(7).shuffle().repeat()
     return rows.to_iter_dataset().batch(32)
 
@@ -180,7 +181,7 @@ def shuffled_rows(batches: list[Arrays]) -> grain.IterDataset:
     [("mlp", shuffled_rows), pytest.param("gpt", Epochs, marks=pytest.mark.deep)],
 )
 def test_stopped_run_resumes(model: str, data: Any, tmp_path: Path) -> None:
-    """Results match bit for bit on the same strategy, within rounding on another."""
+    """The same strategy gives the same bits; another one is equal within rounding."""
     plan, other, batches = PLANS["fsdp4_tp2"], PLANS["dp8"], CASES[model].batches(4)
     whole = make_trainer(model, plan)
     expected = whole.fit(data(batches), num_steps=6)["loss"]

@@ -1,4 +1,4 @@
-"""Losses that microbatches change are warned of, and no others."""
+"""Losses that depend on the microbatches warn, and other losses do not."""
 
 from collections.abc import Callable
 from functools import cache
@@ -88,7 +88,7 @@ def over_seq(m: Model, b: Any, reduce: Callable) -> jax.Array:
 
 
 def flat_attention(m: Model, b: Any) -> jax.Array:
-    """All tokens in one sequence, of which each sees its row."""
+    """Attention over all tokens as one sequence, in which each token sees its row."""
     z = m.inner(b["x"]).reshape(-1, DIM)
     row = jnp.repeat(jnp.arange(len(b["x"])), SEQ)
     scores = jnp.where(row[:, None] == row[None], z @ z.T, -1e9)
@@ -284,7 +284,7 @@ def values_of(
 
 
 def test_remedies_give_the_losses_of_one_microbatch() -> None:
-    """Checks the numbers, and that a fit warns once."""
+    """Compares the losses, and checks that a fit warns once."""
 
     def total(m: Model, b: Any) -> Any:
         return errors(m, b).sum()
@@ -323,7 +323,7 @@ def test_weight_that_depends_on_model_raises(
 ) -> None:
     def loss(m: Model, b: Any) -> Mean:
         z = m.blocks(b["x"])
-        # Not of the stack's output, which a pipeline refuses for another reason.
+        # A weight that depends on the stack's output would raise another error.
         return Mean((z**2).sum(), z.size + m.head.kernel[...].sum())
 
     message = "The weight of a Mean depends on the model's parameters"

@@ -1,4 +1,4 @@
-"""Pictures show where and when every slot runs, and its costs."""
+"""Pictures show where and when every slot runs, and the costs of slots."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ from nnx_parallel.visualize.schedules import COLOURS
 
 SCHEDULES = (GPipe(), OneFOneB(), ZeroBubble(), Interleaved(2), Interleaved(3))
 SVG = "{http://www.w3.org/2000/svg}"
-COLUMN, LINE = 12.2, 24.4  # pixels of a character of rich's
+COLUMN, LINE = 12.2, 24.4  # pixels of one character in rich's SVG
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 
@@ -37,7 +37,7 @@ def parse(svg: str) -> ElementTree.Element:
 
 
 def ground(slot: TimedSlot, num_chunks: int) -> str | None:
-    """The colour of a slot's cell: of its kind, and lighter for later chunks."""
+    """The colour of a slot's cell, by its kind; later chunks have lighter colours."""
     share = 0.6 * slot.chunk / max(num_chunks - 1, 1)
     red, green, blue = (round(v + share * (255 - v)) for v in COLOURS[slot.kind])
     colour = fill((red, green, blue)).bgcolor
@@ -46,7 +46,7 @@ def ground(slot: TimedSlot, num_chunks: int) -> str | None:
 
 
 def boxes(root: ElementTree.Element, stage: int) -> list[tuple[str, int, int]]:
-    """Fill, first column and width of the cells on a stage's line."""
+    """Fill, first column and width of each cell on a stage's line."""
     return [
         (
             rect.attrib["fill"],
@@ -79,7 +79,7 @@ def test_picture_has_cell_for_every_slot(schedule: Schedule) -> None:
         assert len(idle) == 1
         cells = [cell for cell in found if cell[0] not in idle]
         assert Counter(colour for colour, _, _ in cells) == wanted
-        # Cells follow one another as the slots do; a column of ground is between.
+        # Cells have the slots' order and widths. One background column separates them.
         scale = (cells[0][2] + 1) / (slots[0].end - slots[0].start)
         for (colour, x, columns), slot in zip(cells, slots, strict=True):
             assert colour == ground(slot, schedule.chunks)
@@ -94,7 +94,7 @@ def test_picture_has_cell_for_every_slot(schedule: Schedule) -> None:
 
 
 def test_stage_with_fewer_layers_has_shorter_cells() -> None:
-    # One layer more than stages: of a slot's time all but the first need a half.
+    # With 4 layers on 3 stages, the later stages need half of a slot's time.
     table = OneFOneB().table(3, 4)
     slots = table.simulate(num_layers=4).timeline.slots
     root = parse(visualize(table, num_layers=4).svg)
@@ -104,7 +104,7 @@ def test_stage_with_fewer_layers_has_shorter_cells() -> None:
         for stage in range(3)
     )
     assert len(first) == len(second) == 8
-    # The longest are backward cells; half of an odd length is rounded down.
+    # The longest cells are backward slots. Half of an odd width is rounded down.
     assert max(first) // 2 <= max(second) <= max(first) // 2 + 1
 
 
@@ -139,7 +139,7 @@ def test_coloured_terminal_shows_ticks_times_and_legend() -> None:
     assert times == [f"{time:g}" for time in start[:-1]]
     at = re.search(r" 9 ", lines[5])
     assert at is not None
-    # F7, B5 and W3 on stage 2.
+    # Stage 2 runs F7, B5 and W3 in this column.
     assert lines[3][at.start() : lines[5].index("10")].split() == ["7", "5", "3"]
     for label in ("forward (cost 1)", "backward weight (cost 0.5)", "bubble"):
         assert label in lines[7]

@@ -1,4 +1,4 @@
-"""A table or a plan of buffers that breaks a rule is refused, with the reason."""
+"""A table or a plan of buffers that breaks a rule raises, with the reason."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def one_stage(*slots: Slot) -> Table:
 
 
 def replaced(array: ArrayLike, value: int, *index: int) -> np.ndarray:
-    """A copy with one element replaced."""
+    """A copy of the array with one element replaced."""
     copy = np.array(array)
     copy[index] = value
     return copy
@@ -192,7 +192,7 @@ def test_every_change_of_plan_is_detected(table: Table) -> None:
                 changed = replace(buffers, **{name: replaced(array, wrong, *index)})
                 if passes(table, changed):
                     unnoticed.append((name, index, wrong))
-    # A microbatch may fly in a slot that is free.
+    # A microbatch may use another free flight slot.
     assert {name for name, _, _ in unnoticed} <= {"flight"}
     assert all(wrong in range(buffers.num_flights) for _, _, wrong in unnoticed)
 

@@ -1,4 +1,4 @@
-"""Schedules keep their promises of time and memory."""
+"""Schedules have the times and memory that theory predicts."""
 
 import itertools
 import re
@@ -84,7 +84,8 @@ def test_forward_table_has_only_forward_slots(schedule: Schedule) -> None:
 
 
 def test_tick_time_is_longest_slot_of_stages() -> None:
-    # Warm-up and drain: 3 ticks of only forward, 5 of both, 3 of only backward.
+    # 3 warm-up ticks run only forward slots, 5 ticks both, and 3 drain ticks only
+    # backward.
     simulation = OneFOneB().table(4, 5).simulate(1.0, 2.0, 4.0)
     assert simulation.total_time == 3 * 1 + 3 * 1 + 2 * 7 + 6 * 6
     halves = Interleaved(2).table(1, 1).simulate(1.0, 2.0, 4.0)
@@ -96,7 +97,8 @@ def test_all_stages_wait_for_largest_stage(schedule: Schedule) -> None:
     table, parts = schedule.table(4, 8), 4 * schedule.chunks
     even, uneven = table.simulate(), table.simulate(num_layers=2 * parts + 1)
     assert table.simulate(num_layers=3 * parts).efficiency == even.efficiency
-    # 3, 2, 2, ...: a tick takes the time of 3 layers, and their mean is 2 and a bit.
+    # Stages have 3, 2, 2, ... layers. A tick takes the time of 3 layers, and the mean
+    # is a little over 2.
     longer = 3 * parts / (2 * parts + 1)
     assert uneven.total_time == pytest.approx(even.total_time * longer, rel=1e-12)
     assert 1 - uneven.bubble == pytest.approx((1 - even.bubble) / longer, rel=1e-12)
@@ -164,7 +166,7 @@ def test_pending_weight_slots_are_bounded_by_stages(
     weights = (table.backward_weight.active).cumsum(axis=0)
     backlog = (inputs - weights).max()
     assert backlog == min(num_stages - 1, num_microbatches)
-    # A slot is free from the next tick on, so one more is in use within a tick.
+    # A slot becomes free in the next tick, so one more slot is in use within a tick.
     num_pending = checked_buffers(table).num_pending
     assert num_pending == (min(num_stages, num_microbatches) if table.is_split else 0)
 
@@ -184,7 +186,7 @@ def test_buffers_replay_every_value(
     assert (buffers.feed_cotangent[:, -1] >= 0).sum() == num_microbatches
     assert (buffers.feed_input[:, 1:] == -1).all()
     assert (buffers.feed_cotangent[:, :-1] == -1).all()
-    # Wavefronts: a value is used in the tick in which it arrives.
+    # In wavefront schedules, a value is used in the tick in which it arrives.
     assert buffers.num_inputs == 1
     if not isinstance(schedule, GPipe):
         assert buffers.num_cotangents == 1

@@ -1,6 +1,6 @@
 """Sequence parallelism, overlapped or not: one device's numbers, less memory.
 
-A GPT does not change: its products read from the layout how they gather and scatter.
+The GPT is unchanged. Its products find in the layout how to gather and scatter.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ STRATEGIES: dict[str, Strategy] = {
         Pipeline(2), FSDP(2, min_size=0), TensorParallel(2, overlap="ring")
     ),
 }
-# For a model without dropout, whose masks cover all rows: with it rows are not halved.
+# These need a model without dropout: dropout masks cover all rows, so rows are not
+# halved.
 HALVED: dict[str, Strategy] = {
     "halves": HALVES,
     "fsdp_halves": Composite(FSDP(2, min_size=0, prefetch="first"), HALVES),
@@ -73,7 +74,7 @@ CHOSEN = {
 
 
 def parametrized() -> list:
-    """The product: all cases but one for each kind of overlap are slow."""
+    """All combinations; the chosen ones are deep, and the others slow."""
     cases = []
     every = [*product(STRATEGIES, ["gpt", "llama"]), *product(HALVED, ["untied"])]
     for case in every:
@@ -84,7 +85,7 @@ def parametrized() -> list:
 
 @pytest.mark.parametrize(("name", "model"), parametrized())
 def test_training_matches_one_device(name: str, model: str):
-    """Compares losses of 20 steps of AdamW and SGD, and each leaf's first gradient."""
+    """Compares 20 losses of AdamW and SGD, and the first gradient of each leaf."""
     strategy = (STRATEGIES | HALVED)[name]
     microbatches = 4 if strategy.claims().execution else 1
     is_deep = model in DEEP_CASES
@@ -98,7 +99,7 @@ def test_training_matches_one_device(name: str, model: str):
 
 
 def gradient_errors(found: Run, expected: Run) -> dict[str, float]:
-    """Error of each leaf, over the largest gradient of all."""
+    """Error of each leaf, relative to the largest gradient of all leaves."""
     largest = max(np.abs(leaf).max() for leaf in expected.gradients.values())
     return {
         path: np.abs(found.gradients[path] - leaf).max() / largest
@@ -119,7 +120,7 @@ def compiled(config: GPTConfig, strategy: Strategy) -> CompiledStep:
 
 
 def growth(config: GPTConfig, strategy: Strategy) -> float:
-    """Temporaries of one more layer, in whole activations."""
+    """Temporary bytes that each layer adds, in units of a full activation."""
     few, many = (
         compiled(replace(config, num_layers=n), strategy).memory.temp_size_in_bytes
         for n in (2, 6)
@@ -131,9 +132,9 @@ def growth(config: GPTConfig, strategy: Strategy) -> float:
 class TestMemory:
     """Memory that a layer keeps for the backward pass.
 
-    With a part W that every device holds whole and a part S that the axis splits, a
-    layer takes W + S / size. Sizes 2 and 4 tell the two apart. Sequence parallelism
-    must keep S and split W: residuals, inputs and statistics of norms.
+    A layer takes W + S / size bytes: W is replicated, and the axis splits S. Sizes 2
+    and 4 tell W and S apart. Sequence parallelism must split W too, which consists of
+    residuals, and of inputs and statistics of norms.
     """
 
     @pytest.mark.parametrize(
@@ -160,13 +161,13 @@ class TestMemory:
         assert outside / (growth(config, strategy) - inside) >= 2.5
 
     def test_dots_keeps_outputs_of_overlapped_products(self):
-        """The products are not computed twice, nor is their input gathered again."""
+        """Products are not computed twice, and their input is not gathered again."""
         none, dots = (
             compiled(replace(CONFIG, remat=remat), RING) for remat in ("none", "dots")
         )
         hops = [step.report.count("collective-permute") for step in (none, dots)]
         assert hops[0] == hops[1]
-        # Scores, and weighted values: 2 products of heads * seq * seq * head_dim.
+        # Scores and weighted values are 2 products of heads * seq * seq * head_dim.
         attention = 2 * 2 * ROWS * SEQ * SEQ * WIDTH // 4 * LAYERS
         assert dots.report.flops - none.report.flops == attention
 
@@ -174,7 +175,7 @@ class TestMemory:
 @pytest.mark.deep
 class TestCommunication:
     def collectives(self, strategy: Strategy, count: int) -> dict[str, list[int]]:
-        """Bytes by kind of collectives that run ``count`` times, without gradients."""
+        """Bytes of the large collectives that run ``count`` times, by kind."""
         found: dict[str, list[int]] = {}
         for each in compiled(CONFIG, strategy).report.collectives:
             if each.count == count and each.bytes_each >= ACTIVATION // 4:
@@ -186,9 +187,10 @@ class TestCommunication:
         plain = self.collectives(TensorParallel(4), LAYERS)
         assert sorted(plain["all-reduce"]) == [ACTIVATION] * 3 + [3 * ACTIVATION]
         split = self.collectives(SEQUENCE, LAYERS)
-        # Forward the inputs of query, key, value and up; backward these once more, not
-        # kept, and the gradients of the outputs of out and down. XLA for TPU gathers
-        # the input of query, key and value once for all three.
+        # The forward pass gathers the inputs of query, key, value and up. The backward
+        # pass gathers them again, because they are not kept, and gathers the gradients
+        # of the outputs of out and down. XLA for TPU gathers the input of query, key
+        # and value only once.
         assert split["all-gather"] == [ACTIVATION] * 2 * 5
         sums = sorted(split["all-reduce"])
         assert [n // ACTIVATION for n in sums] == [1, 1, 1, 3]
@@ -203,14 +205,14 @@ class TestCommunication:
             if each.kind == "collective-permute" and each.count == LAYERS
         ]
         assert {each.bytes_each for each in hops} == {ACTIVATION // 4}
-        # Forward: one input of query, key and value, which the compiler shares; one of
-        # up; the sums of out and down. Backward: the gradients of out and down, which
-        # need the input's gathered gradient; the inputs again; the sums of theirs, one
-        # for query, key and value together.
+        # The forward pass sends the input of query, key and value, which the compiler
+        # shares, the input of up, and the sums of out and down. The backward pass sends
+        # the gradients of out and down twice, the two inputs again, and the sums of
+        # their gradients.
         assert len(hops) == 3 * (4 + 2 + 2 + 2)
 
     def test_halves_of_rows_are_sent_separately(self):
-        """Halves send as many bytes, in twice as many collectives."""
+        """Halves send the same number of bytes in twice as many collectives."""
         whole, halves = (self.collectives(s, LAYERS) for s in (SEQUENCE, HALVES))
         assert halves["all-gather"] == [ACTIVATION // 2] * 2 * len(whole["all-gather"])
 
@@ -221,7 +223,7 @@ class TestCommunication:
         assert step.report.flops * step.num_devices == pytest.approx(theory, rel=0.03)
 
     def test_kernels_are_gathered_once_per_ring(self):
-        """FSDP gathers no more than it does without a ring."""
+        """FSDP gathers the same bytes as without a ring."""
         plain = Composite(FSDP(2, min_size=0), TensorParallel(4))
         found = [
             sum(
@@ -234,7 +236,7 @@ class TestCommunication:
         assert 0 < found[1] <= found[0]
 
     def test_pipeline_looks_up_rows_in_split_table(self):
-        """Stages split the tokens, ``tensor`` the vocabulary; no table is gathered."""
+        """Stages split the tokens, and ``tensor`` the vocabulary of the table."""
         tensor = TensorParallel(2, sequence=True)
         strategy = Composite(Pipeline(2), FSDP(2, min_size=0), tensor)
         config = replace(CONFIG, num_layers=2, tied=False, positions="rope")
@@ -244,7 +246,7 @@ class TestCommunication:
 
 
 class TestPlaces:
-    """`seq` takes the axis where no other dim of the activation claims it."""
+    """`seq` takes the axis if no other dim of the activation claims it."""
 
     @pytest.mark.parametrize(
         ("shape", "names", "spec"),
@@ -308,7 +310,7 @@ def test_unknown_overlap_raises():
 
 
 class Plain(nnx.Module):
-    """An MLP whose parameters have names; its activations only where constrained."""
+    """An MLP with named parameters; its activation is named only if given."""
 
     def __init__(self, rngs: nnx.Rngs, activation: tuple | None = None) -> None:
         def named(*names: str):
@@ -378,7 +380,7 @@ def test_split_without_effect_warns(strategy, length, names, message):
 
 
 class Scaled(nnx.Module):
-    """A block of a stack that takes one more argument."""
+    """A block with one further argument."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dense = nnx.Linear(8, 8, rngs=rngs)
@@ -399,15 +401,15 @@ HALVED_ALONE = (
 @pytest.mark.parametrize(
     ("rows", "factor", "is_split"),
     [
-        (8, (8, 4), True),  # integers of its tokens go with their rows
+        (8, (8, 4), True),  # integers per token are split with their rows
         (8, (), True),
-        (6, (6, 4), False),  # three rows of a device
-        (8, (8,), False),  # of rows, or of something as long
+        (6, (6, 4), False),  # a device has three rows
+        (8, (8,), False),  # by row, or another vector of 8
         (8, (8, 1), False),
-        (4, (4, 4), False),  # of tokens, or a mask of all rows
-        (8, (3, 8, 4), False),  # rows in another dim
+        (4, (4, 4), False),  # by token, or a mask between all rows
+        (8, (3, 8, 4), False),  # the rows are another dim
         (8, (32,), False),
-        (8, (5, 3), True),  # a table
+        (8, (5, 3), True),  # a table without rows
     ],
 )
 def test_independent_rows_are_halved(rows, factor, is_split):
@@ -431,7 +433,7 @@ def test_independent_rows_are_halved(rows, factor, is_split):
 
 
 class Counting(nnx.Module):
-    """A block with an integer state."""
+    """A block with an integer variable."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         del rngs
@@ -443,7 +445,7 @@ class Counting(nnx.Module):
 
 
 class Dropping(nnx.Module):
-    """A block that gets its key as an argument."""
+    """A block with its random key as an argument."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         del rngs
@@ -459,7 +461,7 @@ class Dropping(nnx.Module):
         (Counting, (), 3),
         (Dropping, (jax.random.key(0),), 3),
         (Dropping, (jax.random.PRNGKey(0),), 3),
-        (Dropping, (jax.random.key(0),), 2),  # of one row, as jax.vmap passes it
+        (Dropping, (jax.random.key(0),), 2),  # a single row, as in jax.vmap
     ],
 )
 def test_stateful_layers_keep_rows_whole(block, args, ndim):

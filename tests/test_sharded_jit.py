@@ -1,4 +1,4 @@
-"""`sharded_jit`: placement of inputs and outputs, and the context while tracing."""
+"""`sharded_jit`: placement of inputs and outputs, and the context of a trace."""
 
 import re
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def test_inputs_and_outputs_follow_rules_and_specs(mesh: Mesh) -> None:
         out_shardings=(RULES, {"mean": P(), "rows": P(("data", "fsdp"))}),
     )
     def step(params: dict, batch: jax.Array) -> tuple[dict, dict]:
-        """Takes a step."""
+        """Advances one step."""
         out = batch @ params["w"]
         return jax.tree.map(jnp.sin, params), {"mean": out.mean(), "rows": out}
 
@@ -235,7 +235,7 @@ def test_trace_and_eval_shape_compile_nothing(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("first", ["weak", "strong"])
 def test_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) -> None:
-    """A weak scalar leaves bfloat16 as it is, a strong one promotes the output."""
+    """A weak scalar keeps bfloat16; a strong scalar promotes the output to float32."""
     x = np.ones((8, 4), jnp.bfloat16)
     scalars = {"weak": 2.0, "strong": np.float32(2.0)}
     by_dtype = PolicyRules(
@@ -249,7 +249,7 @@ def test_placement_does_not_depend_on_earlier_calls(first: str, mesh: Mesh) -> N
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_placement_does_not_depend_on_array_type(order: int, mesh: Mesh) -> None:
-    """NumPy's float64 is float32 on a device, and float32 to a rule."""
+    """NumPy's float64 becomes float32 on a device, so rules see float32."""
     by_dtype = PolicyRules(
         lambda info: P("fsdp" if info.dtype == jnp.float32 else "data")
     )

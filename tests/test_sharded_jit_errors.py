@@ -147,7 +147,7 @@ def test_invalid_annotation_mapping_raises_before_call(mesh: Mesh) -> None:
 
 def test_sharded_jit_works_under_debugger(mesh: Mesh) -> None:
     def look(frame: types.FrameType, event: str, arg: object) -> Any:
-        assert frame.f_locals is not None  # writes variables into ``locals()``
+        assert frame.f_locals is not None  # writes the variables into ``locals()``
         return look
 
     before = sys.gettrace()

@@ -1,4 +1,4 @@
-"""Code of a peer's users (scalax): its README, and the cases of its tests."""
+"""Code of users of a peer library (scalax): its README, and its tests' cases."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def mesh() -> Mesh:
 
 def test_migration_tutorial_runs_scalax_readme(capsys: Any) -> None:
     source = TUTORIAL.read_text()
-    # Imports and the model, the run to compare with, and the section; not the Trainer.
+    # Runs imports and model, the reference run, and the section; skips the Trainer.
     start, rest = source.split("# %% [markdown]\n# ## After")
     section = rest[rest.index("# ## From scalax") : rest.index("# ## From DistJax")]
     names: dict[str, Any] = {"__name__": "tutorial"}

@@ -1,4 +1,4 @@
-"""`sharded_jit` takes every signature and every call as ``jax.jit`` takes it."""
+"""`sharded_jit` accepts the same signatures and calls as ``jax.jit``."""
 
 import functools
 import inspect
@@ -30,7 +30,7 @@ class Call:
     """A function, the options of both compilers, and one call.
 
     Attributes:
-        static: The names of its arguments that are static.
+        static: Names of the function's static arguments.
     """
 
     fn: Callable
@@ -42,7 +42,7 @@ class Call:
 
     @property
     def arrays(self) -> tuple[tuple, dict]:
-        """The call of the compiled function, without static arguments."""
+        """The arguments of the call to the compiled function, without static ones."""
         args = [x for i, x in enumerate(self.args) if i not in self.static_at]
         return tuple(args), {
             k: x for k, x in self.kwargs.items() if k not in self.static
@@ -94,7 +94,7 @@ def apply(f, x, *more, **named):
 
 
 class Model:
-    """A callable with state, and a method."""
+    """A callable object with state and a method."""
 
     def __call__(self, a, *, z):
         return a - 3 * z
@@ -164,11 +164,11 @@ def same(found: Any, wanted: Any) -> None:
 def test_call_matches_jit(name: str, mesh: Mesh) -> None:
     call = CALLS[name]
     args, kwargs = call.args, call.kwargs
-    # With any sharding JAX itself would refuse keywords.
+    # `jax.jit` does not support keywords together with shardings.
     ours = sharded_jit(call.fn, mesh, in_shardings=P(), **call.options)
     theirs = jax.jit(call.fn, **call.options)
     wanted = theirs(*args, **kwargs)
-    for _ in range(3):  # the third is dispatched without a look-up
+    for _ in range(3):  # the third call is tried without a look-up
         same(ours(*args, **kwargs), wanted)
     backwards = dict(reversed(kwargs.items()))
     same(ours(*args, **backwards), wanted)
@@ -183,7 +183,7 @@ def test_call_matches_jit(name: str, mesh: Mesh) -> None:
         arrays, keywords = call.arrays
         compiled = mine.compile(QUICKLY)
         same(compiled(*arrays, **keywords), wanted)
-        if keywords:  # a position is not taken for a keyword
+        if keywords:  # keywords cannot be passed by position
             with pytest.raises(TypeError, match="does not match the input pytree"):
                 compiled(*arrays, *keywords.values())
     shapes, their_shapes = (f.eval_shape(*args, **kwargs) for f in (ours, theirs))
@@ -191,7 +191,7 @@ def test_call_matches_jit(name: str, mesh: Mesh) -> None:
 
 
 def test_keyword_may_have_name_of_positional(mesh: Mesh) -> None:
-    """Python allows it, while JAX fails in an assertion."""
+    """Python allows this call. JAX raises an assertion error."""
     ours = sharded_jit(same_name, mesh, in_shardings=P())
     for _ in range(3):
         same(ours(A, a=B), jax.numpy.asarray(same_name(A, a=B)))
@@ -237,7 +237,7 @@ def test_equal_static_values_of_other_types_retrace(mesh: Mesh) -> None:
 
 
 def documented(x: jax.Array, /, y: float = 2.0, *, n: int = 1) -> jax.Array:
-    """Multiplies."""
+    """Multiplies a value."""
     return x * y * n
 
 
@@ -257,7 +257,7 @@ def test_wrapper_looks_like_function(mesh: Mesh) -> None:
 
 
 class Methods:
-    """The kinds of methods."""
+    """Static, class and instance methods."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -308,7 +308,7 @@ def test_trace_error_names_line_of_user(jit: Any, mesh: Mesh) -> None:
         assert f"while tracing the function {branch_line(branch)} for jit" in message
         assert "depends on the value of the argument x" in message
         assert "sharding" not in message
-    # The last frame is the user's, in the trace as in the message.
+    # The last frame of the traceback is the user's, as in the message.
     frame = caught.traceback[-1]
     while "jax" in str(frame.path):
         frame = caught.traceback[caught.traceback.index(frame) - 1]

@@ -1,4 +1,4 @@
-"""`sharded_jit` traces a signature once, and compiles the program of `jax.jit`."""
+"""`sharded_jit` traces a signature once, and compiles the same program as `jax.jit`."""
 
 import threading
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def test_signature_is_traced_once(out_shardings: Any, mesh: Mesh) -> None:
 
 @jax.tree_util.register_pytree_node_class
 class OfArrays:
-    """A user's node that can hold only arrays: neither shapes nor shardings."""
+    """A user's pytree node that accepts only arrays, not shapes or shardings."""
 
     def __init__(self, x: Any) -> None:
         self.x = jnp.asarray(x)
@@ -90,7 +90,7 @@ def test_only_rules_need_output_shapes(out_shardings: P, mesh: Mesh) -> None:
     plain = sharded_jit(
         lambda x: x if x.sum() else None, mesh, out_shardings=out_shardings
     )
-    with jax.disable_jit():  # Python looks at values, as in a debugger
+    with jax.disable_jit():  # Python code sees values, as in a debugger
         np.testing.assert_array_equal(plain(x), x)
 
 
@@ -142,8 +142,8 @@ def test_threads_trace_once_and_keep_meshes(mesh: Mesh) -> None:
     def run(jitted: Callable, sharding: NamedSharding, rows: int) -> None:
         try:
             for _ in range(10):
-                # Simulated devices take 32 programs each, and threads that launch more
-                # wait for one another forever.
+                # Simulated devices accept 32 programs each. Threads that launch more
+                # would wait for one another forever.
                 out = jax.block_until_ready(jitted(np.ones((rows, 4), np.float32)))
                 assert out.sharding == sharding, out.sharding
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Who decides where an array lives, and the four specs that follow."""
+"""Which rule decides an array's placement, and the four specs that follow."""
 
 import re
 from typing import Any
@@ -48,7 +48,7 @@ def test_replicating_rule_is_applied() -> None:
 @pytest.mark.parametrize(
     ("shape", "names", "spec", "reason"),
     [
-        # The dim that a product contracts before the last, if its shards are tiles.
+        # FSDP prefers the dim that a product contracts, if its shards are whole tiles.
         ((64, 128), None, P("fsdp"), "fsdp: free dim 0"),
         ((64, 2048), None, P("fsdp"), "fsdp: free dim 0"),
         ((72, 2048), None, P(None, "fsdp"), "fsdp: free dim 1"),
@@ -77,8 +77,9 @@ def test_fsdp_splits_cheapest_dim(
 @pytest.mark.parametrize(
     ("shape", "dim"),
     [
-        ((4096, 11_008), 0),  # 64 rows; 172 columns were transposed after the gather
-        ((11_008, 4096), 1),  # 64 columns; 172 rows are no whole tiles
+        # 64 rows; with 172 columns, the compiler would transpose after the gather.
+        ((4096, 11_008), 0),
+        ((11_008, 4096), 1),  # 64 columns; 172 rows are not whole tiles
         ((4096, 16_384), 0),
         ((4096, 32, 128), 0),
         ((32, 128, 4096), 2),

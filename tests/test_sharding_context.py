@@ -1,4 +1,4 @@
-"""Models that place their activations themselves, by the mesh of JAX's context."""
+"""Models that place their activations themselves, with the mesh of JAX's context."""
 
 import re
 from typing import Any
@@ -28,7 +28,7 @@ FSDP_TP = Composite(FSDP(4, min_size=0), TensorParallel(2))
 
 
 class Placing(nnx.Module):
-    """A product that places its output by the given bare spec."""
+    """A linear layer that constrains its output to a bare spec."""
 
     def __init__(self, rngs: nnx.Rngs, spec: Any = None) -> None:
         init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tp"))
@@ -58,7 +58,7 @@ def lowered(of: Trainer) -> str:
 
 
 def test_bare_spec_uses_mesh_of_strategy() -> None:
-    spec = P("tensor", "fsdp")  # as nothing of ours would have it
+    spec = P("tensor", "fsdp")  # the library's layouts would not choose this spec
     placing = trainer(lambda rngs: Placing(rngs, spec), FSDP_TP)
     with jax.set_mesh(placing.mesh):
         under_set_mesh = lowered(placing)
@@ -93,7 +93,7 @@ def test_bare_spec_of_unknown_axis_raises() -> None:
 
 
 class Explicit(nnx.Module):
-    """Written for Explicit axes, in its call or as it is built."""
+    """Written for Explicit axes, either in the call or in the constructor."""
 
     def __init__(self, rngs: nnx.Rngs, *, is_built_so: bool) -> None:
         zeros = jnp.zeros(64, out_sharding=P("fsdp")) if is_built_so else jnp.zeros(64)
@@ -123,7 +123,7 @@ def test_model_for_explicit_axes_raises() -> None:
 
 
 class Caching(nnx.Module):
-    """Makes a Variable with names while it is called."""
+    """Creates a named Variable during the call."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.w = nnx.Param(rngs.params.normal((64, 64)))
@@ -139,7 +139,7 @@ def test_variable_made_in_loss_needs_no_mesh_axes() -> None:
 
 
 class Asking(Placing):
-    """Places its output only if there is a mesh, as code of others does."""
+    """Constrains its output only if a mesh is set, as some models do."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if jax.sharding.get_abstract_mesh().empty:

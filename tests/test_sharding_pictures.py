@@ -85,7 +85,7 @@ def test_caption_names_two_shown_dims(
 
 
 def test_shards_along_third_dim_have_separate_blocks() -> None:
-    """A block with several devices only means copies."""
+    """A block lists several devices only if they have copies."""
     mesh = make_mesh({"pipe": 2, "fsdp": 2, "tensor": 2})
     shards = ShardMap(abstract(mesh, (4, 8, 6), P("pipe", "fsdp", "tensor")))
     assert shards.blocks == [[(0,), (1,)], [(2,), (3,)], [(4,), (5,)], [(6,), (7,)]]
@@ -123,7 +123,7 @@ def test_terminal_shows_colours(mesh: Mesh) -> None:
 
 
 def cells(svg: str) -> list[tuple[str, ElementTree.Element]]:
-    """The label of every coloured cell, and its rectangle."""
+    """The label and the rectangle of every coloured cell."""
     root = ElementTree.fromstring(svg)
     texts = {
         (float(text.attrib["x"]), round(float(text.attrib["y"]) / 24.4)): text.text
@@ -191,7 +191,7 @@ def test_description_is_drawn_with_totals() -> None:
 
 
 def test_public_functions_shadow_packages() -> None:
-    """`nnx_parallel.visualize` is a package too, and so is `nnx_parallel.audit`."""
+    """The functions `visualize` and `audit` have the names of packages."""
     for first in ("visualize.describe", "cli.launch"):
         script = (
             f"import nnx_parallel.{first}, nnx_parallel.drawing\n"
@@ -215,7 +215,7 @@ def test_drawing_unplaced_arrays_raises(mesh: Mesh) -> None:
     message = "`array` is a ndarray without a sharding. Place it first"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(np.ones(3))
-    # An object that is not a pytree, such as a Trainer, is a single leaf to JAX.
+    # To JAX, an object that is not a pytree, such as a Trainer, is a single leaf.
     message = "A object without arrays cannot be drawn. Pass an array that lies on a m"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(object())

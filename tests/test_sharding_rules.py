@@ -1,4 +1,4 @@
-"""Names in a model and rules of a user, and the errors that teach them."""
+"""Names in a model and rules of a user, with errors that explain them."""
 
 import re
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_mesh_axis_name_applies_if_present() -> None:
 
 
 class Annotated(nnx.Module):
-    """Named as in Flax's guide, with a mesh axis of that guide."""
+    """A layer with names as in Flax's guide, including a mesh axis of that guide."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         init = nnx.with_partitioning(nnx.initializers.ones_init(), (None, "model"))
@@ -96,7 +96,7 @@ def test_flax_guide_names_map_to_axes() -> None:
     kernel = TensorParallel(8).init(Annotated, 0).linear.kernel[...]  # pyright: ignore[reportAttributeAccessIssue]
     assert kernel.sharding.spec == P(None, "tensor")
     assert kernel.addressable_shards[0].data.shape == (64, 8)
-    # A rule of the user comes before the convention.
+    # A user's rule takes precedence over the convention.
     strategy = TensorParallel(8, rules=(LogicalRules({"model": None}),))
     assert place(strategy, 64, 64, names=(None, "model")).stored == P()
 
@@ -138,7 +138,7 @@ def test_conventional_names_map_to_mesh_axes() -> None:
     for axis, names in AXIS_NAMES.items():
         for name in names:
             assert axes_on(make_mesh({axis: None}), name) == (axis,)
-            # A mesh of the user's may have an axis of that name.
+            # A user's mesh may have an axis of that name.
             assert axes_on(make_mesh({name: None}), name) == (name,)
 
 
@@ -154,7 +154,7 @@ def test_description_lists_absent_axes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def named_by_sharding(rngs: nnx.Rngs) -> nnx.Module:
-    """As the JAX AI stack's miniGPT does it, on a mesh that the model makes."""
+    """A layer as in the JAX AI stack's miniGPT, named on a mesh that it makes."""
     mesh = jax.make_mesh((2, 4), ("batch", "model"))
     sharding = NamedSharding(mesh, P(None, "model"))
     init = nnx.with_partitioning(nnx.initializers.ones_init(), sharding)  # pyright: ignore[reportArgumentType]
@@ -474,7 +474,7 @@ def test_malformed_rule_raises_at_construction(make: Callable, message: str) -> 
 
 
 class Answers:
-    """A rule of a user, with any answer."""
+    """A user's rule that returns a given answer."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer

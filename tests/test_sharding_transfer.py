@@ -1,4 +1,4 @@
-"""Pytrees go onto a mesh and come back the same."""
+"""Pytrees that are placed on a mesh and gathered again are unchanged."""
 
 import re
 import socket
@@ -132,7 +132,7 @@ def test_local_data_of_one_process_matches_device_put(
 
 @jax.tree_util.register_pytree_node_class
 class Rows:
-    """A batch that accepts only arrays, as many classes of users do."""
+    """A batch class that accepts only arrays, like many users' classes."""
 
     def __init__(self, x: Any) -> None:
         self.x = jnp.asarray(x)

@@ -1,4 +1,4 @@
-"""Rules on any pytree: their answers, their order, and their reports."""
+"""Rules on any pytree: their answers, their order, and their warnings."""
 
 import re
 import warnings
@@ -144,7 +144,7 @@ def test_unmatched_arrays_warn_once(mesh: Mesh) -> None:
     said = (
         PathRules(pair, strict=False),
         PathRules(pair, (r".*", P())),
-        # Who passes on small arrays has been asked about them too.
+        # With a rule that skips small arrays, the user has already decided on them.
         ChainRules(PathRules(pair), FSDPRules()),
     )
     for rules in said:

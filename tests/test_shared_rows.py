@@ -1,4 +1,4 @@
-"""Batch entries that all rows share: values of schedules, masks, tables."""
+"""Batch entries that all rows share: scheduled values, masks, tables."""
 
 import re
 from functools import partial
@@ -29,7 +29,7 @@ SEQ, WIDTH = 8, 16
 
 
 class Block(nnx.Module):
-    """Attention weights from a mask, and a product."""
+    """Attention with a mask, and a residual connection."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.score = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -42,7 +42,7 @@ class Block(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Blocks that share a mask."""
+    """Blocks that share one mask."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -59,14 +59,14 @@ def loss(model: Any, batch: Any) -> jax.Array:
 
 X, Y = np.random.default_rng(0).normal(size=(2, 8, SEQ, WIDTH)).astype(np.float32)
 TABLES = {
-    # Rows of the mask are positions: 8 of them, as the batch has rows, is a trap.
+    # The mask has one row per position. It has as many rows as the batch, on purpose.
     "mask": np.tril(np.ones((SEQ, SEQ), bool)),
     "weights": np.linspace(0, 1, WIDTH, dtype=np.float32)[None, None],
 }
 
 
 def make_batch(scale: float = 0.5) -> dict:
-    # Sorted by name: the shared entries come first.
+    # Entries are sorted by name, so the shared entries come first.
     return {"scale": np.asarray(scale), "tables": Shared(TABLES), "x": X, "y": Y}
 
 
@@ -82,12 +82,12 @@ make_trainer = partial(
 
 
 def raw(batch: dict) -> dict:
-    """The batch as plain NNX gets it."""
+    """The batch in the form for plain NNX."""
     return batch | {"tables": TABLES}
 
 
 def plain_losses(scales: list[float]) -> list[float]:
-    """Losses of plain NNX."""
+    """Losses in plain NNX."""
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     found = []
@@ -112,7 +112,8 @@ def test_microbatches_receive_shared_entries_whole(name: str) -> None:
     scales = [0.5, 0.25, 0.125]
     history = trainer.fit([make_batch(scale) for scale in scales], 3)
     np.testing.assert_allclose(history["loss"], plain_losses(scales), rtol=1e-5)
-    # Also in an evaluation, of rows that the devices do not divide.
+    # Shared entries also work in an evaluation, with rows that the devices do not
+    # divide.
     part = make_batch() | {"x": X[:6], "y": Y[:6]}
     found, expected = trainer.evaluate([part])["loss"], loss(trainer.model, raw(part))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

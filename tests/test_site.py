@@ -1,4 +1,4 @@
-"""The built site at work: search finds, links lead somewhere."""
+"""The built site: search finds pages, and links have targets."""
 
 import json
 import os
@@ -74,14 +74,14 @@ def test_tutorials_can_be_downloaded() -> None:
 
 
 def test_repository_is_linked_if_configured() -> None:
-    """The link follows a setting of docs/conf.py."""
+    """The link depends on a setting of docs/conf.py."""
     page = (HTML / "faq.html").read_text()
     known = bool(os.environ.get("NNX_PARALLEL_REPOSITORY"))
     assert ("btn-source-edit-button" in page) == known
 
 
 def test_links_are_not_empty_or_broken() -> None:
-    """Links that depend on an address that is not set are left out."""
+    """Links that need an unset address are left out."""
     for file in HTML.rglob("*.html"):
         links = re.findall(
             r"""(?:href|src|action)=["']([^"']*)["']""", file.read_text()

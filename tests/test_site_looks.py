@@ -1,6 +1,6 @@
-"""Each kind of page as an eye sees it: on a phone and a desktop, light and dark.
+"""How each kind of page looks: on a phone and a desktop, light and dark.
 
-`looks.js` finds measurable faults; the pictures are for everything else.
+`looks.js` finds measurable faults. A person can judge the rest from the pictures.
 """
 
 import json
@@ -30,7 +30,7 @@ def test_page_has_no_layout_faults(
     server: str,
     tmp_path: Path,
 ) -> None:
-    """Saves screenshots in docs/_build/screenshots for a reader's eye."""
+    """Saves screenshots in docs/_build/screenshots for a person to look at."""
     script = f"""{LOOKS}
     const frame = await load("/{PAGES[name]}", {width}, "{theme}");
     const page = frame.contentDocument;
@@ -54,7 +54,7 @@ def take_picture(
     PICTURES.mkdir(exist_ok=True)
     picture = PICTURES / f"{name}-{size[0]}-{theme}.png"
     picture.unlink(missing_ok=True)
-    # Chromium has windows of no less than 500 pixels; a frame is as narrow as told.
+    # Chromium's windows are at least 500 pixels wide, but a frame can be narrower.
     Quiet.check = CHECK.replace(
         "SCRIPT",
         f"""

@@ -1,4 +1,4 @@
-"""Steps that must not count: non-finite, spiked, without a label; and their saves."""
+"""Steps that are skipped: non-finite, spiked, without labels; and their checkpoints."""
 
 import dataclasses
 import math
@@ -53,7 +53,7 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    """Statistics, which a skipped step must not move either, before a stack."""
+    """Statistics, which a skipped step must not change, before a stack."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
@@ -80,7 +80,7 @@ def make_batch(seed: int, *, y: float = 1.0, weight: float = 1.0) -> dict:
 
 
 def scheduled(step: Any) -> Any:
-    return 0.01 / (1.0 + step)  # shows a count that moves
+    return 0.01 / (1.0 + step)  # depends on the step count
 
 
 def muon_of(model: Any) -> Any:
@@ -153,7 +153,7 @@ def test_skipped_step_changes_nothing(way: str, bad: str) -> None:
     assert trainer.step == 3
     found, wanted = arrays(trainer), arrays(expected)
     assert found.keys() == wanted.keys()
-    scale = {"loss_scale.scale", "loss_scale.good_steps"}  # follow the gradients
+    scale = {"loss_scale.scale", "loss_scale.good_steps"}  # these follow the gradients
     for path in wanted.keys() - scale:
         np.testing.assert_array_equal(found[path], wanted[path], err_msg=path)
 
@@ -196,7 +196,7 @@ def test_partly_empty_microbatches_give_one_mean() -> None:
 
 
 class Still(nnx.Module):
-    """Rows that do not depend on one another."""
+    """A model whose rows are independent."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -327,7 +327,7 @@ class Masked(Still):
 
 
 def test_intended_infinities_are_saved(tmp_path: Path) -> None:
-    plateau = optax.contrib.reduce_on_plateau()  # its best value begins as infinity
+    plateau = optax.contrib.reduce_on_plateau()  # its best value begins at infinity
     optimizer = optax.chain(optax.adam(0.01), plateau)
     trainer = make_trainer(model=Masked, optimizer=optimizer, checkpoint=tmp_path)
     trainer.save()

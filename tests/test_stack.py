@@ -1,4 +1,4 @@
-"""A `Stack` computes the same as its blocks one by one."""
+"""A `Stack` computes the same as its blocks in sequence."""
 
 import re
 from typing import Any
@@ -18,7 +18,7 @@ NUM_LAYERS = 3
 
 
 class Block(nnx.Module):
-    """Product, statistics, dropout, and a residual connection."""
+    """A linear layer, statistics, dropout, and a residual connection."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Cached(nnx.Module):
-    """A block with a slot that it reads and replaces."""
+    """A block that reads and replaces a cached value."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(8, 8, rngs=rngs)
@@ -41,7 +41,7 @@ class Cached(nnx.Module):
 
 
 def blocks_one_by_one(seed: int) -> list[Block]:
-    """The blocks that a stack of this seed holds."""
+    """The blocks of a stack with this seed, as separate modules."""
     keys = jax.random.split(nnx.Rngs(seed).params(), NUM_LAYERS)
     return [Block(nnx.Rngs(key)) for key in keys]
 
@@ -65,7 +65,7 @@ def key_words(x: jax.Array) -> jax.Array:
 def test_stack_matches_blocks_one_by_one(x: jax.Array, remat: Remat) -> None:
     stack: Any = Stack(Block, NUM_LAYERS, remat=remat, rngs=nnx.Rngs(4))
     blocks = blocks_one_by_one(4)
-    for _ in range(2):  # twice: statistics and dropout's counters advance
+    for _ in range(2):  # the second call has new statistics and dropout counts
         expected = x
         for block in blocks:
             expected = block(expected, 0.5)
@@ -178,7 +178,7 @@ def test_placed_stack_matches_unplaced_stack(x: jax.Array) -> None:
 
 
 class Tied(nnx.Module):
-    """The trap: one Variable in two places."""
+    """One Variable in two places, which is not allowed."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(8, 8, use_bias=False, rngs=rngs)

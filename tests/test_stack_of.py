@@ -1,6 +1,6 @@
-"""A stack of blocks that others have built, and the loops that others write over them.
+"""A Stack of existing blocks, and loops over it in other people's style.
 
-The models are written here, in the shapes of models that people have.
+The models are written here, in the forms that public models have.
 """
 
 import re
@@ -83,7 +83,7 @@ def test_stack_of_blocks_matches_and_unstacks(x: jax.Array) -> None:
         assert found.up.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
         assert found.down.kernel.get_metadata()["out_sharding"] is None
     mask = jnp.arange(WIDTH)[None] % 2
-    for _ in range(2):  # twice: statistics and dropout's counters advance
+    for _ in range(2):  # the second call has new statistics and dropout counts
         expected = x
         for block in blocks:
             expected = block(expected, mask=mask)
@@ -109,10 +109,10 @@ def test_abstract_blocks_gain_layers_name() -> None:
 
 
 class Windowed(nnx.Module):
-    """A static attribute and a function that may differ."""
+    """A block with a static attribute and a function, which may differ."""
 
     def __init__(self, rngs: nnx.Rngs, window: int = 4, factor: float = 1.0) -> None:
-        init = nnx.initializers.normal(factor)  # scaled by depth, as GPT-2's
+        init = nnx.initializers.normal(factor)  # scaled by depth, as in GPT-2
         self.linear = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=rngs)
         self.window = window
 
@@ -121,7 +121,7 @@ class Windowed(nnx.Module):
 
 
 class Wide(Windowed):
-    """Another class."""
+    """A block of another class."""
 
 
 def with_lambda(factor: float) -> Windowed:
@@ -176,7 +176,7 @@ def test_different_blocks_raise(blocks: Any, found: str) -> None:
 
 def test_equivalent_functions_can_be_stacked() -> None:
     Stack.of([with_lambda(1.0), with_lambda(1.0)])
-    Stack.of(windows(4, 4))  # their initializers differ, which have done their work
+    Stack.of(windows(4, 4))  # initializers may differ, because they are no longer used
 
 
 def test_shared_variable_between_blocks_raises() -> None:
@@ -219,11 +219,11 @@ def test_alternating_layers_stack_by_period(x: jax.Array) -> None:
 
 
 class Decoder(nnx.Module):
-    """A layer of Gemma's: ``(x, positions, cache, mask)`` to ``(cache, x)``."""
+    """A layer of Gemma; ``(x, positions, cache, mask)`` gives ``(cache, x)``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.dropout = nnx.Dropout(0.5)  # its streams come with the call
+        self.dropout = nnx.Dropout(0.5)  # the caller passes its random streams
 
     def __call__(
         self, x: jax.Array, positions: Any, cache: Any, *, rngs: Any = None
@@ -252,7 +252,7 @@ def test_scan_step_may_reorder_outputs(x: jax.Array) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     last = np.stack([cache["last"] for cache in caches])
     np.testing.assert_allclose(outs["last"], last, rtol=1e-5, atol=1e-6)
-    # The streams were drawn from as often, in the same order.
+    # The streams were used the same number of times, in the same order.
     assert_same(own, streams, rtol=0)
     message = r"maps .*float32\[16, 8\].* to .*\(None, 'float32\[16, 8\]'\).*stack.scan"
     with pytest.raises(StackError, match=message):
@@ -260,7 +260,7 @@ def test_scan_step_may_reorder_outputs(x: jax.Array) -> None:
 
 
 class Memory(nnx.Module):
-    """A layer's cache in Qwen 3: a module that the layer writes to."""
+    """A layer's cache as in Qwen 3: a module that the layer writes to."""
 
     def __init__(self) -> None:
         self.sum = nnx.Cache(jnp.zeros((ROWS, WIDTH)))
@@ -279,7 +279,7 @@ class Remembering(nnx.Module):
 
 
 class Qwen(nnx.Module):
-    """As others have it: a list and a loop; with the five lines changed on request."""
+    """A list and a loop; if stacked, the five changed lines of the how-to."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool) -> None:
         self.layers = nnx.List(blocks_of(Remembering, 3))
@@ -299,7 +299,7 @@ class Qwen(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """As others have it: streams go along as a keyword; and with the five lines."""
+    """The caller passes random streams; if stacked, with five changed lines."""
 
     def __init__(self, rngs: nnx.Rngs, *, stacked: bool, rate: float = 0.5) -> None:
         self.layers = nnx.List([Encoder(rate, rngs) for _ in range(2)])
@@ -344,7 +344,7 @@ def vit_loss(model: Any, batch: Any, rngs: nnx.Rngs) -> jax.Array:
 
 
 def gradients_of(build: Any, loss: Any, batch: Any, strategy: Any) -> dict:
-    """Gradients by path of the list's model, whichever was trained."""
+    """Gradients by the paths of the list's model, also of a stacked model."""
     trainer = make_trainer(build, loss, strategy, num_microbatches=1)
     grads, _, _ = one_step(trainer, batch)
     by_layer = {}
@@ -401,7 +401,7 @@ def test_update_keeps_layers_of_stack() -> None:
 
 
 class Summing(nnx.Module):
-    """A mixture's layer: its output and its loss."""
+    """A layer with two outputs, as in a mixture of experts: the output and a loss."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -412,7 +412,7 @@ class Summing(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """Whisper: the decoder sees the encoder's output for another input."""
+    """As in Whisper, the decoder attends to the encoder's output for another input."""
 
     def __init__(self, rngs: nnx.Rngs, *, apart: bool) -> None:
         encoder = Stack.of([Plain(rngs) for _ in range(2)])
@@ -428,7 +428,7 @@ class EncoderDecoder(nnx.Module):
 
 
 class Plain(nnx.Module):
-    """A block that may look at another sequence."""
+    """A block that may attend to another sequence."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -452,7 +452,7 @@ def test_two_stacks_under_pipeline_match_one_device() -> None:
 
 
 class Mixture(nnx.Module):
-    """A stack whose blocks return more."""
+    """A stack whose blocks return more than one output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = Stack.of([Summing(rngs) for _ in range(4)])

@@ -1,4 +1,4 @@
-"""The state of a run and the step that changes it."""
+"""The state of a run, and the step that updates it."""
 
 import re
 from typing import Any
@@ -21,7 +21,7 @@ WIDTH = 16
 
 
 class Net(nnx.Module):
-    """Statistics and dropout between two products."""
+    """Statistics and dropout between two linear layers."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(4, WIDTH, rngs=rngs)
@@ -52,14 +52,14 @@ def make_trainer(model: Any = linear, loss: Any = squares, **options: Any) -> Tr
 
 
 def advance(trainer: Trainer, batch: dict | None = None) -> dict[str, float]:
-    """One step of a custom loop."""
+    """Runs one step of a custom loop."""
     placed = trainer.shard_batch(make_batch() if batch is None else batch)
     trainer.state, metrics = trainer.train_step(trainer.state, placed)
     return {name: float(value) for name, value in metrics.items()}
 
 
 class Phase(nnx.Module):
-    """A complex map, of which the imaginary part is heard."""
+    """A complex linear map that returns the imaginary part."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         del rngs
@@ -84,7 +84,7 @@ def test_complex_gradients_are_accumulated() -> None:
 # Outputs of a loss
 
 
-# A count of rows is not a mean over rows, and a warning says so.
+# A count of rows is not a mean over rows, so it warns.
 @pytest.mark.filterwarnings("ignore:num_microbatches=4.*'rows'")
 def test_metrics_are_means_over_whole_batch() -> None:
     batch = make_batch()

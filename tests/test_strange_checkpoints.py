@@ -1,4 +1,4 @@
-"""Directories and files that this library did not write, or that others have moved."""
+"""Directories and files that other programs wrote, or that somebody moved."""
 
 import contextlib
 import errno
@@ -56,7 +56,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the run that a test may damage."""
+    """A copy of the run, for a test to damage."""
     shutil.copytree(saved, tmp_path / "run")
     return tmp_path / "run"
 
@@ -76,7 +76,7 @@ def resume(directory: Path, **options: Any) -> tuple[list[bytes], list[str]] | N
     ["lr=[0.1,0.2]", "a*b", "[!a]?", "x\ny {z} %5B ~ ü.", "1.orbax-checkpoint-tmp"],
 )
 def test_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
-    # Taken for a pattern, `a*b` is also its neighbour.
+    # If the name were a glob pattern, `a*b` would match this neighbour.
     save(tmp_path / "a-other-b", 1)
     save(tmp_path / name, 1, 2)
     assert restore(tmp_path / name) == bits(make_groups(2))
@@ -137,7 +137,7 @@ def test_linked_step_is_restored(run: Path, tmp_path: Path) -> None:
     (run / "2").symlink_to(tmp_path / "2")
     assert restore(run, 2) == bits(make_groups(2))
     save(run, 6, keep_last=1)
-    # For a step outside the directory only the link is deleted.
+    # For a step outside of the directory, only the link is deleted.
     assert sorted(os.listdir(run)) == ["6"]
     assert (tmp_path / "2" / "model").is_dir()
 
@@ -208,7 +208,7 @@ def halve(step: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [empty, halve])
-def test_remains_of_step_raise(
+def test_partial_step_raises(
     change: Callable, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(run / "4")
@@ -317,7 +317,7 @@ def test_irregular_or_huge_files_raise(kind: str, name: str, run: Path) -> None:
             reader.describe(4)
         problem = str(caught.value)
     assert kind.partition(" (")[0] in problem
-    assert restore(run, 2) == bits(make_groups(2))  # one bad step blocks no other
+    assert restore(run, 2) == bits(make_groups(2))  # one bad step does not block others
 
 
 def test_linked_files_are_read_but_not_directories(run: Path) -> None:
@@ -361,7 +361,7 @@ def in_checksums(change: Callable) -> Callable[[Path], None]:
 
 
 def chunked(size: int) -> Callable[[Path], None]:
-    """Chunks of a size that no memory holds, as TensorStore would write them."""
+    """Metadata with chunks too large for memory, in TensorStore's format."""
 
     def change(step: Path) -> None:
         base = {"driver": "file", "path": f"{step}/model/"}
@@ -416,7 +416,7 @@ def test_hostile_headers_raise_named_errors(
         assert bits(saved.restore(abstract(make_groups()), 2)[0]) == bits(
             make_groups(2)
         )
-    # Whatever is printed of it: exit codes 0 or 1, and no exception.
+    # The output may vary, but the exit code is 0 or 1, and no exception is raised.
     assert main(["inspect", str(run), "--verify"]) in {0, 1}
 
 
@@ -462,7 +462,7 @@ def test_damaged_step_raises_one_message(
     with caplog.at_level(logging.DEBUG, "nnx_parallel.checkpoint"):
         with pytest.raises(CheckpointReadError):
             restore(run, 4)
-        assert "site-packages" in caplog.text  # the whole chain, for who debugs
+        assert "site-packages" in caplog.text  # the log has the full chain of errors
 
 
 def test_late_errors_of_failed_read_are_hidden() -> None:

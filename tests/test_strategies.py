@@ -1,4 +1,4 @@
-"""The verbs of a strategy: init, split, merge, specs, shardings, describe."""
+"""The methods of a strategy: init, split, merge, specs, shardings, describe."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ from nnx_parallel.sharding.nnx_arrays import variables_of
 
 
 class Stock(nnx.Module):
-    """Everything that stock NNX brings: statistics, dropout, a list, tied weights."""
+    """A stock NNX model with statistics, dropout, a list, and tied weights."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(64, 64, rngs=rngs)
@@ -43,7 +43,7 @@ class Stock(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A product with named dims, and dropout."""
+    """A linear layer with named dims, and dropout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = Dense({"embed": 64}, {"mlp": 128}, use_bias=True, rngs=rngs)
@@ -68,14 +68,14 @@ STRATEGIES: list[Strategy] = [
 
 
 def mesh_of(strategy: Strategy) -> jax.sharding.Mesh:
-    """Over all devices, or as many as a size that is stated covers."""
+    """A mesh over all devices, or over as many as the strategy's sizes cover."""
     sizes = [size for size in strategy.axis_sizes.values() if size is not None]
     stated = len(sizes) == len(strategy.axis_sizes)
     return strategy.make_mesh(jax.devices()[: int(np.prod(sizes))] if stated else None)
 
 
 def host_arrays(model: object) -> dict[str, np.ndarray]:
-    """Every array of a model by path, keys as their words."""
+    """Every array of a model by path; keys are replaced by their words."""
     return {
         jax.tree_util.keystr(path): as_numpy(x)
         for path, x in jax.tree_util.tree_leaves_with_path(nnx.state(model))

@@ -1,4 +1,4 @@
-"""A scheduled program's time follows from its operations, transfers and their order."""
+"""A scheduled program's time depends on its operations, transfers and their order."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions
 from nnx_parallel.plan.timeline import read_schedule, run_schedule
 
-# One clock cycle is a second, and each gather lasts 10 of them.
+# One clock cycle takes a second, and each gather takes 10 seconds.
 _HEAD = "HloModule step, is_scheduled=true, num_partitions=4\n\n"
 _PRODUCT = """%product (a: bf16[8,8], b: bf16[8,8]) -> bf16[8,8] {
   %a = bf16[8,8] parameter(0)
@@ -74,7 +74,7 @@ def test_products_hide_concurrent_transfers() -> None:
     ("name", "key"), [("async", "calls"), ("call", "to_apply")], ids=str
 )
 def test_transfer_starts_with_its_operands(name: str, key: str) -> None:
-    """SparseCores are started first and get their operands later."""
+    """SparseCores start a transfer first and get its operands later."""
     wrapped = (
         "%gathering (x: bf16[2,8]) -> bf16[8,8] {\n  %x = bf16[2,8] parameter(0)\n"
         f"  ROOT %all = bf16[8,8] {GATHER}\n}}\n\n"
@@ -87,7 +87,8 @@ def test_transfer_starts_with_its_operands(name: str, key: str) -> None:
         f"%got = bf16[8,8] {name}-done(%sent)",
         fusion("ROOT %out", "%got"),
     ).replace("ENTRY", wrapped + "ENTRY")
-    # 6 before it starts, 10 of which 6 are hidden, 6 after it.
+    # 6 s before the transfer starts, 10 s of transfer of which 6 are hidden, 6 s after
+    # it.
     assert time_of(text) == (22.0, 4.0)
 
 
@@ -113,9 +114,9 @@ def test_links_follow_dims_of_group() -> None:
     link = topology.hardware.link_bandwidth / 6
     sent = 8 * 8 * 2 * 3 / 4
     found = read_schedule(text, topology, devices, sizes)
-    # A ring along one whole dim, which wraps around, has two links.
+    # A ring along one full dim wraps around, and so has two links.
     assert found.waits == {"fsdp": pytest.approx((sent / (2 * link),) * 2)}
-    # At best at the peak of the arrays, at worst as the compiler estimates.
+    # The best case is the peak of the matrix units, the worst the compiler's estimate.
     peak, clock = topology.hardware.peak("bfloat16"), topology.hardware.clock
     assert found.products == (2 * 8**3 / peak, 6 / clock)
     spent = found.time(Assumptions(links=(0.5, 1.0)))
@@ -133,6 +134,6 @@ def test_unknown_clock_raises() -> None:
 
 
 def test_clocks_match_published_values() -> None:
-    # 1.05 GHz: Jouppi et al., "TPU v4", 2023, table 4.
+    # The clock of 1.05 GHz is from Jouppi et al., "TPU v4", 2023, table 4.
     assert Topology.parse("v4:4x4x4").hardware.clock == pytest.approx(1.05e9, rel=0.01)
     assert Topology.parse("v5p:4x4x4").hardware.clock == pytest.approx(1.75e9, rel=0.01)

@@ -1,4 +1,4 @@
-"""A fit from its first batch to its history, and reasons to end one early."""
+"""A fit from its first batch to its history, and what can end it early."""
 
 import json
 import re
@@ -33,7 +33,7 @@ ROWS = 16
 
 
 class Net(nnx.Module):
-    """A product behind dropout."""
+    """A linear layer after dropout."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
@@ -73,7 +73,7 @@ make_trainer = partial(
 
 
 class Watch(Callback):
-    """Records every call, and stops the fit at one of them."""
+    """Records every call, and stops the fit at one of the calls."""
 
     def __init__(self, name: str, calls: list, at: tuple | None = None) -> None:
         self.name, self.calls, self.at = name, calls, at
@@ -99,7 +99,7 @@ class Watch(Callback):
 
 
 class Memory(Logger):
-    """Keeps all rows."""
+    """Keeps all rows of metrics."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -293,12 +293,12 @@ def test_callback_logs_numbers_of_newest_step(tmp_path: Path) -> None:
     history = trainer.fit(batches, num_steps=7)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = {row["step"]: row["norm"] for row in rows if "norm" in row}
-    # The metrics of step 3 arrive two steps later, those of step 6 at the end.
+    # The metrics of step 3 arrive two steps later, and those of step 6 at the end.
     shorter = make_trainer()
     shorter.fit(batches, num_steps=5)
     assert found == pytest.approx({5: norm(shorter), 7: norm(trainer)})
     assert "norm" not in history
-    trainer.log({"norm": 0.0})  # the fit is over, and so is its logging
+    trainer.log({"norm": 0.0})  # the fit is over, so nothing is logged
     assert len(file.read_text().splitlines()) == len(rows)
 
 
@@ -312,7 +312,7 @@ def rows_of(batches: list[dict]) -> dict:
 
 @pytest.fixture(scope="module")
 def ragged() -> list[dict]:
-    """Batches that the devices divide, do not divide, and can divide in part."""
+    """Batches of 16 rows, 7 rows and 1 row."""
     return [make_batch(0), make_batch(1, rows=7), make_batch(2, rows=1)]
 
 
@@ -375,7 +375,7 @@ def test_empty_data_raises(verb: str) -> None:
 
 
 def test_watchdog_pauses_while_evaluation_compiles() -> None:
-    """The watchdog stops before a new batch shape; otherwise each batch restarts it."""
+    """The watchdog pauses before new batch shapes, and restarts at other batches."""
     plan = plan_step(Net, FSDP())
     programs = Programs(plan=plan, loss=squares, options=StepOptions())
     state = init_state(plan, Net, nnx.Rngs(0), 0)

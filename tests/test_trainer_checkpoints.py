@@ -43,7 +43,7 @@ from tests.parity.runs import to_host
 
 
 class Net(nnx.Module):
-    """A product behind statistics and dropout."""
+    """A linear layer after statistics and dropout."""
 
     def __init__(self, rngs: nnx.Rngs, width: int = 8) -> None:
         self.norm = nnx.BatchNorm(8, rngs=rngs)
@@ -114,7 +114,7 @@ def test_fresh_trainer_resumes_automatically(run: tuple, tmp_path: Path) -> None
 
 
 class Stopping(Callback):
-    """Ends a fit at each of these steps."""
+    """Ends a fit at each of the given steps."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -188,7 +188,7 @@ def test_fine_tuned_run_resumes_from_its_checkpoints(
 
 
 class Interrupted:
-    """Batches of an evaluation; a SIGTERM comes with the second."""
+    """Evaluation batches; a SIGTERM arrives with the second."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -257,7 +257,7 @@ def test_only_weights_can_be_restored_within_fit(tmp_path: Path) -> None:
     message = "restore() was called in the middle of a fit, which counts its steps"
     with pytest.raises(CheckpointError, match=re.escape(message)):
         fit(RollBack())
-    assert saved_steps(tmp_path) == {2, 4}  # the fit is saved before the error ends it
+    assert saved_steps(tmp_path) == {2, 4}  # the fit saves before the error ends it
     assert fit(RollBack(weights_only=True)).step == 6
 
 
@@ -272,7 +272,7 @@ def test_numpy_integers_are_valid_counts(tmp_path: Path) -> None:
 def test_jax_preemption_notice_ends_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JAX receives a SIGTERM that comes before the fit installs its handler."""
+    """JAX may receive a SIGTERM before the fit installs its handler."""
     service = "reached_preemption_sync_point"
     monkeypatch.setattr(multihost_utils, service, lambda step: step == 2)
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
@@ -402,7 +402,7 @@ def test_trainer_without_directory_raises(verb: str) -> None:
 def test_best_step_by_evaluation_is_kept(tmp_path: Path) -> None:
     options = Checkpoint(tmp_path, every=1, keep_last=1, keep_best="eval_loss")
     trainer = make_trainer(options, optimizer=optax.sgd(0.0), seed=1)
-    # Only the statistics move: the loss in evaluation has its least somewhere inside.
+    # Only the statistics change, so the evaluation loss has its minimum in between.
     history = trainer.fit(make_batches(6), 6, eval_data=make_batches(1), eval_every=1)
     best = int(history["eval_step"][np.argmin(history["eval_loss"])])
     assert saved_steps(tmp_path) == {best, 6}
@@ -491,7 +491,8 @@ def test_exit_message_names_saved_step(asynchronous: bool, tmp_path: Path) -> No
     (tmp_path / "run").unlink()
     (tmp_path / "away").rename(tmp_path / "run")
     assert "Saved step 3 in" in manager.exit_message(5)
-    save_and_wait(manager, trainer, 5)  # not taken for saved: it is tried again
+    # The step does not count as saved, so the save is repeated.
+    save_and_wait(manager, trainer, 5)
     assert "Saved step 5 in" in manager.exit_message(5)
     manager.close()
 
@@ -565,7 +566,7 @@ def test_restore_best_returns_to_best_step(tmp_path: Path) -> None:
 
 
 class Resumable:
-    """Batches with a position, read from any place."""
+    """Batches with a position that can be restored."""
 
     def __init__(self, batches: list[dict]) -> None:
         self._batches, self._next = batches, 0
@@ -587,7 +588,7 @@ class Resumable:
 
 
 def test_position_of_other_process_count_is_skipped(tmp_path: Path) -> None:
-    """In one process: the metadata are changed to the state of two."""
+    """In a single process, the test changes the metadata to those of two processes."""
     whole = make_trainer().fit(make_batches(6), 6)["loss"]
     make_trainer(tmp_path).fit(Resumable(make_batches(6)), 3)
     resumed = make_trainer(tmp_path).fit(Resumable(make_batches(6)), 4)["loss"]
@@ -722,7 +723,7 @@ def test_fit_after_first_use_reads_no_step_twice(
 
 
 @pytest.mark.parametrize("fits", [False, True])
-def test_damaged_newest_step_follows_on_damage(fits: bool, tmp_path: Path) -> None:
+def test_on_damage_applies_to_first_use(fits: bool, tmp_path: Path) -> None:
     def make(**options: Any) -> Trainer:
         return make_trainer(Checkpoint(tmp_path, every=2, **options))
 
@@ -753,7 +754,7 @@ def test_resuming_over_assigned_values_raises(tmp_path: Path) -> None:
         trainer.fit(make_batches(4), 4)
     assert saved_steps(tmp_path) == {2}
 
-    # Weights that a run begins with: the same program, started again.
+    # A run that begins with loaded weights, as the same program started again.
     begun = make_trainer(tmp_path / "other")
     begun.restore(directory=tmp_path, weights_only=True)
     assign(begun)
@@ -764,10 +765,10 @@ def test_resuming_over_assigned_values_raises(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="resumes from step 1"):
         again.fit(make_batches(4), 2)
     again = make_trainer(tmp_path / "other")
-    assert again.step == 1  # not 0: nothing to assign
+    assert again.step == 1  # not 0, so the weights need not be assigned
     assert list(again.fit(make_batches(4), 2)["step"]) == [2]
 
-    # A run that is changed on purpose.
+    # A run whose weights are changed on purpose.
     changed = make_trainer(Checkpoint(tmp_path, every=100))
     changed.restore()
     assign(changed)
@@ -789,7 +790,7 @@ def test_resume_reports_replaced_weights(tmp_path: Path, capsys: Any) -> None:
 
 
 def fit_with_evaluations(directory: Path, num_steps: int, **options: Any) -> Trainer:
-    """A run whose evaluation is best at step 3, and that trains away from it."""
+    """A run whose evaluation is best at step 3, and gets worse afterwards."""
 
     def distance(model: Any, batch: Any) -> jax.Array:
         return (model.linear.bias[...].mean() - 0.03) ** 2 + 0 * batch["x"].mean()
@@ -853,7 +854,7 @@ def test_rewound_run_continues_and_keeps_later_steps(tmp_path: Path) -> None:
     later.restore(directory=aside)
     assert_same_bits(arrays(later), expected)
 
-    # Another process goes on from there, in data and steps; so does this one.
+    # Another process continues from there, in data and steps. So does this one.
     again = fit_with_evaluations(tmp_path, 6)
     assert_same_bits(arrays(again), expected)
     assert saved_steps(tmp_path) == {1, 2, 3, 4, 5, 6}
@@ -863,7 +864,7 @@ def test_rewound_run_continues_and_keeps_later_steps(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("rewound-*"))) == 3
     again.fit(make_batches(9), 4, eval_data=make_batches(1))
     assert saved_steps(tmp_path) == {1, 2, 3, 4}
-    again.restore(rewind=True)  # the newest: nothing to move
+    again.restore(rewind=True)  # the newest step, so no step is moved
     assert len(list(tmp_path.glob("rewound-*"))) == 3
 
 

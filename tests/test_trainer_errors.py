@@ -272,7 +272,9 @@ def test_profile_writes_trace_of_steps(tmp_path: Path) -> None:
     assert [args["step_num"] for args in named] == ["1", "2"]
     operations = [event.get("args", {}).get("hlo_op") for event in events]
     runs = Counter(name for name in operations if name)
-    assert min(runs.values()) >= 2 * 8, "both steps, on every device, to their end"
+    assert min(runs.values()) >= 2 * 8, (
+        "the trace does not have both full steps on every device"
+    )
 
 
 def test_watchdog_runs_until_trace_is_written(

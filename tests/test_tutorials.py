@@ -1,4 +1,4 @@
-"""Every tutorial runs by itself, uses public names, and shows readers no checks."""
+"""Every tutorial runs by itself, uses public names, and folds its checks."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ import nnx_parallel.models
 
 ROOT = Path(__file__).parents[1]
 HEAD = re.compile(r"^# %%(.*)$", re.MULTILINE)
-# Its subject is how a strategy is tested.
+# This tutorial is about tests, so its checks are visible.
 SHOWS_CHECKS = "10_write_a_strategy"
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 PUBLIC = {
@@ -23,14 +23,14 @@ PUBLIC = {
     "nnx_parallel.errors": set(vars(nnx_parallel.errors)),
     "nnx_parallel.layers": set(vars(nnx_parallel.layers)),
     "nnx_parallel.models": set(vars(nnx_parallel.models)),
-    # The package has a function of this name.
+    # In the package, this name is a function.
     "nnx_parallel.plan": set(vars(importlib.import_module("nnx_parallel.plan"))),
     "nnx_parallel.weights": set(vars(nnx_parallel.weights)),
 }
 
 
 def runs() -> list:
-    """All of them; only the first is quick."""
+    """All tutorials; all but the first are slow."""
     first, *others = TUTORIALS
     slow = [pytest.param(path, marks=pytest.mark.slow, id=path.stem) for path in others]
     return [pytest.param(first, id=first.stem), *slow]
@@ -79,7 +79,7 @@ def test_every_tutorial_has_assertions() -> None:
 
 
 def code_cells(path: Path) -> list[tuple[str, ast.Module]]:
-    """Options and code of each cell, in order."""
+    """Returns options and code of each cell, in order."""
     _, *parts = HEAD.split(path.read_text())
     pairs = zip(parts[::2], parts[1::2], strict=True)
     return [(head, ast.parse(text)) for head, text in pairs if "[markdown]" not in head]
@@ -112,7 +112,7 @@ def test_exercise_has_folded_answer(path: Path) -> None:
 
 
 def fits(tree: ast.AST) -> list[ast.AST]:
-    """The calls of `fit` in a cell, but not in the functions that it defines."""
+    """The calls of `fit` in a cell, except those in functions that the cell defines."""
     found, nodes = [], [tree]
     while nodes:
         node = nodes.pop()
@@ -135,7 +135,7 @@ def test_cells_train_under_one_strategy(path: Path) -> None:
 
 @pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_cells_end_without_stray_value(path: Path) -> None:
-    """A notebook shows the value of a cell's last line, such as a count of bytes."""
+    """A notebook would show the value of a cell's last expression."""
     for _, code in code_cells(path):
         match code.body[-1]:
             case ast.Expr(value=ast.Call(func=ast.Attribute() as method)):

@@ -50,7 +50,8 @@ class GAN(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.generator = nnx.Sequential(
-            # A bias has no gradient there: Adam would make steps of its rounding.
+            # A bias before batch statistics has no gradient, and Adam would amplify its
+            # rounding.
             nnx.Linear(4, 8, use_bias=False, rngs=rngs),
             nnx.BatchNorm(8, rngs=rngs),
             nnx.Linear(8, 4, rngs=rngs),
@@ -111,7 +112,7 @@ def distill(model: Any, batch: Any) -> jax.Array:
 
 
 def follow(model: Any, batch: Any) -> jax.Array:
-    """Distillation from the student's moving average, with some noise."""
+    """The teacher is the student's moving average; its inputs are disturbed."""
     targets = model.teacher(batch * 1.1)
     average = jax.tree.map(
         lambda old, new: 0.9 * old + 0.1 * new,
@@ -125,7 +126,7 @@ def follow(model: Any, batch: Any) -> jax.Array:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("loss", [distill, follow])
 def test_teachers_match_plain_nnx(loss: Any, strategy: Strategy) -> None:
-    """One teacher is frozen, one follows the student; both are parts of the model."""
+    """One teacher is frozen, another follows the student; both are in the model."""
     wrt = part("student")
     trainer = make_trainer(Pair, optax.adam(0.1), loss, wrt=wrt, strategy=strategy)
     teacher = trainer.state.variables["teacher"]["kernel"]
@@ -150,7 +151,7 @@ def test_teachers_match_plain_nnx(loss: Any, strategy: Strategy) -> None:
 
 
 class Quantized(nnx.Module):
-    """A frozen product in 8 bits, and an adapter that is trained: QLoRA."""
+    """A frozen linear layer in 8 bits with a trained adapter, as in QLoRA."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         kernel = rngs.params.normal((4, 8))

@@ -1,4 +1,4 @@
-"""Arrays of a model that are not the one value of one Variable."""
+"""Arrays of a model that are not the single value of a Variable."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ from nnx_parallel.sharding.nnx_arrays import flatten_pure
 WIDTH = 16
 TX = optax.adam(0.05)
 CONSTANTS = pytest.mark.filterwarnings("ignore:Arrays in no Variable")
-# `sow` leaves a Variable behind, `nnx.capture` does not.
+# `sow` creates a Variable, unlike `nnx.capture`.
 SOWS = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
 
@@ -46,7 +46,7 @@ def make_batches(count: int = 3, rows: int = 8) -> list[dict]:
 
 
 def plain(model: nnx.Module, batches: list[dict]) -> list[float]:
-    """The losses of plain NNX, with an optimizer of pytrees."""
+    """The losses in plain NNX, with an optimizer over pytrees."""
 
     @nnx.jit
     def step(model: Any, opt_state: Any, batch: Any) -> tuple[jax.Array, Any]:
@@ -78,7 +78,7 @@ def make_trainer(model: Any, **options: Any) -> Trainer:
 
 
 class Held(nnx.Module):
-    """Parameters in a dict and in a list, and Variables that hold nothing yet."""
+    """Parameters in a dict and in a list, and Variables that are still empty."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         kernel = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH
@@ -112,7 +112,7 @@ def test_variables_may_hold_pytrees(tmp_path: Path, *, is_built: bool) -> None:
     if is_built:
         model = Held(nnx.Rngs(0))
         before = model.seen.get_value()
-        model(batches[0]["x"])  # sown values are not state
+        model(batches[0]["x"])  # its sown values are not state
         model.seen.set_value(before)
     trainer = make_trainer(model, checkpoint=str(tmp_path))
     history = trainer.fit(batches[:2], 2)
@@ -123,7 +123,7 @@ def test_variables_may_hold_pytrees(tmp_path: Path, *, is_built: bool) -> None:
     assert flatten_pure(trainer.state.variables)["seen.rows"] == 2
     rows = {row.info.path: row for row in trainer.describe().rows}
     assert {*INNER, "seen.mean", "seen.rows"} == rows.keys()
-    # Saved and restored by these paths, under another strategy.
+    # The arrays are saved and restored by these paths, under another strategy.
     other = make_trainer(Held, strategy=DataParallel(), checkpoint=str(tmp_path))
     found = other.fit(batches, 3)["loss"]
     np.testing.assert_allclose(found, expected[2:], rtol=1e-5)
@@ -151,7 +151,7 @@ def test_pytree_variables_follow_placements_and_rules() -> None:
 
 
 class HeldBlock(nnx.Module):
-    """A block with its parameters in a dict, and a constant in no Variable."""
+    """A block with parameters in a dict, and a constant outside of Variables."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         kernel = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / WIDTH
@@ -165,7 +165,7 @@ class HeldBlock(nnx.Module):
 
 
 class HeldBlocks(nnx.Module):
-    """A Stack of them."""
+    """A Stack of such blocks."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.blocks = Stack(HeldBlock, 2, rngs=rngs)
@@ -178,7 +178,7 @@ class HeldBlocks(nnx.Module):
 def test_pytree_variables_train_in_stack() -> None:
     batches = make_batches(2)
     expected = plain(HeldBlocks(nnx.Rngs(0)), batches)
-    # A layer at a time, so not the dim of the layers.
+    # Layers are gathered one at a time, so the dim of the layers is not split.
     trainer = make_trainer(HeldBlocks)
     spec = trainer.state.params["blocks"]["layer"]["dense"]["kernel"].sharding.spec
     assert spec[0] is None
@@ -206,7 +206,7 @@ def test_changed_structure_of_variable_raises() -> None:
 
 
 class Constants(nnx.Module):
-    """Positions, a scale and a table in no Variable; the count of calls moves."""
+    """Positions, a scale and a table outside of Variables, and a count that changes."""
 
     def __init__(self, rngs: nnx.Rngs, make: Any = jnp.arange) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -230,7 +230,7 @@ def test_arrays_outside_variables_are_constants(
     expected = plain(Constants(nnx.Rngs(0), make), batches)
     model: Any = Constants(nnx.Rngs(0), make)
     model = model if is_built else lambda rngs: Constants(rngs, make)
-    # Single numbers and integers are no weights; of a table it is said once.
+    # Scalars and integers cannot be weights. For the table, there is one warning.
     message = "Arrays in no Variable are constants and not trained: ['tables.0']. nnx"
     with pytest.warns(UserWarning, match=re.escape(message)):
         trainer = make_trainer(model, checkpoint=str(tmp_path))
@@ -251,7 +251,7 @@ def test_arrays_outside_variables_are_constants(
 
 
 class Forgotten(nnx.Module):
-    """A weight that somebody forgot to wrap."""
+    """A weight that was not wrapped in a Variable."""
 
     def __init__(self, rngs: nnx.Rngs, wrap: Any = lambda x: x) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -266,7 +266,7 @@ def test_random_array_outside_variable_raises() -> None:
     for use in (make_trainer, FSDP().describe):
         with pytest.raises(ModelError, match=re.escape(message)):
             use(Forgotten)
-    # In a built model nothing shows how an array was made.
+    # In an existing model, it is unknown how an array was made.
     message = "are constants and not trained: ['gain']. nnx.Param(x) would train one;"
     with pytest.warns(UserWarning, match=re.escape(message)):
         make_trainer(Forgotten(nnx.Rngs(0)))
@@ -275,7 +275,7 @@ def test_random_array_outside_variable_raises() -> None:
 
 
 class Nested(nnx.Module):
-    """Arrays in a dict of lists, as Flax's WeightNorm had them before 0.12.12."""
+    """Arrays in a dict of lists, as in Flax's WeightNorm before 0.12.12."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -302,7 +302,7 @@ def test_constants_may_be_in_lists_and_dicts(*, is_built: bool) -> None:
 
 @dataclasses.dataclass
 class Table:
-    """An object of no kind that Flax looks into."""
+    """An object that Flax does not look into."""
 
     values: Any
 
@@ -330,7 +330,7 @@ def test_array_hidden_in_object_raises(hold: Any) -> None:
     message = re.escape("`held` is a ") + ".* with an array that __init__ has made"
     with pytest.raises(ModelError, match=message):
         make_trainer(Holds)
-    # One that is built has it as it is: as in plain NNX, a constant of the program.
+    # In an existing model, the array is a constant of the program, as in plain NNX.
     batches = make_batches(1)
     with jax.numpy_rank_promotion("allow"):
         expected = plain(Holds(nnx.Rngs(0)), batches)

@@ -97,8 +97,8 @@ def by_name(report: verification.Verification) -> dict[str, Any]:
     ],
     ids=["fsdp-prefetch", "tp-fsdp-ema", "pipeline", "bfloat16"],
 )
-def test_right_step_verifies(strategy: Strategy, options: dict) -> None:
-    """Every comparison agrees, and the run goes on as if nothing had happened."""
+def test_correct_step_verifies(strategy: Strategy, options: dict) -> None:
+    """Every comparison agrees, and the run continues as if `verify` were not called."""
     verified, other = (gpt_trainer(strategy, **options) for _ in range(2))
     verified.fit([TOKENS] * 2, num_steps=1)
     report = verified.verify(TOKENS)
@@ -161,7 +161,7 @@ def test_more_steps_verify(strategy: Strategy, config: Any, options: dict) -> No
 
 
 def test_verify_keeps_models() -> None:
-    """Only a step takes the memory of arrays that others hold."""
+    """`verify` does not donate arrays that others hold; only a step does."""
     trainer, batch = make_trainer(DataParallel(), is_exposed=False)
     trainer.fit([batch], num_steps=1)
     model = trainer.model
@@ -177,7 +177,7 @@ def test_verify_keeps_models() -> None:
 
 
 class Grouped(nnx.Module):
-    """A depthwise convolution, whose gradient XLA's partitioner gets wrong."""
+    """A depthwise convolution, whose gradient XLA's partitioner computes wrongly."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=rngs)
@@ -192,7 +192,7 @@ class Grouped(nnx.Module):
 def test_wrong_gradient_of_the_partitioner_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Adam hides the factor in the parameters, and the report names it."""
+    """Adam hides a constant factor in the gradient, but the report names it."""
     monkeypatch.setattr(compilation, "partition_correctly", lambda layout, f: f)
     x, y = np.random.default_rng(0).normal(size=(2, 16, 8, 16)).astype(np.float32)
     trainer = Trainer(
@@ -209,14 +209,14 @@ def test_wrong_gradient_of_the_partitioner_is_found(
     assert report.differences[0].ratio == pytest.approx(2, rel=1e-3)
     assert report.remedy == "To avoid it: Trainer(..., strategy=FSDP())."
     assert "To avoid it" in str(caught.value)
-    trainer.fit([{"x": x, "y": y}], num_steps=1)  # the state is as it was
+    trainer.fit([{"x": x, "y": y}], num_steps=1)  # verify did not change the state
 
 
 OPTION = "xla_cpu_enable_fast_math"
 
 
 def test_wrong_option_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that doubles every gradient stands in for one that is wrong."""
+    """A function that doubles every gradient stands in for a wrong compiler."""
     right = step.jit_step
 
     def wrong(layout: Any, function: Any, overrides: Any = None, **options: Any) -> Any:
@@ -273,7 +273,7 @@ def test_changed_instructions_are_named() -> None:
     assert found["named"] > 3
 
 
-def test_replayed_steps_train_as_others(tmp_path: Path) -> None:
+def test_replayed_steps_match_plain_steps(tmp_path: Path) -> None:
     """A replay changes no number, and a fault ends the run before a save."""
     plain, batch = make_trainer(FSDP(8, min_size=0), is_exposed=False)
     replayed, _ = make_trainer(
@@ -295,7 +295,7 @@ def test_replayed_steps_train_as_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "all"])
-def test_wrong_numbers_of_steps_are_refused(value: Any) -> None:
+def test_invalid_step_counts_raise(value: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="verify_every"):
         Faults(verify_every=value)
 
@@ -305,7 +305,7 @@ def test_old_spelling_names_the_group() -> None:
         Trainer(MLP, optax.sgd(0.1), squares, verify_every=100)  # pyright: ignore
 
 
-def test_little_memory_means_fewer_rows_and_layers(
+def test_little_memory_reduces_rows_and_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fits(run: Any) -> bool:
@@ -328,7 +328,7 @@ def test_little_memory_means_fewer_rows_and_layers(
         (1, "not even the smallest part of the step fits into memory"),
     ],
 )
-def test_limit_of_memory_decides(
+def test_memory_limit_is_respected(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, note: str
 ) -> None:
     monkeypatch.setattr(verification, "bytes_limit", lambda device: limit)
@@ -363,7 +363,7 @@ def test_loss_that_needs_its_mesh_is_not_compared_elsewhere() -> None:
     ],
 )
 @pytest.mark.parametrize("noise", [0.0, 0.09])
-def test_differences_are_seen_beside_values_that_are_not_finite(
+def test_differences_beside_nonfinite_values_are_found(
     mine: list, right: list, noise: float
 ) -> None:
     def arrays(values: list) -> Any:
@@ -377,7 +377,7 @@ def test_differences_are_seen_beside_values_that_are_not_finite(
     assert not judge(arrays(right), arrays(right)).differences
 
 
-def test_state_survives_an_error_in_the_middle(
+def test_error_in_verify_keeps_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer, batch = make_trainer(FSDP(8, min_size=0), is_exposed=False)
@@ -453,8 +453,8 @@ def make_loud(strategy: Strategy, where: Path) -> tuple[Trainer, Any]:
     return trainer, batch
 
 
-def test_verify_before_a_fit_leaves_it_to_resume(tmp_path: Path) -> None:
-    """The first use reads the newest checkpoint, and the fit goes on from there."""
+def test_fit_after_verify_resumes(tmp_path: Path) -> None:
+    """`verify` reads the newest checkpoint, and the fit continues from there."""
     first, batch = make_loud(FSDP(8, min_size=0), tmp_path / "run")
     first.fit([batch] * 4, num_steps=2)
     again, _ = make_loud(FSDP(8, min_size=0), tmp_path / "run")

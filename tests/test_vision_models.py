@@ -1,4 +1,4 @@
-"""ResNet and ViT: their sizes, and the numbers of one device under every strategy."""
+"""ResNet and ViT: published sizes, and one device's numbers under every strategy."""
 
 import re
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ from tests.parity.runs import (
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS
 
-# At the kink of a ReLU rounding decides a gradient.
+# At the kink of a ReLU, rounding would decide the gradient.
 RESNET = ResNetConfig.tiny(num_classes=CLASSES, width=32, activation=jax.nn.silu)
 BOTTLENECK = ResNetConfig.tiny(
     num_classes=CLASSES, width=16, block="bottleneck", activation=jax.nn.silu
@@ -91,7 +91,7 @@ def test_training_matches_one_device(model: str, plan: str) -> None:
 
 
 def test_batch_statistics_cover_all_rows() -> None:
-    """With two rows on each device, losses and statistics match one device."""
+    """With two rows per device, losses and statistics match one device."""
     config = ResNetConfig.tiny(stage_sizes=(1,), width=8, activation=jax.nn.silu)
     batch = label_batch(8, 8, 3)(np.random.default_rng(0))
     batch = {"inputs": batch["inputs"][:16], "labels": batch["labels"][:16] % 10}

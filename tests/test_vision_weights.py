@@ -1,6 +1,6 @@
-"""ViT and ResNet against transformers: numbers, files there and back, new heads.
+"""ViT and ResNet compared with transformers: logits, files in both directions, heads.
 
-`tests/goldens/make_vision.py` made the goldens, tiny random models.
+`tests/goldens/make_vision.py` made the goldens, which are tiny random models.
 """
 
 import json
@@ -59,7 +59,7 @@ def make_trainer(model: Any, strategy: str) -> Trainer:
 
 
 def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images as ours are, and transformers' logits."""
+    """Images in this library's layout, and transformers' logits."""
     found = np.load(GOLDENS / name / "logits.npz")
     return np.moveaxis(found["images"], 1, -1), found["logits"]
 
@@ -83,7 +83,7 @@ def config_of(folder: Path) -> dict[str, Any]:
             pytest.param(name, strategy, marks=pytest.mark.deep)
             for name in KINDS
             for strategy in STRATEGIES
-            # A ResNet has no list of alike blocks.
+            # A ResNet has no list of equal blocks.
             if strategy != "fsdp" and (name == "vit" or strategy != "pipeline")
         ),
     ],
@@ -104,14 +104,14 @@ def test_logits_and_files_match_transformers(
     assert before.keys() == after.keys()
     for key, x in before.items():
         assert (x.dtype, x.tobytes()) == (after[key].dtype, after[key].tobytes()), key
-    # transformers reads the same: each setting that both files have is equal.
+    # transformers would read the same config: settings in both files are equal.
     theirs, ours = config_of(folder), config_of(written)
     assert {k: theirs[k] for k in ours.keys() & theirs.keys()} == {
         k: x for k, x in ours.items() if k in theirs
     }
     again = KINDS[name].from_pretrained(written)
     assert again.tensors.keys() == after.keys()
-    # The statistics of norms have been read, and training goes on from them.
+    # The statistics of the norms were read, and training continues from them.
     losses = trainer.fit([batch] * 3, 3)["loss"]
     assert losses[-1] < losses[0]
 

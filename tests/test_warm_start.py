@@ -1,4 +1,4 @@
-"""A fit starts with the step that a plan has compiled, or says why it does not."""
+"""A fit starts with the step that a plan compiled, or reports why it does not."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def trainer_of(said: Said, **given: Any) -> Trainer:
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Events of the compiler since the fixture was made, or last cleared."""
+    """The compiler's events, until the test clears the list."""
     events: list[str] = []
 
     def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -62,7 +62,7 @@ def compiled() -> Iterator[list[str]]:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """Optimizes as the process that compiles for a plan does, unlike other tests."""
+    """Enables optimizations, as in the process that compiles for a plan."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -136,7 +136,7 @@ def test_cache_writable_by_others_recompiles(
 ) -> None:
     keep(tmp_path)
     (file,) = tmp_path.glob("*.step")
-    # Unpickled, it would end this process.
+    # Unpickling this would end the process.
     file.write_bytes(file.read_bytes().partition(b"\n")[0] + b"\ncos\nabort\n(tR.")
     (file if mode == "file" else tmp_path).chmod(0o777)
     said = Said()
@@ -182,7 +182,7 @@ def test_fit_runs_program_compiled_by_plan(
     warm = fit(trainer, compiled)
     assert compiled == []
     np.testing.assert_array_equal(cold, warm)
-    other = {"xla_cpu_enable_fast_math": False}  # compiled otherwise
+    other = {"xla_cpu_enable_fast_math": False}  # needs another program
     fit(
         trainer_of(
             Said(), backend=Backend(warm_start=tmp_path, compiler_options=other)

@@ -1,4 +1,4 @@
-"""Weights of others: read onto a mesh, written from it, and refused."""
+"""Other people's weights: read onto a mesh, written from it, and refused."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def test_folder_round_trips_under_any_strategy(
     golden = np.load(folder / "logits.npz")
     save_pretrained(written, trainer.model, source=folder)
     check_equal(content(written), content(folder))
-    # Reading the written files again, in float32, gives transformers' logits.
+    # The written files, read again in float32, give transformers' logits.
     again = make_trainer(GPT.from_pretrained(written), strategy)
     whole = [np.asarray(x) for x in jax.tree.leaves(nnx.state(again.model, nnx.Param))]
     alone = make_trainer(GPT.from_pretrained(folder), "one device").model
@@ -95,7 +95,7 @@ def test_traced_from_pretrained_raises() -> None:
 
 
 class Scaled(nnx.Module):
-    """A model of a user: two layers in a list, and a Variable."""
+    """A user's model with two layers in a list, and a Variable."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List(
@@ -131,7 +131,7 @@ def scaled(rngs: nnx.Rngs) -> nnx.Module:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Weights that the user's model wrote, in several files."""
+    """Weights that the user's model wrote to several files."""
     target = tmp_path / "mine"
     model = Scaled(rngs=nnx.Rngs(1))
     save_pretrained(target, model, names=SCALED, max_file_bytes=600)
@@ -162,7 +162,7 @@ def test_user_model_loads_with_custom_names(folder: Path, names: Any) -> None:
 
 
 def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
-    """Changes the header of a file."""
+    """Changes the header of a safetensors file."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
@@ -199,7 +199,7 @@ def poison(path: Path) -> None:
 
 
 def with_entry(**fields: Any) -> Callable[[Path], None]:
-    """Changes the first array's entry in a header."""
+    """Changes the header's entry for the first array."""
 
     def change(header: dict) -> None:
         header["fc0.weight"] |= fields

@@ -1,4 +1,4 @@
-"""`pip install` gives only the library, complete and quick to import."""
+"""`pip install` installs only the library, which is complete and quick to import."""
 
 import re
 import subprocess
@@ -33,10 +33,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that holds the wheel and its dependencies.
+    """The Python of an environment that has the wheel and its dependencies.
 
-    The running environment's dependencies are added to the path as plain directories:
-    `.pth` files in them, such as an editable install's, do nothing.
+    The dependencies of the running environment are added to the path as plain
+    directories. The `.pth` files in them, for example of an editable install, have no
+    effect.
     """
     directory = tmp_path_factory.mktemp("venv")
     venv.create(directory)
@@ -87,9 +88,10 @@ def test_quickstart_runs_with_wheel(clean_python: Path, tmp_path: Path) -> None:
 
 
 def test_import_is_quick(clean_python: Path, tmp_path: Path) -> None:
-    """The limit is a share of its dependencies' CPU seconds, to suit slow machines."""
-    # The garbage collector may begin to walk the dependencies' objects at any import,
-    # for a fifth of their time; `freeze` lets it do so at none of ours.
+    """The limit is relative to the dependencies' CPU time, because machines differ."""
+    # At any import, the garbage collector may scan the objects of all dependencies,
+    # which takes a fifth of their time. `freeze` prevents that during this package's
+    # imports.
     code = """
 import gc, time
 start = time.process_time()

@@ -1,4 +1,4 @@
-"""The worked examples of the site: every model, and all of them fit."""
+"""The worked examples of the site: each has a known model, and all fit."""
 
 import importlib.util
 import sys
@@ -95,7 +95,7 @@ def test_mixture_is_described_without_devices(worked: ModuleType) -> None:
     (mixtral,) = (e for e in worked.EXAMPLES if e.name == "Mixtral 8x7B")
     found = mixtral.describe()
     assert "over expert=8 by 'ragged'" in found.notes[0]
-    # An eighth of each layer's experts, and of these an eighth over FSDP's axis.
+    # An eighth of each layer's experts; FSDP's axis splits these by eight again.
     of_experts = sum(
         row.bytes_per_device
         for row in found.rows

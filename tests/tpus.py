@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs that are not there, by `libtpu` in a child process."""
+"""Compiles programs for described TPUs, by `libtpu` in a child process."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def memory_of(step, plan, rows, seq_len):
 
 
 def numbers_from(script: str, *arguments: str) -> list[int]:
-    """The integers that a script prints; it has the names of `HEADER`."""
+    """Runs a script after `HEADER`, and returns the integers that it prints."""
     pytest.importorskip("libtpu")
     run = subprocess.run(
         [sys.executable, "-c", HEADER + script, *arguments],
