@@ -1,4 +1,5 @@
-# Needs git, make and Python 3.11 or newer; installs everything else into $(VENV).
+# These targets need git, make and Python 3.11 or newer. They install everything else
+# into $(VENV).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,8 +8,8 @@ STRATEGY ?=
 PYTEST_ARGS ?=
 
 python := $(VENV)/bin/python
-# Groups of tests run as collected: the longest are in the middle, so that both workers
-# end together.
+# Groups of tests run in the order of collection. The longest groups are in the middle, so
+# both workers end at about the same time.
 pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -18,7 +19,7 @@ install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-help:  ## this list
+help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "Settable: PYTHON=$(PYTHON) VENV=$(VENV) CONSTRAINTS=$(CONSTRAINTS)" \
@@ -27,24 +28,24 @@ help:  ## this list
 demo: $(VENV)/.base  ## train a small model; STRATEGY='...' chooses how it is sharded
 	$(python) -m demo$(if $(STRATEGY), --strategy '$(STRATEGY)')
 
-demo-clean:  ## delete the demo's run, so that the next starts from step 0
+demo-clean:  ## delete the demo's run, so that the next run starts from step 0
 	rm -rf runs/demo
 
 setup: $(VENV)/.dev  ## install the library and all development tools
 
-test: $(VENV)/.dev  ## the tests, except the slow ones and those below; about 13 minutes
+test: $(VENV)/.dev  ## run all tests but slow, deep and fault tests; about 13 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.dev  ## beyond the main matrix, in depth; half an hour
+test-deep: $(VENV)/.dev  ## run more combinations than `make test`; half an hour
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
-test-faults: $(VENV)/.dev  ## processes that die, hang and are killed; 8 minutes
+test-faults: $(VENV)/.dev  ## run tests with processes that die, hang, are killed; 8 minutes
 	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev  ## all tests
+test-all: $(VENV)/.dev  ## run all tests
 	$(pytest) $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev  ## style, format, types
+lint: $(VENV)/.dev  ## check style, format and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/pyright --pythonpath $(python)
@@ -58,15 +59,15 @@ docs-fast: $(VENV)/.docs  ## build the site in docs/_build/fast without running 
 		-d docs/_build/fast-doctrees docs docs/_build/fast
 	@echo "docs/_build/fast/index.html"
 
-screenshots: $(VENV)/.dev  ## check how the built site looks, and keep pictures; 6 minutes
+screenshots: $(VENV)/.dev  ## check the built site's looks, and keep pictures; 6 minutes
 	@echo "Each kind of page, at 390 and 1280 px, light and dark: docs/_build/screenshots"
 	$(python) -m pytest -q -m slow tests/test_site_looks.py
 
-clean:  ## remove caches and builds; environments and runs/ stay
+clean:  ## remove caches and builds, but not environments and runs/
 	rm -rf build dist docs/_build docs/tutorials .pytest_cache .ruff_cache
 	find . -name '.?*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
-# Each stamp dates the last install that satisfied pyproject.toml.
+# The time of each stamp file is that of the last install that satisfied pyproject.toml.
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 	@echo "Installing nnx_parallel and its dependencies into $(VENV) ..."
 	@$(install) -e .
@@ -84,12 +85,12 @@ $(VENV)/.docs: pyproject.toml $(CONSTRAINTS) | $(VENV)/.python
 
 $(VENV)/.python:
 	@command -v $(PYTHON) >/dev/null || { \
-		echo "No '$(PYTHON)' here. Name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+		echo "'$(PYTHON)' is not installed. Name a Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "'$(PYTHON)' is $$($(PYTHON) --version 2>&1), but Python 3.11 or newer is needed." >&2; \
 		echo "Name one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
-		echo "'$(PYTHON)' cannot make virtual environments: venv or ensurepip is missing." >&2; \
+		echo "'$(PYTHON)' cannot create virtual environments: venv or ensurepip is missing." >&2; \
 		echo "On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@$(python) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@touch $@

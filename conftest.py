@@ -47,10 +47,12 @@ share_compiled_programs()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds this project's options."""
     parser.addoption(
-        "--own-cores", action="store_true", help="a core of its own for each worker"
+        "--own-cores", action="store_true", help="give each worker separate cores"
     )
     parser.addoption(
-        "--part", metavar="I/N", help="part I of N parts of the tests, by their names"
+        "--part",
+        metavar="I/N",
+        help="run only part I of N parts of the tests; names decide the part",
     )
 
 

@@ -64,8 +64,8 @@ def standard_library(root: Path | None = None, *, hold_out: int = 20) -> Corpus:
     if not held_out or len(held_out) == len(files):
         raise FileNotFoundError(
             f"{len(files)} Python files in '{root}': too few to hold any out. The demo "
-            "learns from the source of the standard library, which this Python comes "
-            "without; take one that has it (make PYTHON=...)."
+            "learns from the source of the standard library, which this Python lacks. "
+            "Use a Python that has it: make PYTHON=..."
         )
     return Corpus(
         name=f"Python {platform.python_version()}'s standard library",

@@ -10,9 +10,9 @@ from nnx_parallel import Trainer
 _NEXT = {
     "demo/train.py": "this run, as a script to read",
     "README.md": "strategies, your own model, checkpoints",
-    "make demo-clean": "forget this run; the next one starts afresh",
+    "make demo-clean": "delete this run, so that the next one starts afresh",
     "make demo STRATEGY=fsdp": "another strategy",
-    "make test": "what is guaranteed, tested",
+    "make test": "the tests of all guarantees",
 }
 
 
