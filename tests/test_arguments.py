@@ -471,8 +471,8 @@ def test_invalid_stage_count_raises(size: Any) -> None:
 
 
 RULES = (
-    "Its rules are instances, several in a tuple: of PathRules, PolicyRules, "
-    "LogicalRules, FSDPRules, or of a class with a method match(info, mesh)."
+    "A rule is an instance of PathRules, PolicyRules, LogicalRules, FSDPRules, or of a "
+    "class with a method match(info, mesh). Give several rules in a tuple."
 )
 PAIRS = (
     "Its arguments are pairs of a regex and a PartitionSpec: PathRules((r'up.*kernel', "
@@ -480,8 +480,8 @@ PAIRS = (
 )
 REGEX = (
     "which Python's re refuses: missing ), unterminated subpattern at position 0. It is"
-    r" searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) takes a "
-    "text as it is."
+    r" searched in dotted paths, such as r'mlp\.up\.kernel'; re.escape(text) makes a "
+    "regex that matches the text literally."
 )
 
 
@@ -524,8 +524,8 @@ def test_invalid_rules_raise(make: Callable[[], Strategy], message: str) -> None
 
 def test_invalid_path_names_raise() -> None:
     message = (
-        "PathNames got 'embed' for 'up'. Give a tuple with one name for each dim, each "
-        "once, or None: ('embed', None, 'mlp')."
+        "PathNames got 'embed' for 'up'. Give a tuple with one entry for each dim: "
+        "None, or a name that occurs once, as in ('embed', None, 'mlp')."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         PathNames(("up", "embed"))  # pyright: ignore[reportArgumentType]

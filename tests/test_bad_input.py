@@ -142,7 +142,7 @@ class Table(nnx.Module):
 def test_duplicate_array_paths_raise() -> None:
     inner = nnx.Dict({"b": nnx.Param(jnp.ones(2))})
     model = nnx.Dict({"a.b": nnx.Param(jnp.ones(2)), "a": inner})
-    with pytest.raises(ModelError, match=re.escape("are called ['a.b']. Paths are")):
+    with pytest.raises(ModelError, match=re.escape("are called ['a.b']. The parts")):
         make_trainer(model=model)
 
 
@@ -358,7 +358,7 @@ def test_changed_hyperparameters_warn_on_resume(tmp_path: Path) -> None:
 
 
 def test_wrong_global_batch_size_raises() -> None:
-    message = "Batch of 8 rows, but global_batch_size=16. Make the two equal"
+    message = "The batch has 8 rows, but global_batch_size=16. Make the two equal"
     with pytest.raises(BatchShapeError, match=re.escape(message)):
         make_trainer(global_batch_size=16).fit([BATCH], 1)
 
@@ -518,8 +518,8 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
         (
             {"model": build_gpt, "strategy": ExpertParallel(2, exchange="ragged")},
             2,
-            "ExpertParallel(exchange='ragged') on CPUs, for which JAX has no ragged "
-            "all-to-all. Take exchange='gather', or None to choose.",
+            "ExpertParallel(exchange='ragged') cannot run on CPUs, for which JAX has "
+            "no ragged all-to-all. Take exchange='gather', or None to choose.",
         ),
     ],
 )

@@ -590,7 +590,7 @@ def test_unsavable_values_raise(options):
         (
             {"keep_best": "eval_accuracy"},
             "Checkpoint(keep_best='eval_accuracy') would keep the smallest values. Say "
-            "which are the best: best_mode='max', or 'min'.",
+            "which values are the best: best_mode='max', or 'min'.",
         ),
     ],
 )

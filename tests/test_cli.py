@@ -185,7 +185,7 @@ def test_too_few_visible_devices_is_error(
     assert main(["launch", *sizes, "train.py"]) == 2
     message = (
         "CUDA_VISIBLE_DEVICES=0,1,2 names 3 devices, but 2 processes of 2 devices "
-        "need 4. Launch fewer, or make more visible.\n"
+        "need 4. Launch fewer processes, or make more devices visible.\n"
     )
     assert capsys.readouterr().err == message
 
@@ -196,7 +196,7 @@ def test_invalid_process_and_restart_counts_fail(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "--processes", "1", *wrong, "x.py"])
-    message = "--processes is at least 1 and --max-restarts at least 0"
+    message = "--processes must be at least 1 and --max-restarts at least 0"
     assert message in capsys.readouterr().err
 
 
@@ -219,7 +219,7 @@ def test_inspect_arrays_lists_run(
 ) -> None:
     assert main(["inspect", str(run), "--verify", "--arrays"]) == 0
     text = capsys.readouterr().out
-    assert text.count("whole: every array has its checksum") == 2
+    assert text.count("complete: every array matches its checksum") == 2
     for line in (
         "strategy: DataParallel()",
         "model: Linear",

@@ -100,7 +100,7 @@ def test_parts_with_same_axis_raise() -> None:
 
 def test_parts_with_conflicting_names_raise() -> None:
     message = (
-        "Experts() gives dims named 'mlp' to 'expert', TensorParallel(size=4) gives "
+        "Experts() maps dims named 'mlp' to 'expert', TensorParallel(size=4) maps "
         "them to 'tensor'. Decide with rules=(LogicalRules({'mlp': ...}),)."
     )
     with pytest.raises(PlacementConflictError, match=re.escape(message)):

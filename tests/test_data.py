@@ -407,7 +407,7 @@ BATCH_ERRORS = {
              "give an array that all rows share as nnx_parallel.Shared(array), such as "
              "the edges of a graph."),
     "int64": ({"id": np.array([0, 2**31])}, DataError, "batch['id'] of batch 3 has "
-              "dtype int64 and holds 2147483648. JAX keeps it as int32, from "
+              "dtype int64 and holds 2147483648. JAX stores it as int32, from "
               "-2147483648 to 2147483647, and would wrap it"),
     "below": ([np.array([-(2**31) - 1])], DataError, "and holds -2147483649."),
     "order": ([np.zeros(2, ">i4")], DataError, "batch[0] of batch 3 has dtype >i4, "
@@ -447,8 +447,8 @@ def test_batch_of_all_usable_dtypes_passes() -> None:
 
 CHANGES = {
     "rows": ({"x": np.zeros((3, 2), np.float32)}, "batch['x'] of batch 11 has shape "
-             "(3, 2) and dtype float32, but in the first batch (4, 2) and float32."),
-    "dtype": ({"x": np.zeros((4, 2), int)}, "has shape (4, 2) and dtype int32, but in"),
+             "(3, 2) and dtype float32, but the first batch had (4, 2) and "),
+    "dtype": ({"x": np.zeros((4, 2), int)}, "has shape (4, 2) and dtype int32, but"),
     "structure": ({"y": np.zeros((4, 2))}, "Batch 11 holds [\"batch['y']\"] but the "
                   "first batch held [\"batch['x']\"]."),
 }  # fmt: skip

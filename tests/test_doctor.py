@@ -86,7 +86,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 )
 def test_unused_gpu_is_reported(packages: dict, env: dict, why: str) -> None:
     text = only(device_problems(ON_CPU, packages, env))
-    start = "The driver of an NVIDIA GPU is here, but JAX does not use it. "
+    start = "The driver of an NVIDIA GPU is installed, but JAX does not use it. "
     assert text.startswith(start + why)
 
 
@@ -130,7 +130,7 @@ def test_compatible_flags_are_fine() -> None:
     [
         (
             {"jaxlib": "0.12.1"} | CUDA,
-            "jax-cuda12-plugin 0.12.0 beside jaxlib 0.12.1. They must have one version",
+            "jax-cuda12-plugin 0.12.0 is installed beside jaxlib 0.12.1. Both must ",
         ),
         (
             {"libtpu": "0.0.52", "libtpu-nightly": "0.1"},

@@ -119,7 +119,7 @@ def test_processes_share_visible_devices(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
     message = (
         "CUDA_VISIBLE_DEVICES=2,3,6 names 3 devices, but 2 processes of 2 devices "
-        "need 4. Launch fewer, or make more visible."
+        "need 4. Launch fewer processes, or make more devices visible."
     )
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         launch(job)

@@ -140,7 +140,7 @@ def test_run_with_lost_lock_stops_saving(tmp_path: Path) -> None:
         manager.save_groups(1, {"params": {"w": jnp.ones(2)}}, {})
         manager.wait()
         content = write_lock(tmp_path, 1, machine="another")
-        message = "is no longer held by this run: it was stopped for so long"
+        message = "is no longer held by this run, which was stopped for so long"
         with pytest.raises(CheckpointSaveError, match=message):
             manager.save_groups(2, {"params": {"w": jnp.ones(2)}}, {})
     assert (tmp_path / LOCK).read_bytes() == content

@@ -108,7 +108,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "rows that are not those stated": (
         lambda: fit(global_batch_size=16),
-        "Batch of 8 rows, but global_batch_size=16. Make the two equal, or leave "
+        "The batch has 8 rows, but global_batch_size=16. Make the two equal, or leave "
         "global_batch_size out.",
     ),
     "a loss that returns logits": (
@@ -150,15 +150,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "lists of numbers in a batch": (
         lambda: fit([{"x": [[1.0, 2.0, 3.0, 4.0]] * 8}]),
         "batch['x'][0][0] of batch 0 has type float. Leaves must be NumPy or JAX "
-        "arrays: convert it with `np.asarray`, dim 0 being the rows. An array without "
-        "dims, such as np.asarray(0.5), is shared by all rows.",
+        "arrays: convert it with `np.asarray`, so that dim 0 is the rows. An array "
+        "without dims, such as np.asarray(0.5), is shared by all rows.",
     ),
     "a DataLoader's own arrays": (
         lambda: fit([{"x": Tensor()}]),
         "batch['x'] of batch 0 has type Tensor. Leaves must be NumPy or JAX arrays: "
-        "convert it with `np.asarray`, dim 0 being the rows. An array without dims, "
-        "such as np.asarray(0.5), is shared by all rows. A DataLoader does so in its "
-        "collate_fn.",
+        "convert it with `np.asarray`, so that dim 0 is the rows. An array without "
+        "dims, such as np.asarray(0.5), is shared by all rows. A DataLoader does so in "
+        "its collate_fn.",
     ),
     "text in a batch": (
         lambda: fit([BATCH | {"label": np.array(["cat"] * 8)}]),

@@ -233,7 +233,7 @@ def test_names_without_array_warn() -> None:
     model = tree({"up.kernel": (4, 8)})
     pairs = (r"up", ("embed", "mlp")), (r"down\.kernel", ("mlp", "embed"))
     message = (
-        r"Names for paths ['down\\.kernel'] match no array, or an earlier rule takes"
+        r"Names for paths ['down\\.kernel'] match no array, or earlier rules place"
     )
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         PathNames(*pairs)(model)
@@ -246,7 +246,7 @@ def test_names_without_array_warn() -> None:
 
 @pytest.mark.parametrize("names", ["embed", ("mlp", "mlp")])
 def test_invalid_names_raise(names: Any) -> None:
-    message = f"PathNames got {names!r} for 'up'. Give a tuple with one name for each"
+    message = f"PathNames got {names!r} for 'up'. Give a tuple with one entry for"
     with pytest.raises(ValueError, match=re.escape(message)):
         PathNames((r"up", names))
 

@@ -137,8 +137,8 @@ def test_mismatch_lists_differences_and_changes_nothing(tmp_path: Path) -> None:
         "  `value.bias` is float32[4] in the checkpoint and float32[8] here\n"
         "  `value.kernel` is float32[8,4] in the checkpoint and float32[8,8] here\n"
         "  `extra.kernel` float32[2,2] is only in the checkpoint\n"
-        "Nothing has changed. Build the same model, or read a part of it, such as "
-        "load_weights(path, only=nnx.Param)."
+        "Nothing has changed. Build the same model, or read only some of its arrays, "
+        "for example with load_weights(path, only=nnx.Param)."
     )
     after = to_host({"params": trainer.state.params})
     assert all((after[key] == x).all() for key, x in before.items())

@@ -224,7 +224,7 @@ def test_fixed_values_are_in_every_candidate(parts: Parts) -> None:
     [
         ({"tensr": 2}, "fix has 'tensr'. Did you mean 'tensor'?"),
         ({"remat": "some"}, "Valid values: ['none', 'dots', 'full']"),
-        ({"tensor": 0}, "fix has tensor=0. It is a number of at least 1."),
+        ({"tensor": 0}, "fix has tensor=0. It must be an integer of at least 1."),
         (
             {"tensor": 3},
             "fix has tensor=3, which does not divide the 8 devices of cpu:8. Valid "
@@ -250,12 +250,15 @@ def test_invalid_fix_raises(parts: Parts, fix, message: str) -> None:
 @pytest.mark.parametrize(
     ("fix", "message"),
     [
-        ({"data": 4, "fsdp": 4}, "{'data': 4, 'fsdp': 4}, 16 devices, which do not"),
+        (
+            {"data": 4, "fsdp": 4},
+            "{'data': 4, 'fsdp': 4}. The product of these sizes, 16,",
+        ),
         (
             {"pipe": 2},
             "pipe=2, and the model has 0 layers in a Stack. Valid values: [1]",
         ),
-        ({"tensor": 2}, "tensor=2, and the model has no dim named any of ('heads',"),
+        ({"tensor": 2}, "tensor=2, and the model has no dim with a name in ('heads',"),
     ],
 )
 def test_fixing_unusable_axis_raises(fix, message: str) -> None:
@@ -348,7 +351,7 @@ def test_refused_candidates_show_error(parts: Parts) -> None:
         ({"batch": None}, "plan got no batch"),
         ({"batch": {"x": 3}}, "A leaf of batch= is 3"),
         ({"candidates": []}, "candidates=[] is empty"),
-        ({"candidates": ["fsdp"]}, "Each is a Candidate or a Strategy"),
+        ({"candidates": ["fsdp"]}, "Each must be a Candidate or a Strategy"),
         ({"compile": "none"}, "compile='none' must be an int of at least 0, or 'all'."),
         ({"compile": -1}, "compile=-1 must be an int of at least 0, or 'all'."),
         ({"compile": True}, "compile=True must be an int of at least 0, or 'all'."),

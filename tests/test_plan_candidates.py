@@ -146,7 +146,7 @@ def test_choice_of_another_precision_is_noted() -> None:
     fix = {"fsdp": 8, "shard": "params", "microbatches": 1}
     found = plan(linear(), topology=GPUS, fix=fix, compile=0)
     assert found.code.endswith("precision=Precision.mixed_bfloat16())")
-    assert any("names no precision" in note for note in found.notes)
+    assert any("sets no precision" in note for note in found.notes)
     mixed, own = found.entries
     assert (mixed.dtype, own.dtype) == ("bfloat16", "float32")
     assert mixed.costs is not None

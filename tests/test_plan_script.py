@@ -122,7 +122,7 @@ def test_batch_option_takes_shapes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"compile": "some"}, "--compile 'some': it is a number of candidates, or all"),
+        ({"compile": "some"}, "--compile 'some': it must be a number, or all"),
         ({"json": "plan.txt"}, "--json 'plan.txt': the file's name must end in .json"),
         ({"batch": ["x"]}, "--batch 'x': write NAME=DTYPE[SHAPE]"),
         ({"fix": ["tenser=2"]}, "fix has 'tenser'. Did you mean 'tensor'?"),

@@ -388,7 +388,7 @@ def test_positions_between_batches_raise() -> None:
     message = "1 batches of 16 rows were used, and a batch of WithState has 8."
     with pytest.raises(DataError, match=re.escape(message)):
         read(DataState.from_json(old), WithState(), (1, 2))
-    message = "16 rows were used, which do not divide by 3 processes with data."
+    message = "16 rows were used, and 3 processes with data do not divide them"
     with pytest.raises(DataError, match=re.escape(message)):
         DataState.from_json(saved).open(split(ROWS, 16), 1, shares=3)
     # Positions of earlier versions count batches. They are valid if the size is

@@ -42,7 +42,9 @@ def test_remedies_fit_by_formulas() -> None:
     trainer = trainer_of(strategy=DataParallel(8))
     text = find_remedies(trainer, ROWS, TOLD.format("6.0M", "4.0M"))
     owners, what, *lines = text.splitlines()
-    assert owners.startswith("A device has 4 MiB for a program. By the formulas")
+    assert owners.startswith(
+        "A program gets 4 MiB of a device's memory. By the formulas"
+    )
     assert "kept activations" in owners
     assert "optimizer state 1.683 MiB" in owners
     assert what == "Changes that fit by the same formulas, the fastest first:"

@@ -344,10 +344,10 @@ def trace_step(strategy: Strategy, length: int = 16, names: tuple | None = None)
 
 NAMES = ("batch", "seq", "embed")
 UNSPLIT = (
-    "splits activations along 'seq', but splits none: the model names no such dim of a "
-    "length that 4 divides. Name it where they are computed, constrain(x, 'batch', "
-    "'seq', 'embed') after the embedding and each block, or use Dense and Embed of "
-    "nnx_parallel.layers; pad lengths that do not divide."
+    "should split activations along 'seq', but splits none: no activation has a dim of "
+    "this name with a length that 4 divides. Call constrain(x, 'batch', 'seq', "
+    "'embed') after the embedding and each block, or use Dense and Embed of "
+    "nnx_parallel.layers. Pad lengths that 4 does not divide."
 )
 
 
@@ -367,9 +367,9 @@ UNSPLIT = (
             RING,
             16,
             NAMES,
-            f"{RING!r} overlaps the matmuls of Dense with their transfers, and the "
-            "model has none: nothing overlaps. Use Dense of nnx_parallel.layers for "
-            "its matmuls, or sequence=True.",
+            f"{RING!r} overlaps the matmuls of Dense with their transfers, but the "
+            "model has no Dense, so nothing overlaps. Use Dense of "
+            "nnx_parallel.layers for the model's matmuls, or pass sequence=True.",
         ),
     ],
 )
@@ -394,7 +394,8 @@ class Scaled(nnx.Module):
 
 HALVED_ALONE = (
     "runs a Stack on two halves of a device's rows, but finds no Stack that it can "
-    "split: nothing overlaps. It needs an even number of rows on each device"
+    "split, so nothing overlaps. Such a Stack runs outside of a Pipeline, has an even "
+    "number of rows on each device"
 )
 
 

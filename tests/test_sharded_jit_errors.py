@@ -49,8 +49,8 @@ def two(x: jax.Array, y: jax.Array) -> jax.Array:
         (
             {"in_shardings": (P(), P(), P())},
             PlacementTreeError,
-            "in_shardings has 3 entries for the arguments ['x', 'y']. Give one for "
-            "each that is not static, in order, or a mapping by name.",
+            "in_shardings has 3 entries for the arguments ['x', 'y']. Give one "
+            "entry for each argument that is not static, in order, or a mapping by ",
         ),
         (
             {"in_shardings": {"xx": P()}},

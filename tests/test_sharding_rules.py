@@ -59,7 +59,7 @@ def test_logical_rules_override_strategy_entries() -> None:
 
 def test_conflicting_logical_rules_raise() -> None:
     rules = (LogicalRules({"mlp": None}), LogicalRules({"mlp": "tensor"}))
-    message = "Two LogicalRules give dims named 'mlp' to () and to ('tensor',). Keep"
+    message = "Two LogicalRules map dims named 'mlp' to () and to ('tensor',). Keep"
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
         TensorParallel(rules=rules).layout()
     same = (LogicalRules({"mlp": "tensor"}), LogicalRules({"mlp": ("tensor",)}))
@@ -68,7 +68,7 @@ def test_conflicting_logical_rules_raise() -> None:
 
 def test_rule_with_unknown_axis_raises() -> None:
     message = (
-        "Dims named 'seq' are given to the mesh axis 'tensr', which the mesh lacks. "
+        "Dims named 'seq' are mapped to the mesh axis 'tensr', which the mesh lacks. "
         "Did you mean 'tensor'? Its axes: ['tensor']. Map the name to one of them, or "
         "to None to replicate."
     )
@@ -214,7 +214,7 @@ def test_names_that_claim_same_axis_raise() -> None:
     message = (
         "Cannot shard `block.kernel` with global shape (64, 64) as "
         "P('tensor', 'tensor'): mesh axis 'tensor' splits 2 dims. An "
-        "axis can split one dim of an array; map one of the dims to None."
+        "axis can split only one dim of an array; map the other dims to None."
     )
     with pytest.raises(PlacementConflictError, match=re.escape(message)):
         place(TensorParallel(), 64, 64, names=("vocab", "mlp"))
@@ -446,25 +446,25 @@ def test_names_are_stored_in_flax_metadata() -> None:
         ),
         (
             lambda: FSDPRules(2**20),  # pyright: ignore[reportArgumentType]
-            "FSDPRules got 1048576 for its axis, the name of a mesh axis. Other "
-            "arguments go by keyword: FSDPRules(min_size=2**20).",
+            "FSDPRules got 1048576 for its axis, the name of a mesh axis. Pass other "
+            "arguments by keyword: FSDPRules(min_size=2**20).",
         ),
         (
             lambda: ChainRules(FSDPRules(), PathRules),  # pyright: ignore[reportArgumentType]
             "ChainRules got <class 'nnx_parallel.sharding.rules.PathRules'>, a type. "
-            "Its rules are instances, several in a tuple: of PathRules, PolicyRules, ",
+            "A rule is an instance of PathRules, PolicyRules, ",
         ),
         (
             lambda: FSDP(rules=FSDPRules()).layout(),  # pyright: ignore[reportArgumentType]
-            "a strategy got FSDPRules(axis='fsdp', min_size=1024), a FSDPRules. Its ",
+            "a strategy got FSDPRules(axis='fsdp', min_size=1024), a FSDPRules. A rule",
         ),
         (
             lambda: Composite(FSDP(), rules=PathRules()),  # pyright: ignore[reportArgumentType]
-            "Composite got PathRules(pairs=(), strict=None), a PathRules. Its rules ",
+            "Composite got PathRules(pairs=(), strict=None), a PathRules. A rule ",
         ),
         (
             lambda: DataParallel(rules=({"kernel": P()},)).layout(),  # pyright: ignore[reportArgumentType]
-            "a strategy got {'kernel': P()}, a dict. Its rules are instances",
+            "a strategy got {'kernel': P()}, a dict. A rule is an instance",
         ),
     ],
 )

@@ -122,8 +122,8 @@ def test_strict_path_rules_raise_on_unmatched_leaf(mesh: Mesh) -> None:
 
 def test_unmatched_regex_warns(mesh: Mesh) -> None:
     message = (
-        "Path rules ['kernal'] match no array, or an earlier rule takes them all. "
-        "Paths: bias, kernel."
+        "Path rules ['kernal'] match no array, or earlier rules place all arrays "
+        "that match. Paths: bias, kernel."
     )
     tree = {"kernel": abstract(8, 8), "bias": abstract(8)}
     rules = PathRules((r"kernal", P("fsdp")), strict=False)

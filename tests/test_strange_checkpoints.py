@@ -243,7 +243,7 @@ def test_kill_during_deletion_leaves_no_partial_step(
         with pytest.raises(KeyboardInterrupt):
             files.delete_steps(str(run), [2])
     assert main(["inspect", str(run), "--verify"]) == 0
-    assert re.search(r"'deleted-2-\w+': half deleted", capsys.readouterr().out)
+    assert re.search(r"'deleted-2-\w+': partly deleted", capsys.readouterr().out)
     assert resume(run) == (bits(make_groups(4)), [])
     assert os.listdir(run) == ["4"]
 

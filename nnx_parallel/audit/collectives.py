@@ -53,7 +53,7 @@ class Collective:
             the number that its pairs connect.
         groups: Positions of the devices of each group in the program's device order, or
             `None` for an unknown notation.
-        source: The JAX operation that it came from, by the compiler's record.
+        source: The JAX operation that it came from, according to the compiler.
         asynchronous: True if start and end are separate instructions, so that other
             work can run in between.
         is_hidden: True if the program's schedule has a product (a matmul, a convolution
@@ -99,8 +99,8 @@ def read_collective(
     """Reads an instruction as a collective that is executed once.
 
     Returns `None` if it is not a collective, if each of its groups is one device, or if
-    it only continues a collective that was started before. If no group is written, all
-    `num_devices` devices are one group.
+    it only continues a collective that was started before. If the text has no groups,
+    all `num_devices` devices are one group.
     """
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS:
@@ -173,8 +173,8 @@ def _read_groups(
     if found := _MESH.search(attributes):
         return _mesh_groups(*found.groups())
     if found := _IOTA.search(attributes):
-        # `[2,4]<=[4,2]T(1,0)` counts in shape (4, 2), transposes, and reshapes to (2,
-        # 4).
+        # `[2,4]<=[4,2]T(1,0)` numbers the devices in shape (4, 2), transposes, and
+        # reshapes to (2, 4).
         shape, dims, order = map(_ints, found.groups(""))
         ids = np.arange(math.prod(dims)).reshape(dims)
         groups = _rows(ids.transpose(order or range(len(dims))), shape[-1])
@@ -198,9 +198,9 @@ def _mesh_groups(
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     axes = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names)
     group_size = math.prod(int(size) if size else sizes[name] for name, _, size in axes)
-    # `device_ids=([2,4]T(1,0))` counts in shape (2, 4), and transposes.
+    # `device_ids=([2,4]T(1,0))` numbers the devices in shape (2, 4), and transposes.
     order = _DEVICE_IDS.search(devices)
-    # From a list of devices, or a part of an axis, only the group's size is read.
+    # For a list of devices or a part of an axis, only the group's size is read.
     if (devices.strip(", ") and not order) or any(size for _, _, size in axes):
         return group_size, None
     inner = [list(sizes).index(name) for name, _, _ in axes]

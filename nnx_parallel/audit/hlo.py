@@ -2,14 +2,14 @@
 
 Every backend prints the same grammar: a program is a list of computations, and a
 computation is a list of instructions in an order in which they could run. Attributes
-stay text, in which `Instruction.attribute` searches.
+are kept as text, which `Instruction.attribute` searches.
 
 A TPU's text does not state a loop's trip count. The count follows from the loop: a scan
 or a `fori_loop` steps an integer until a condition fails. The integer scalars of the
 body are evaluated twice, which shows which of them advance by a fixed step. The
 condition is then evaluated at multiples of that step, which shows where the loop ends.
 A value is `None`, "unknown", if it depends on an array, on an input of the program, or
-on other operations than sums.
+on operations other than sums, comparisons and logic.
 """
 
 import math
@@ -25,15 +25,15 @@ _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"(ENTRY\s+)?%?([\w.\-$]+)\s*\(.*\{\s*$")
 _END = re.compile(r"\}\s*(,\s*execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-$]+) = ")
-# The first name between a space and a parenthesis. Types, even of tuples, do not
-# contain such a name.
+# The opcode is the first name between a space and a parenthesis. Types, even of tuples,
+# do not contain such a name.
 _OPCODE = re.compile(r"\s([\w\-$]+)\(")
 _INTEGER_SCALAR = re.compile(r"\b[sup]\w*\[\]")  # s32[], u8[], pred[]
 _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SEPARATOR = re.compile(r"[()\[\]{},]")
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_MAX_TRIPS = 2**40  # if a condition still holds there, the trip count is unknown
+_MAX_TRIPS = 2**40  # if a condition still holds then, the trip count is unknown
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
 _ELEMENT = re.compile(r"%([\w.\-$]+)#(\d+)")
 _COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")
@@ -65,7 +65,7 @@ class Shape:
     @property
     def num_bytes(self) -> int:
         """Bytes of the elements without the padding of a layout; 0 for a token."""
-        digits = re.match(r"[a-z]+(\d+)", self.dtype)  # none in `token`
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)  # `token` has no digits
         bits = 8 if self.dtype == "pred" else int(digits[1]) if digits else 0
         return math.ceil(self.num_elements * bits / 8)
 
@@ -155,7 +155,7 @@ class Computation:
         defined = (self.instructions.get(name) for name in instruction.operands)
         return tuple(shape for each in defined if each for shape in each.shapes)
 
-    # It is read for each collective of a TPU's program, so the scan is cached.
+    # Cached, because the audit reads it for each collective of a TPU program.
     @cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
         """For each instruction's name, the instructions that read it."""
@@ -224,7 +224,7 @@ class Module:
             case opcode if opcode in _SAME:
                 return operands[0]
         key = instruction.attribute("direction") or instruction.opcode
-        # Comparisons return booleans; only logic is evaluated on booleans.
+        # Comparisons return booleans, but only `and` and `or` take them as operands.
         kind = bool if key in ("and", "or") else int
         if key in _OPERATIONS and all(type(value) is kind for value in operands):
             return _OPERATIONS[key](*operands)
@@ -260,7 +260,7 @@ class Module:
 def _progression(
     first: KnownValue, second: KnownValue, third: KnownValue
 ) -> tuple[int, int] | None:
-    """Returns start and step of a value, if its first two steps are equal."""
+    """Returns a value's start and its constant step; `None` if the step changes."""
     if type(first) is int and type(second) is int and type(third) is int:
         step = second - first
         return (first, step) if third - second == step else None
@@ -268,7 +268,10 @@ def _progression(
 
 
 def _first_failure(goes_on: Callable[[int], KnownValue]) -> int | None:
-    """Returns the first trip at which a condition fails, if it then always fails."""
+    """Returns the first trip at which a condition fails.
+
+    The search assumes that the condition fails at every later trip too.
+    """
     if goes_on(0) is None:
         return None
     # Doubling and then bisection take forty evaluations for a loop of a million steps.
@@ -332,7 +335,7 @@ def parse(text: str) -> Module:
 def _split_computations(
     text: str,
 ) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str], str]]]]:
-    """Yields each computation's header, and its instructions with their beginnings."""
+    """Yields each computation's header, and each instruction's start and line."""
     header, lines = None, []
     for line in text.splitlines():
         if header is None:
@@ -379,7 +382,7 @@ def _with_elements(body: dict[str, Instruction]) -> dict[str, Instruction]:
 
 
 def _parenthesised(text: str) -> tuple[list[str], int]:
-    """Returns the operands in a text's first parentheses, and where these end."""
+    """Returns the operands in a text's first parentheses, and the end index."""
     parts, depth, start = [], 0, 0
     for found in _SEPARATOR.finditer(text):
         bracket = found.group()

@@ -28,7 +28,7 @@ class Report:
         grouped_flops: The part of ``flops`` in grouped products. On TPUs all rows of
             the operand are counted, although the kernel works in tiles of rows and
             skips the tiles after the last group's rows. On CPUs each group multiplies
-            all rows, and is counted so.
+            all rows, and all of these products are counted.
         grouped_products: Number of grouped products: `jax.lax.ragged_dot` on TPUs, and
             the products of `nnx_parallel.layers.MoE`. On CPUs a grouped product may
             take several dots.
@@ -45,10 +45,11 @@ class Report:
         custom_calls: Number of executions, by target, of kernels whose FLOPs are
             unknown and not counted.
         opcodes: Number of instructions in the text, by opcode; an instruction in a loop
-            counts once. Programs that differ here are different.
-        temporary_bytes: Scratch memory. This and the next two are `None` for a text.
-        argument_bytes: Memory of the arguments.
-        output_bytes: Memory of the results, including donated arguments.
+            counts once. Programs with different numbers are different.
+        temporary_bytes: Bytes of scratch memory. This and the next two attributes are
+            `None` for a text.
+        argument_bytes: Bytes of the arguments.
+        output_bytes: Bytes of the results, including donated arguments.
     """
 
     flops: float
@@ -222,8 +223,8 @@ def audit(
             `jax.named_scope` directly around each loop.
 
     Raises:
-        ValueError: If a text is not optimised HLO, or no conditional or loop has such a
-            scope.
+        ValueError: If a text is not optimised HLO, or if a scope has no conditional or
+            loop.
         ProgramTextError: If this jaxlib cannot print the program because the compiler
             is newer. The message says how to get the text.
 

@@ -4,14 +4,14 @@ A scheduled program is printed in the order in which it runs. Instructions betwe
 start and the end of a collective run at the same time as the collective. A collective
 starts in one of three ways. A `-start` that has operands sends them at once. The
 `-start` of a SparseCore has no operands, and sends when an `-update` passes it the
-data. A TensorCore that sends and multiplies at the same time has the steps of a
-collective in several fusions.
+data. If a TensorCore sends and multiplies at the same time, the steps of a collective
+are in several fusions.
 
 In FLOPs a multiplication and an addition count as two. A convolution counts only the
 products that it needs: products of a kernel element with padding, or with a hole from
 dilation, do not count. So a strided convolution and both its gradients count the same.
 A TPU runs some dots as convolutions over their batch dims, and such a convolution
-counts the same as the dot. A Pallas kernel counts its author's estimate.
+counts the same as the dot. For a Pallas kernel, the estimate of its author is used.
 """
 
 import math
@@ -90,7 +90,7 @@ _FLOPS = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
 
 # Kernels that compute. Some of them do not state their FLOPs.
 _KERNELS = re.compile(r"tpu_custom_call|mosaic|triton|__cudnn|__cublas|__onednn")
-_ASYNC = "AsyncCollective"  # start of the names of custom calls in such fusions
+_ASYNC = "AsyncCollective"  # prefix of the names of custom calls in such fusions
 # Opcodes that pass the value of an asynchronous fusion on to its next step.
 _PASSES_ON = {"get-tuple-element", "bitcast", "fusion", "tuple", "copy"}
 
@@ -99,7 +99,7 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[Any, str]:
     """Compiles a program; returns it and its text.
 
     jaxlib 0.10 cannot print every program of a newer libtpu. The text of such a program
-    is the compiler's own dump, which lacks the estimates of cycles.
+    is the compiler's dump, which lacks the estimates of cycles.
     """
     if jax.__version_info__ >= (0, 12):
         compiled = lowered.compile()
@@ -150,7 +150,7 @@ class Overlap:
     def _between(
         self, computation: Computation, start: Instruction, at: int
     ) -> tuple[int, int]:
-        """Returns the positions where a collective starts to send and is awaited."""
+        """Returns the positions at which a collective begins to send and is awaited."""
         order = list(computation.instructions.values())
         done = f"{start.opcode.removesuffix('-start')}-done"
         names, first = {start.name}, at + 1 if any(start.operands) else len(order)
@@ -237,7 +237,7 @@ def roles_of(module: Module, instruction: Instruction) -> set[str]:
 
 
 def is_spare(instruction: Instruction) -> bool:
-    """Returns True for further rounds of experts, which balanced tokens do not need."""
+    """Returns True for the loop over further rounds of `MoE` (`walk.TRIPS`)."""
     return instruction.source.endswith("more_rounds/while")
 
 

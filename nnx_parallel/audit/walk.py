@@ -22,10 +22,11 @@ _CALLS = ("while", "conditional", "fusion", "call")
 # other devices.
 _SENDS = re.compile(r"(send|recv|all-|collective-|ragged-all|reduce-scatter)")
 _KERNEL_SENDS = re.compile(r'"(has_communication":\s*true|collective_id":\s*"?\d)')
-# A mixture of experts computes rows that exceed a device's share in further rounds. A
-# count assumes balanced tokens, which need no further round, unless `trips` is given.
+# If a device has more rows than its share, a mixture of experts computes the remaining
+# rows in further rounds. Unless `trips` is given, a count assumes balanced tokens,
+# which need no further round.
 TRIPS = {"more_rounds": 0}
-# `jax.lax.ragged_dot`, by its name on TPUs, and the products of `MoE` on all platforms.
+# Names of `jax.lax.ragged_dot` on TPUs, and of the products of `MoE` on all platforms.
 _GROUPED = re.compile(r"ragged[-_]dot|grouped_products")
 
 Total = TypeVar("Total")
@@ -36,8 +37,8 @@ class Loop(NamedTuple, Generic[Total]):
 
     Attributes:
         body: The repeated computation.
-        condition: The computation that decides whether to go on. It is executed one
-            time more often than the body.
+        condition: The computation that decides whether to go on. It is executed once
+            more than the body.
         trips: Executions of the body.
         is_known: False if the number of trips depends on data, and `trips` is an
             assumption.
@@ -54,13 +55,13 @@ class Walk(abc.ABC, Generic[Total]):
     """Goes through a program, from its entry or any other computation.
 
     It enters loops, conditionals and calls with the known part of their arguments, so
-    that the loops inside can be read too. A subclass gives the totals of computations,
-    loops and conditionals.
+    that the loops inside can be read too. A subclass computes the totals of
+    computations, loops and conditionals.
 
     Attributes:
         module: The program.
         trips: Number of trips of loops whose length depends on data, by the innermost
-            scope around each.
+            scope around each loop.
     """
 
     module: Module
@@ -282,10 +283,11 @@ class CostWalk(Walk[Cost]):
     def _placed(
         self, cost: Cost, computation: Computation, instruction: Instruction
     ) -> Cost:
-        """Completes the collectives of a cost by the instruction around them.
+        """Completes the collectives of a cost from the instruction around them.
 
-        Inside a fusion the compiler often leaves the source out. Only the wrapper says
-        that a collective is asynchronous, and what runs while it travels.
+        Inside a fusion the compiler often leaves the source out. Only the instruction
+        around a collective shows that it is asynchronous, and which other instructions
+        run at the same time.
         """
         if not cost.collectives:
             return cost
@@ -307,14 +309,14 @@ class CostWalk(Walk[Cost]):
         return replace(cost, collectives=tuple(collectives))
 
     def loop(self, instruction: Instruction, loop: Loop[Cost]) -> Cost:
-        """Returns the cost of all trips, and names a loop with an unknown number."""
+        """Returns the cost of all trips; lists a loop of unknown length."""
         cost = loop.body.times(loop.trips) + loop.condition.times(loop.trips + 1)
         if not loop.is_known:
             cost += Cost(unknown_loops=(instruction.source or instruction.name,))
         return cost
 
     def conditional(self, instruction: Instruction, branches: list[Cost]) -> Cost:
-        """Returns the cost of the most expensive branch, or a mean by `taken`."""
+        """Returns the most expensive branch's cost, or the mean that `taken` gives."""
         # This is an upper bound, unless `taken` says how often that branch runs.
         most = max(
             branches, key=lambda c: (c.flops, sum(x.bytes for x in c.collectives))

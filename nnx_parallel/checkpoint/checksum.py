@@ -255,7 +255,8 @@ def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> ja
     """Hashes each shard of arrays inside a compiled program, without collectives.
 
     Returns:
-        uint32 of shape ``(*mesh.shape, len(arrays))``; each device has its own hashes.
+        uint32 of shape ``(*mesh.shape, len(arrays))``; each device holds the hashes of
+        its shards.
     """
     specs, out = tuple(specs), P(*mesh.axis_names)
 
@@ -395,7 +396,7 @@ class ChecksumHandler(ocp.handlers.CheckpointableHandler[PendingChecksums, None]
         return isinstance(checkpointable, PendingChecksums)
 
     def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool | None:
-        """Returns False always: Orbax does not read checksums."""
+        """Returns ``None``, which counts as False: Orbax does not read checksums."""
 
 
 def read_checksums(step_directory: str, header_digest: str) -> Checksums:

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: groups of arrays and a header, and how they may differ.
+"""Contents of a checkpoint: groups of arrays and a header, and checks of both.
 
 The header records the user's metadata, and contents that Orbax refuses or hides: empty
 groups and random keys. It is saved as Orbax's ``custom_metadata``, which is JSON. A
@@ -81,7 +81,7 @@ class StoredCheckpoint:
 # group, whether they are trained or not. So a run that trains another part of the model
 # finds all arrays.
 _GROUPS = {"params": "model", "variables": "model", "opt_state": "optimizer"}
-_PROGRESS = ("step", "key", "loss_scale")  # in one group; others are separate
+_PROGRESS = ("step", "key", "loss_scale")  # one group; other fields are separate groups
 
 
 def to_groups(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -133,8 +133,8 @@ def check_groups(groups: Groups | AbstractGroups, kind: type = jax.Array) -> Non
             elif isinstance(array, jax.Array) and array.is_deleted():
                 problem = "it was donated. Save the step's output, not its input."
             elif 0 in array.shape:
-                # Orbax would refuse the array in mid-save (library-notes.md, "Orbax:
-                # contents").
+                # Orbax would refuse the array in the middle of a save
+                # (library-notes.md, "Orbax: contents").
                 problem = (
                     f"its shape {array.shape} has no elements. Leave empty arrays out."
                 )
@@ -390,8 +390,8 @@ def check_states(
     """Compares players and kinds of the optimizer's states with a checkpoint's.
 
     Two optimizers may have arrays with the same paths and shapes but different
-    meanings. Checkpoints of earlier versions do not name the kinds, so these are not
-    compared.
+    meanings. Checkpoints of earlier versions do not name the kinds, so their kinds are
+    not compared.
 
     Raises:
         CheckpointMismatchError: If players differ, or kinds; the message has one line

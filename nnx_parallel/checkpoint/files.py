@@ -139,7 +139,7 @@ def read_step_metadata(step_path: LiteralPath) -> dict[str, Any]:
 
 
 def check_files(step_directory: str) -> None:
-    """Raises ``ValueError`` unless a step holds only regular files, of sane sizes.
+    """Raises ``ValueError`` unless a step holds only regular files of allowed sizes.
 
     A file may be a link to a regular file. A directory in a step may not be a link,
     because a link could lead anywhere. Object stores have no links.
@@ -178,7 +178,7 @@ class Listing:
 def list_steps(directory: str) -> Listing:
     """Lists the steps of a directory; raises ``OSError`` if it cannot be read now.
 
-    Orbax could also list steps, but its list would not do. To Orbax, every directory
+    Orbax can also list steps, but its list has three faults. To Orbax, every directory
     whose name is a number is a step. It treats a file that cannot be read now as
     missing. It lists nothing if the metadata of one step has an unknown field.
     """

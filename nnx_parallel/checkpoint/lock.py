@@ -41,8 +41,8 @@ class DirectoryLock:
 
     Raises:
         CheckpointDirectoryError: If a live process holds the lock. If the process is on
-            this machine, the system is asked whether it lives. If it is on another
-            machine, the file is watched until it is renewed, for at most 35 s.
+            this machine, the operating system is asked whether it is alive. If it is on
+            another machine, the file is watched until it is renewed, for at most 35 s.
     """
 
     def __init__(self, directory: str) -> None:
@@ -90,9 +90,9 @@ class DirectoryLock:
             ) from None
         if not is_held:
             raise CheckpointDirectoryError(
-                f"'{self.path}' is no longer held by this run: it was stopped for so "
-                f"long that another run took it for dead: {_spell(_read(self.path))}. "
-                "End one of the two runs."
+                f"'{self.path}' is no longer held by this run, which was stopped for "
+                "so long that another run took it for dead: "
+                f"{_spell(_read(self.path))}. End one of the two runs."
             )
 
 

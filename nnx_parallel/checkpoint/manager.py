@@ -229,8 +229,9 @@ class CheckpointManager:
             progress: JSON values: the position in the data, and the states of
                 callbacks.
             metrics: Values at this step, for ``keep_best``.
-            once: Do nothing if this object has saved or restored the step before.
-            may_skip: Allow that the step is not saved while an earlier save hangs.
+            once: True to do nothing if this object has already saved or restored the
+                step.
+            may_skip: True to return without a save while an earlier save hangs.
 
         Raises:
             CheckpointError: If another program has saved this step or a later one.
@@ -295,9 +296,9 @@ class CheckpointManager:
         Raises:
             CheckpointError: If the step is not later than every saved step, or if an
                 argument cannot be saved.
-            CheckpointSaveError: If this save could not begin. Also if an earlier save
-                failed in the background: then this save does not begin, unless
-                ``on_save_error="warn"``.
+            CheckpointSaveError: If this save could not begin. It is also raised if an
+                earlier save failed in the background; then this save does not begin,
+                unless ``on_save_error="warn"``.
         """
         # `self.saved` waits for the last save, because Orbax replaces its inner
         # checkpointer if a save begins before the last one has ended.
@@ -310,7 +311,7 @@ class CheckpointManager:
         header = make_header(step, groups, meta, metrics, base or {})
         # The directory is checked before anything is read there. If the disk is
         # unavailable, the save has failed, and a fit may go on. If a process is lost
-        # during the check, the error is raised as it is.
+        # during the check, the error is raised unchanged.
         try:
             check_writable(directory, lambda: self._prepare(directory, replaced))
         except CheckpointDirectoryError as error:
@@ -328,8 +329,8 @@ class CheckpointManager:
         save = BackgroundSave(step, directory, metrics, superseded)
 
         def begin() -> ocp.AsyncResponse[bool] | None:
-            # Orbax refuses a step that it has saved before, also if the step was moved
-            # or deleted since.
+            # Orbax refuses a step that it has saved before, even if the step has been
+            # moved or deleted since.
             orbax.reload()
             return orbax.save_checkpointables_async(
                 step,
@@ -378,7 +379,10 @@ class CheckpointManager:
             self._join_save()
 
     def poll(self) -> None:
-        """Reports a failure like `wait`, without waiting; may raise on one process."""
+        """Reports a failure like `wait`, but does not wait.
+
+        It may raise an error on only one of several processes.
+        """
         with self._reporting_failures():
             if self._save is not None and self._save.error is None:
                 self._save.check()

@@ -71,8 +71,8 @@ def check_url(url: str) -> None:
     # To find the files to delete, gcsfs treats the name as a pattern.
     if glob.has_magic(url):
         raise CheckpointDirectoryError(
-            f"Cannot write checkpoints to '{url}': in an object store a name may hold "
-            "none of [, * and ?. Choose another."
+            f"Cannot write checkpoints to '{url}': a name in an object store must not "
+            "contain [, * or ?. Choose another."
         )
     try:
         importlib.import_module("google.cloud.storage")
@@ -124,7 +124,7 @@ def check_writable(directory: str, prepare: Callable[[], None]) -> None:
 def check_step(
     directory: str, step: int, latest: int | None, *, overwrite: bool
 ) -> None:
-    """Raises ``CheckpointError`` unless ``step`` is the latest and its path is free.
+    """Raises ``CheckpointError`` unless ``step`` can be saved as the latest step.
 
     Without this check, Orbax silently skips an older step. It reports a directory in
     the way only after it has written everything.
@@ -252,7 +252,7 @@ class Checkpoint:
         if self.best_mode is None and grows(self.keep_best or ""):
             raise CheckpointError(
                 f"Checkpoint(keep_best={self.keep_best!r}) would keep the smallest "
-                "values. Say which are the best: best_mode='max', or 'min'."
+                "values. Say which values are the best: best_mode='max', or 'min'."
             )
         object.__setattr__(self, "best_mode", self.best_mode or "min")
         for name, choices in _CHOICES.items():

@@ -126,7 +126,7 @@ def describe_plain(path: str) -> Any:
 
 
 def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Reads and places part of a plain checkpoint, without waiting for a process."""
+    """Reads and places part of a plain checkpoint, without waiting for processes."""
     context = _context_of_one()
     context.pytree_options.loading.partial_load = True
     with context:
@@ -255,7 +255,7 @@ def reading(where: str, steps: list[int] | None = None) -> Iterator[None]:
         if is_transient(error) or _are_files_short():
             raise CheckpointUnavailableError(
                 f"Cannot read {where} now: {root_cause(error)} This is not damage, and "
-                "nothing was changed: try again when the cause is over."
+                "nothing was changed: try again when the cause is gone."
             ) from None
         if steps is None:
             raise

@@ -31,9 +31,9 @@ def read_weights(
 ) -> dict[str, jax.Array]:
     """Returns the arrays that a model needs from a plain checkpoint.
 
-    ``wanted`` has the shape, dtype and sharding to read each array with, by path. The
-    checkpoint may hold all paths in ``known``. All processes call this function. If one
-    raises, all raise.
+    ``wanted`` maps each path to the shape, dtype and sharding to read its array with.
+    Arrays at other paths in ``known`` are ignored; any other array is an error. All
+    processes call this function. If one raises, all raise.
 
     Raises:
         CheckpointNotFoundError: If the directory does not exist.
@@ -86,8 +86,8 @@ def _read(
         raise CheckpointMismatchError(
             f"The checkpoint in '{where}' differs from the model:\n  "
             + "\n  ".join(lines)
-            + "\nNothing has changed. Build the same model, or read a part of it, such "
-            "as load_weights(path, only=nnx.Param)."
+            + "\nNothing has changed. Build the same model, or read only some of its "
+            "arrays, for example with load_weights(path, only=nnx.Param)."
         )
     asked = {
         keys[name]: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

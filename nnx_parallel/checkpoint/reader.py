@@ -142,7 +142,7 @@ class CheckpointReader:
 
     @property
     def best_step(self) -> int | None:
-        """The best step by ``keep_best``, or ``None`` if there is none.
+        """The best step by ``keep_best``; ``None`` if no step has the metric.
 
         Without ``keep_best``, the rule of the run that saved the newest step decides.
         """
@@ -284,7 +284,7 @@ class CheckpointReader:
         *,
         quarantines: bool = False,
     ) -> tuple[Restored, list[str]] | None:
-        """Restores the latest step, or the latest intact one if ``on_damage`` says so.
+        """Restores the latest step; with ``on_damage="previous"``, one that is intact.
 
         With ``quarantines``, corrupt steps that are later than the restored step are
         renamed.

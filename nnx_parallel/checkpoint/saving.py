@@ -1,4 +1,4 @@
-"""One save in the background: its end on all processes, or a failure on this one."""
+"""Follows a save in the background until it ends, or fails on this process."""
 
 import logging
 import threading

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = rest
         return run_plan(options)
     if options.processes < 1 or options.max_restarts < 0:
-        parser.error("--processes is at least 1 and --max-restarts at least 0")
+        parser.error("--processes must be at least 1 and --max-restarts at least 0")
     job = Job(
         command=(options.script, *options.arguments),
         num_processes=options.processes,
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     package = sys.modules[__name__.partition(".")[0]]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     text = f"nnx-parallel {getattr(package, '__version__', '?')} ({found})"
-    about = "print the versions of the library, JAX and its relatives, and exit"
+    about = "print the versions of the library, JAX and related packages, and exit"
     parser.add_argument("--version", action="version", version=text, help=about)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
@@ -78,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
     starting = commands.add_parser(
         "launch",
         help="start the processes of a run",
-        description="Starts the processes of a run on this machine; the script calls "
-        "nnx_parallel.initialize(). When one fails, all are stopped, and started "
-        "again up to --max-restarts times.",
+        description="Starts the processes of a run on this machine; the script must "
+        "call nnx_parallel.initialize(). When one process fails, all are stopped, and "
+        "started again up to --max-restarts times.",
     )
     planning = commands.add_parser(
         "plan",
-        help="find the strategy for a script and its devices",
+        help="find the best strategy for a script on given devices",
         description="Runs a script up to Trainer.fit, and finds the fastest strategy "
         "that fits the devices. Nothing is trained or allocated, and the "
         "devices need not be present. The exit code is 1 if nothing fits, "
@@ -102,8 +102,9 @@ def _parser() -> argparse.ArgumentParser:
         "inspect",
         help="list a run's checkpoints",
         description="Lists the checkpoints of a run, with date, size and loss, and "
-        "the contents of the newest one. Writes nothing; the run may go on meanwhile. "
-        "The exit code is 1 if one is damaged, 2 if the run has no checkpoint.",
+        "the contents of the newest one. Nothing is written, and the run may continue "
+        "meanwhile. The exit code is 1 if one is damaged, 2 if the run has no "
+        "checkpoint.",
     )
     checking = commands.add_parser(
         "doctor",

@@ -141,8 +141,8 @@ def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
     for name in _has(packages, _GPU):
         if packages[name] != jaxlib:
             yield (
-                f"{name} {packages[name]} beside jaxlib {jaxlib}. They must have one "
-                "version: install them together, as an extra of jax."
+                f"{name} {packages[name]} is installed beside jaxlib {jaxlib}. Both "
+                "must have the same version: install them together, as an extra of jax."
             )
     for kind in (_GPU, _TPU):
         if len(names := _has(packages, kind)) > 1:
@@ -167,7 +167,7 @@ def device_problems(
             why = f"No package for it is installed: {kind.install}."
         else:
             why = " ".join(["JAX says:", *probe["log"][-2:]])
-        yield f"The driver of {kind.name} is here, but JAX does not use it. {why}"
+        yield f"The driver of {kind.name} is installed, but JAX does not use it. {why}"
 
 
 def flag_problems(env: Mapping[str, str]) -> Iterator[str]:
@@ -207,14 +207,14 @@ def tpu_problems() -> Iterator[str]:
 
 
 def verified_in(directory: str) -> str:
-    """Returns what was verified last in a run's directory, and the command to do it."""
+    """Describes the last verification in a run's directory, and gives the command."""
     command = "python -m nnx_parallel verify train.py compares a step with one device"
     record = read_verified(directory)
     if record is None:
         return f"No run was verified in '{directory}': {command}."
     facts, now = record["facts"], versions()
     changed = [name for name in ("jax", "jaxlib") if facts.get(name) != now[name]]
-    since = f" Other versions since then ({', '.join(changed)}): {command}."
+    since = f" Versions have changed since then ({', '.join(changed)}): {command}."
     when = f"Verified on {record['date']} at step {record['step']}: {record['result']}."
     return when + since * bool(changed)
 

@@ -73,13 +73,13 @@ def _show(
         _write(_ROW.format(*row).replace("\n", "\n    "))
     for name in sorted(path.name for path in directory.iterdir()):
         if UNFINISHED in name:
-            _write(f"  '{name}': left by a save that died; the next start removes it")
+            _write(f"  '{name}': left by a failed save; the next start removes it")
         elif is_deleted(name):
-            _write(f"  '{name}': half deleted; the next start removes it")
+            _write(f"  '{name}': partly deleted; the next start removes it")
         elif name.startswith(QUARANTINED):
-            _write(f"  '{name}': in quarantine, as corrupt")
+            _write(f"  '{name}': in quarantine, because it is corrupt")
         elif name.startswith(REWOUND):
-            _write(f"  '{name}': later steps, from before the run was rewound")
+            _write(f"  '{name}': later steps, set aside when the run was rewound")
     if newest is not None:
         _describe(newest, arrays=arrays)
     return 1 if num_damaged else 0
@@ -138,7 +138,7 @@ def _judge(
         if _is_gone(saved, step):
             return None, _GONE
         return stored, f"DAMAGED: {error}"
-    return stored, "whole: every array has its checksum"
+    return stored, "complete: every array matches its checksum"
 
 
 _GONE = "deleted by the run meanwhile"

@@ -1,7 +1,7 @@
 """Launcher: starts the processes of a run on one machine, and ends them together.
 
 It can also write a script or manifest with which a cluster's scheduler starts the
-processes and, after a failure, all of them again. In the training script,
+processes, and restarts all of them after a failure. In the training script,
 ``initialize()`` reads the environment that the launcher, script or manifest sets.
 """
 
@@ -201,8 +201,8 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
     if len(names) < needed:
         raise MeshShapeError(
             f"{_VISIBLE}={given} names {len(names)} devices, but {job.num_processes} "
-            f"processes of {count} devices need {needed}. Launch fewer, or make more "
-            "visible."
+            f"processes of {count} devices need {needed}. Launch fewer processes, or "
+            "make more devices visible."
         )
     return environment | {_VISIBLE: ",".join(names[index * count :][:count])}
 
@@ -227,7 +227,7 @@ def _watch(
     ended.put((index, code))
 
 
-# Two threads of each process write lines, which must not mix.
+# For each process, two threads write lines. Their lines must not mix.
 _writing = threading.Lock()
 
 
@@ -287,12 +287,12 @@ def slurm(job: Job) -> str:
 {gpus}#SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
-# SIGTERM, 120 s before the time is over or the node is taken, saves a checkpoint.
+# Slurm sends SIGTERM 120 s before it ends the job; the run then saves a checkpoint.
 
 set -u
 {variables}restarts=0
 while true; do
-  # One process fails: all are ended.
+  # If one process fails, srun ends all of them.
   srun --kill-on-bad-exit=1 {shlex.join(("python", *job.command))} && exit 0
   code=$?
   if [ "$restarts" -ge {job.max_restarts} ]; then exit "$code"; fi
@@ -321,7 +321,7 @@ def jobset(job: Job) -> str:
     # a collective. The JobSet restarts all pods.
     limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
     return f"""\
-# kubectl apply -f this; put the image with the code in the place of IMAGE.
+# Replace IMAGE by the image with the code, then run kubectl apply -f on this file.
 apiVersion: "jobset.x-k8s.io/v1alpha2"
 kind: "JobSet"
 metadata:
@@ -366,8 +366,8 @@ def tpu(job: Job) -> str:
     # No variable of a TPU VM says that it is part of a slice, so the script sets one.
     command = f"{CLUSTER}=tpu {shlex.join(('python', *job.command))}"
     return f"""#!/bin/bash
-# Usage: TPU=name ZONE=zone bash this. The slice has {job.num_processes} hosts.
-# The code and its environment are installed on every host already.
+# Usage: TPU=name ZONE=zone bash FILE. The slice has {job.num_processes} hosts.
+# The code and its environment must be installed on every host.
 set -eu
 : "${{TPU:?name of the TPU slice}}" "${{ZONE:?its zone}}"
 restarts=0

@@ -71,12 +71,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=int, default=1, metavar="N", help=at_once)
     add("--cache", metavar="DIRECTORY", help="directory for results of the compiler")
     add("--json", metavar="FILE", help="write the plan as JSON too")
-    add("--html", metavar="FILE", help="write the plan as a page too")
+    add("--html", metavar="FILE", help="write the plan as an HTML page too")
     add("script", help="the Python script that calls Trainer.fit")
     # `main` stores the arguments after `--` here, so that options may follow the
     # script.
     parser.set_defaults(arguments=[])
-    parser.epilog = "Arguments of the script follow behind --."
+    parser.epilog = "Give the arguments of the script after --."
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -171,7 +171,7 @@ def parts_of_script(
         raise PlanError(
             f"{found} before it calls Trainer.fit. A plan runs the script up to that "
             "call, to see its Trainer, and the script must do nothing else before it: "
-            "move this behind `trainer.fit(...)`, or put the Trainer into another "
+            "move this after `trainer.fit(...)`, or put the Trainer into another "
             "script."
         ) from None
     except SystemExit as error:
@@ -186,7 +186,7 @@ def parts_of_script(
     has = "built a Trainer and did not call fit" if built else "built no Trainer"
     raise PlanError(
         f"{found}, and {has}. plan needs a script that calls Trainer(...).fit(...) "
-        "when it is run; pass its arguments behind its name"
+        "when it is run; pass the script's arguments after --"
         f"{', or --batch for your loop' if built else ''}."
     )
 
@@ -311,7 +311,7 @@ def _check_settings(settings: dict[str, Any]) -> int | Literal["all"]:
     if count == "all":
         return "all"
     if not count.isdigit():
-        raise PlanError(f"--compile {count!r}: it is a number of candidates, or all.")
+        raise PlanError(f"--compile {count!r}: it must be a number, or all.")
     return int(count)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Reached(BaseException):
-    """Says that the script called `fit`; a script might catch an `Exception`."""
+    """Ends a script at its call of `fit`; a script may catch an `Exception`."""
 
     def __init__(self, trainer: Any, data: Any) -> None:
         super().__init__()

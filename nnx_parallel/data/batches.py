@@ -30,7 +30,7 @@ Signature = dict[str, tuple[tuple[int, ...], str]]
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:
-    """Checks a pytree of arrays whose dim 0 is the rows, and returns their number.
+    """Checks a pytree of arrays whose dim 0 is the rows; returns the number of rows.
 
     Arrays without dims, and arrays in a `Shared`, belong to all rows.
 
@@ -112,11 +112,11 @@ def check_same(batch: Any, first: Signature | None, *, index: int) -> Signature:
         first_shape, first_dtype = first[name]
         if found[name] != first[name]:
             raise BatchShapeError(
-                f"{name} of batch {index} has shape {shape} and dtype {dtype}, but in "
-                f"the first batch {first_shape} and {first_dtype}. Each new shape "
-                "would compile the step again: pad to one shape. The last, smaller "
-                "batch of an epoch is left out by fit(..., last_batch='drop'), and "
-                "filled up by last_batch=Pad('weights')."
+                f"{name} of batch {index} has shape {shape} and dtype {dtype}, but the "
+                f"first batch had {first_shape} and {first_dtype}. Each new shape "
+                "would compile the step again: pad all batches to one shape. The last, "
+                "smaller batch of an epoch is left out by fit(..., last_batch='drop'), "
+                "and filled up by last_batch=Pad('weights')."
             )
     return found
 
@@ -154,7 +154,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
         place = " A DataLoader does so in its collate_fn." if is_torch else ""
         raise DataError(
             f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
-            "arrays: convert it with `np.asarray`, dim 0 being the rows. An array "
+            "arrays: convert it with `np.asarray`, so that dim 0 is the rows. An array "
             f"without dims, such as np.asarray(0.5), is shared by all rows.{place}"
         )
     kinds = (np.number, np.bool_, jax.dtypes.extended)  # typed random keys are extended
@@ -180,7 +180,7 @@ def _check_leaf(name: str, leaf: Any) -> None:
     for value in (int(leaf.min()), int(leaf.max())):
         if not limits.min <= value <= limits.max:
             raise DataError(
-                f"{name} has dtype {leaf.dtype} and holds {value}. JAX keeps it as "
+                f"{name} has dtype {leaf.dtype} and holds {value}. JAX stores it as "
                 f"{narrow}, from {limits.min} to {limits.max}, and would wrap it: make "
                 "it smaller, or set `jax_enable_x64`."
             )
@@ -296,7 +296,7 @@ def shared_checksums(batch: Any) -> dict[str, int]:
 Mark = list[Any]
 """Content of a batch in JSON values: the number of rows and checksums of each array."""
 
-_MARK_BYTES = 2**16  # bytes of each array to hash: 0.1 ms even if a batch has 100 MB
+_MARK_BYTES = 2**16  # bytes to hash of each array; takes 0.1 ms even for 100 MB
 _MARK_ROWS = 8  # rows to hash at each end, to compare batches of different sizes
 _ROW_BYTES = 2**10  # bytes to hash of each of these rows
 
@@ -318,8 +318,8 @@ def mark_of(batch: Any) -> Mark | None:
         if not _is_on_host(x):
             continue
         x = np.asarray(x)
-        # Rows are counted from either end. A row is sampled in the same way whatever
-        # the number of rows in its batch.
+        # Rows are counted from either end. A row is sampled in the same way for any
+        # number of rows in its batch.
         ends = (x[:_MARK_ROWS], x[: -_MARK_ROWS - 1 : -1])
         rows = [[*map(zlib.crc32, _sampled(end, _ROW_BYTES))] for end in ends]
         by_row = -(-len(x) * x.itemsize // _MARK_BYTES) | 1
@@ -338,13 +338,13 @@ def _is_on_host(x: Any) -> bool:
 
 
 def _sampled(x: np.ndarray, row_bytes: int) -> Any:
-    """Returns bytes, uint8 ``(rows, bytes)``, of all items or of a sample."""
+    """Returns the bytes of all items, or of a sample: uint8 ``(rows, bytes)``."""
     row_items = x.size // len(x)
     # The step is odd, because images and tokens often repeat at even distances.
     by_item = -(-row_items // max(1, row_bytes // x.itemsize)) | 1
     if x.flags.c_contiguous or by_item == 1:
         x = x.reshape(len(x), -1)[:, ::by_item]
-    else:  # items are taken by index: flattening a transposed array would copy it all
+    else:  # items are taken by index: a flattened transposed array is a full copy
         items = np.arange(0, row_items, by_item)
         x = x[(slice(None), *np.unravel_index(items, x.shape[1:]))]
     return np.ascontiguousarray(x).view(np.uint8)
@@ -353,7 +353,7 @@ def _sampled(x: np.ndarray, row_bytes: int) -> Any:
 def is_same_content(found: Mark, saved: Mark, other: Mark, *, row: int) -> bool:
     """Returns True if two batches hold the same rows.
 
-    Arrays that are alike in all batches, such as a mask of ones, are not compared. The
+    Arrays that are equal in all batches, such as a mask of ones, are not compared. The
     batches are the same if any other array agrees: augmentation may change images from
     pass to pass, but not their labels.
 
@@ -389,7 +389,7 @@ def _format(found: Any) -> str:
 
 
 def data_share(layout: Layout) -> tuple[int, int]:
-    """Returns which part of each batch's rows this process gives, and how many exist.
+    """Returns which part of a batch's rows this process gives, and the number of parts.
 
     The result is ``(index, count)``. Processes that hold the same rows give the same
     part, as with tensor parallelism across machines.
@@ -443,13 +443,14 @@ def place_batch(
             `data_share`; with one process, these are the rows of the global batch.
             Shared entries are copied to every device.
         layout: The strategy's claims on the mesh.
-        num_microbatches: Check that the rows divide evenly over this number and over
-            the batch axes. With ``None`` (evaluation), the rows are split over as many
-            axes as divide them, which may be none.
+        num_microbatches: The number of microbatches. Together with the sizes of the
+            batch axes it must divide the number of rows. With ``None`` (evaluation),
+            there is no such check, and the rows are split over the batch axes that
+            divide them.
         global_batch_size: Number of rows to which the shares must add up.
 
     Raises:
-        BatchShapeError: If the rows do not divide, or if their number is not
+        BatchShapeError: If the rows cannot be split evenly, or if their number is not
             ``global_batch_size``.
     """
     index, count = data_share(layout)
@@ -484,7 +485,7 @@ def _place(sharding: NamedSharding, arrays: list) -> list:
         # NumPy slices arrays without a program; JAX would run one for each slice.
         arrays = jax.tree.map(np.asarray, arrays)
     # On a mesh of several processes, `jax.device_put` runs a collective to check that
-    # the values are equal. The function below does not. With one process both are the
+    # the values are equal. The function below does not. With one process, both do the
     # same.
     arrays = jax.tree.map(copy_if_writeable, arrays)
     return jax.make_array_from_process_local_data(sharding, arrays)
@@ -503,8 +504,8 @@ def copy_if_writeable(x: Any) -> Any:
 def _size_error(num_local: int, index: int, count: int, wanted: int) -> BatchShapeError:
     if count == 1:
         return BatchShapeError(
-            f"Batch of {num_local} rows, but global_batch_size={wanted}. Make the two "
-            "equal, or leave global_batch_size out."
+            f"The batch has {num_local} rows, but global_batch_size={wanted}. Make the "
+            "two equal, or leave global_batch_size out."
         )
     hint = " That is the global batch: give each process its share of it."
     rows, rest = divmod(wanted, count)

@@ -203,7 +203,8 @@ def returned_batches(data: Iterator[Any]) -> deque[Any]:
     try:
         return _returned.setdefault(data, deque())
     except TypeError:
-        # `zip`, `map` and others allow no weak references, so only the newest is kept.
+        # `zip`, `map` and others do not allow weak references, so only the newest is
+        # kept.
         if _newest[0] is not data:
             _newest[:] = data, deque()
         return _newest[1]

@@ -1,4 +1,4 @@
-"""Batches on their way to the devices: read, checked and placed before their step."""
+"""Reads, checks and places batches on a thread, before the steps that need them."""
 
 import copy
 import dataclasses
@@ -54,8 +54,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     read in all. If a one-shot iterator has given batches that are not taken, they are
     kept on the host for the next ``PrefetchIterator`` that reads it: no batch is lost
     between two fits. An error in the data, in a check or in ``place`` is raised from
-    the iteration, in place of its batch and with its traceback. A pass may end before
-    the limit.
+    the iteration, in place of its batch and with its traceback. If the data is read in
+    passes (`Epochs`), it may end before the limit.
 
     Attributes:
         data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
@@ -71,7 +71,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         state: Position to restore, from `PlacedBatch.state`.
         prefetch: Number of batches placed ahead. With 0, all work is done in the
             caller's thread.
-        uniform: True if structure, shapes and dtypes must stay the same.
+        uniform: True if structure, shapes and dtypes must be the same for all batches.
         smaller: The rule for a batch of fewer rows.
         first_step: Steps done before the first batch, for messages; by default
             ``skip``.
@@ -134,7 +134,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
-        """Stops the thread; keeps batches read ahead of a one-shot iterator."""
+        """Stops the thread; keeps the batches read ahead from a one-shot iterator."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -170,7 +170,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         self._check_ends()
 
     def _check_ends(self) -> None:
-        """Refuses lists that are too short, and a last batch if its size is known."""
+        """Refuses a list that is too short, and a last batch of known, smaller size."""
         cursor, skipped, stop = self._cursor, 0, 0
         data: Any = cursor.data
         # Several processes compare their batches, and so find a missing one together.
@@ -195,8 +195,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             if read.batch is END:
                 raise self._exhausted(num_read, num_read)
             num_read += 1
-            # The next batch may be the last and smaller one of an epoch, so the rows
-            # of a full batch come from a skipped batch.
+            # The next batch may be the last and smaller one of an epoch, so the number
+            # of rows of a full batch is taken from a skipped batch.
             self.smaller.num_rows = self.smaller.num_rows or rows_of(read.batch)
         num_skipped, place = num_read, cursor.place
         dropped, marks = list[Read](), list[Mark | None]()  # since the last used batch
@@ -351,8 +351,8 @@ class _Reader(Iterator[T]):
             self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             warn_user(
-                f"The data did not return from `next` within {_CLOSE_SECONDS:.0f} s of "
-                "being closed; its thread ends when it does.",
+                f"The data did not return from `next` within {_CLOSE_SECONDS:.0f} s "
+                "after it was closed; its thread ends once `next` returns.",
             )
         while not self._ready.empty():
             self._ready.get()

@@ -225,7 +225,7 @@ class Cursor:
             self.open()
             if owner is methods and encode_state(methods.get_state()) != saved:
                 methods.set_state(state)
-        except Exception as error:  # of any class (docs/library-notes.md, "Grain")
+        except Exception as error:  # any class (docs/library-notes.md, "Grain")
             raise DataError(
                 f"{type(self.data).__name__} cannot return to the position that was "
                 f"saved: {type(error).__name__}: {error}. The position is "
@@ -351,7 +351,7 @@ class Cursor:
         return mark_of(read.batch) if is_first else first
 
     def _cut(self, read: Read, over: int) -> Any:
-        """Keeps the last ``over`` rows of a batch for the next; returns the others."""
+        """Keeps the last ``over`` rows of a batch for later; returns the other rows."""
         self._size, self._cut_epoch = rows_of(read.batch), read.epoch
         self._rest = take_rows(read.batch, self._size - over, self._size)
         return take_rows(read.batch, 0, self._size - over)
@@ -417,9 +417,9 @@ class DataState:
 
     A later fit may bring data as another object. It counts as the same data if its
     first batch, and its length if it has one, are the same. Then the fit continues
-    where the run was. Any other data that comes in the same process is read from its
-    start. But after a restart, or if the object is the same, the data must be the same:
-    anything else is an error.
+    where the run was. If a fit in the same process brings other data, that data is read
+    from its start. But after a restart, or if the object is the same, the data must be
+    the same: anything else is an error.
 
     Attributes:
         first_step: Step at which the present data began.
@@ -452,7 +452,7 @@ class DataState:
     _cursor: Cursor | None = field(default=None, init=False)
 
     def pass_over(self, data: Any, num_steps: int, step: int) -> None:
-        """Records a fit of ``data`` to ``num_steps`` that an earlier process has done.
+        """Records a fit of ``data`` to ``num_steps`` that an earlier process completed.
 
         The position belongs to this data, unless a later fit to more steps moved it.
         """
@@ -492,8 +492,8 @@ class DataState:
         All processes call this.
 
         Raises:
-            DataError: If the run has used other batches than this data has, or if the
-                place cannot be found.
+            DataError: If this data differs from the batches that the run has used, or
+                if the place cannot be found.
         """
         same_object = self._data is data
         is_other = self._data is not None and not same_object
@@ -671,8 +671,8 @@ class DataState:
             rows = self.pass_rows * self.shares
             if rows % shares:
                 raise DataError(
-                    f"{rows} rows were used, which do not divide by {shares} processes "
-                    "with data. Resume on a number of processes that divides them, "
+                    f"{rows} rows were used, and {shares} processes with data do not "
+                    "divide them evenly. Resume on a number of processes that does, "
                     f"such as {self.shares}."
                 )
             self.pass_rows = rows // shares
@@ -697,7 +697,8 @@ class DataState:
         following = self.marks[2]
         if self._cursor is not None and self._cursor.ahead:
             following, _ = self._cursor.ahead[0]
-        # Each process may read other files, so the positions of all are saved.
+        # Each process may read different files, so the positions of all processes are
+        # saved.
         mine = {"state": self.state, "marks": [*self.marks[:2], following]}
         found = allgather_object("position in the data", mine)
         counts = {name: getattr(self, name) for name in (*_COUNTS, *_PLACE)}
@@ -717,7 +718,7 @@ class DataState:
             DataError: If `to_json` cannot have made ``saved``.
         """
         counts = {name: saved.get(name, 0) for name in _COUNTS}
-        # A checkpoint of an earlier version counts only batches.
+        # A checkpoint of an earlier version holds only the number of batches.
         unknown = {"step": 0, "epoch": 0, "pass_rows": -1 if saved else 0, "shares": 0}
         counts |= {name: saved.get(name, unknown[name]) for name in _PLACE}
         states, marks = saved.get("states", [None]), saved.get("marks", [[None] * 3])

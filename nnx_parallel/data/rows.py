@@ -76,8 +76,8 @@ class Pad:
         """Returns a batch filled up to ``num_rows`` rows, with weights."""
         if not isinstance(batch, Mapping):
             raise DataError(
-                f"last_batch={self} of batches of type {type(batch).__name__}. It adds "
-                f"the entry {self.weights!r} to a batch: batches must be dicts."
+                f"last_batch={self} got a batch of type {type(batch).__name__}. It "
+                f"adds the entry {self.weights!r} to a batch: batches must be dicts."
             )
         found = count_rows(batch)
         weights = batch.get(self.weights, np.ones(found, np.float32))
@@ -99,7 +99,7 @@ class Pad:
 
 
 LastBatch = Literal["drop", "error"] | Pad
-"""The rule, in training, for a batch of fewer rows than the others."""
+"""The rule, in training, for a batch with fewer rows than the other batches."""
 
 
 def check_last_batch(value: object) -> None:
@@ -114,7 +114,7 @@ def check_last_batch(value: object) -> None:
 
 @dataclass
 class SmallerBatches:
-    """The rule for batches of fewer rows than the others.
+    """The rule for batches with fewer rows than the other batches.
 
     Attributes:
         rule: ``"error"`` raises an error. ``"drop"`` leaves the batch out, and ``None``
@@ -139,7 +139,7 @@ class SmallerBatches:
         return DROPPED
 
     def count_dropped(self, *, is_first: bool) -> None:
-        """Notes that a batch was left out; ``is_first``: none was used before it."""
+        """Counts a dropped batch; ``is_first``: no batch was used before it."""
         self.num_dropped += 1
         # A resumed run may have smaller batches throughout: the next batch decides.
         self.num_rows = 0 if is_first else self.num_rows
@@ -179,8 +179,8 @@ def rows_at_ends(data: Any) -> tuple[int, int]:
         (4, 3)
     """
     size = getattr(data, "batch_size", None)
-    # The data is an object of another library, which may not answer these questions.
-    # Any failure means that the number is unknown.
+    # The data is an object of another library, which may lack these attributes. Any
+    # failure means that the number is unknown.
     with contextlib.suppress(Exception):
         if hasattr(data, "__getitem__"):
             return rows_of(data[0]), rows_of(data[len(data) - 1])

@@ -1,7 +1,8 @@
 """`plan`: estimates a step's cost on absent devices, and finds the best strategy.
 
 `plan` takes a Trainer, the shapes of a batch and the name of a topology. It returns a
-`Plan`: candidates in order, with their memory and time. Start reading in `search`.
+`Plan`: candidates, the best first, with their memory and time. Start reading in
+`search`.
 """
 
 from nnx_parallel.plan.candidates import Candidate as Candidate

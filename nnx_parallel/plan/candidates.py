@@ -60,7 +60,7 @@ class Candidate:
         num_microbatches: The Trainer's ``num_microbatches``.
         remat: The Trainer's ``remat``.
         offload: ``Backend.offload`` of the Trainer.
-        precision: The Trainer's ``precision``; ``None`` keeps it.
+        precision: The Trainer's ``precision``; ``None`` does not change it.
 
     Example:
         >>> Candidate(strategy=FSDP(8), remat="full").code
@@ -117,7 +117,9 @@ def check_fix(fix: Mapping[str, Any]) -> None:
             )
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if name in numbers and (not is_number or value < 1):
-            raise PlanError(f"fix has {name}={value!r}. It is a number of at least 1.")
+            raise PlanError(
+                f"fix has {name}={value!r}. It must be an integer of at least 1."
+            )
 
 
 def enumerate_candidates(
@@ -128,11 +130,11 @@ def enumerate_candidates(
     Args:
         parts: The model and the batch.
         topology: The devices.
-        fix: Values that are decided: sizes of mesh axes by name, ``microbatches``,
-            ``remat``, ``shard`` (of `FSDP`), ``schedule`` (of a pipeline, by name),
-            ``stack`` (the path of the stack that a pipeline cuts), ``sequence`` (of
-            tensor parallelism: False, True, or the overlap ``"ring"`` or ``"halves"``;
-            only a fixed ``"halves"`` is tried), ``offload``, and ``precision``
+        fix: Fixed values: sizes of mesh axes by name, ``microbatches``, ``remat``,
+            ``shard`` (of `FSDP`), ``schedule`` (of a pipeline, by name), ``stack`` (the
+            path of the stack that a pipeline cuts), ``sequence`` (of tensor
+            parallelism: False, True, or the overlap ``"ring"`` or ``"halves"``;
+            ``"halves"`` is tried only if it is fixed), ``offload``, and ``precision``
             (``"own"`` or ``"mixed_bfloat16"``).
 
     Raises:
@@ -159,8 +161,8 @@ def enumerate_candidates(
     if not found:
         raise PlanError(
             f"No strategy divides {parts.num_rows} rows over {topology.num_devices} "
-            f"devices of {topology.name}{f' with {fix}' if fix else ''}. Fix less, or "
-            "choose a number of rows with more divisors."
+            f"devices of {topology.name}{f' with {fix}' if fix else ''}. Fix fewer "
+            "values, or choose a number of rows with more divisors."
         )
     # Duplicates are removed: sizes of 1 leave techniques out, so several combinations
     # give the same candidate.
@@ -168,7 +170,7 @@ def enumerate_candidates(
 
 
 def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) -> None:
-    """Refuses sizes of axes that do not divide the devices, or have no use."""
+    """Refuses sizes of axes that do not divide the devices or do not suit the model."""
     experts, layers = facts.num_experts, max(facts.stacks.values(), default=0)
     layers = facts.stacks.get(fix.get("stack", ""), layers)
     has_names = not {*TENSOR_NAMES}.isdisjoint(facts.named)
@@ -176,7 +178,7 @@ def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) 
     uses: dict[str, tuple[Callable[[int], bool], str]] = {
         "expert": (lambda n: experts > 0 and experts % n == 0, f"{experts} experts"),
         "pipe": (lambda n: n <= layers, f"{layers} layers in a Stack"),
-        "tensor": (lambda _: has_names, f"no dim named any of {TENSOR_NAMES}"),
+        "tensor": (lambda _: has_names, f"no dim with a name in {TENSOR_NAMES}"),
     }
     sizes = _divisors(topology.num_devices)
     for name, size in ((n, fix[n]) for n in AXES if n in fix):
@@ -190,8 +192,8 @@ def _check_sizes(fix: Mapping[str, Any], facts: ModelFacts, topology: Topology) 
     fixed = {name: fix[name] for name in AXES if name in fix}
     if sizes[-1] % (product := math.prod(fixed.values())):
         raise PlanError(
-            f"fix has {fixed}, {product} devices, which do not divide the {sizes[-1]} "
-            f"of {topology.name}. Make one of them smaller."
+            f"fix has {fixed}. The product of these sizes, {product}, does not divide "
+            f"the {sizes[-1]} devices of {topology.name}. Make a size smaller."
         )
 
 

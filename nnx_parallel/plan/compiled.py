@@ -54,7 +54,7 @@ _VERSION = 3  # version of the results' format on disk
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Figures of a compiled candidate. Times come from the run that compiled it.
+    """Figures of a compiled candidate, with the times of the run that compiled it.
 
     Attributes:
         memory: XLA's ``memory_analysis`` on one device, in bytes, by name: arguments,
@@ -64,7 +64,7 @@ class Compiled:
             transfers.
         num_collectives: Collectives that a step executes.
         seconds: Seconds of tracing, compiling and reading the program.
-        processor_seconds: Processor seconds of all threads of the process.
+        processor_seconds: CPU seconds of all threads of the process.
         is_cached: True if the figures were read from disk.
         schedule: Attributes of the program's `Schedule`, if the compiler prints its
             estimates.
@@ -123,7 +123,7 @@ def missing_compiler(topology: Topology) -> str:
     if importlib.util.find_spec("cloudpickle") is None:
         return "cloudpickle is not installed (pip install 'nnx-parallel[tpu-compiler]')"
     if not hardware.compiler:
-        return f"no compiler for {hardware.name} runs on a machine without one"
+        return f"the compiler for {hardware.name} needs such a device in the machine"
     if hardware.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed (pip install 'nnx-parallel[tpu-compiler]')"
     return ""
@@ -156,7 +156,8 @@ def compile_candidates(
     import cloudpickle
 
     where = Path(cache or CACHE).expanduser()
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)  # compiled programs are code
+    # Only this user may write here, because compiled programs are code.
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def run(candidate: Candidate) -> Compiled:
         try:
@@ -165,7 +166,8 @@ def compile_candidates(
             raise PlanError(
                 f"The model, optimizer or loss cannot be sent to the process that "
                 f"compiles: {error}. Define them at the top of a module, without open "
-                "files or locks; or plan(..., compile=0) for only the formulas."
+                "files or locks; or use plan(..., compile=0), which needs only the "
+                "formulas."
             ) from error
         found = _run_child(sent, topology, timeout)
         on_done(candidate, found)
@@ -206,7 +208,7 @@ def _run_child(sent: bytes, topology: Topology, timeout: float) -> Compiled:
 
 
 def options_of(parts: Parts, candidate: Candidate) -> StepOptions:
-    """Returns the options of a candidate's step, by default the Trainer's."""
+    """Returns the Trainer's step options, with a candidate's microbatches and remat."""
     return replace(
         parts.options,
         num_microbatches=candidate.num_microbatches,
@@ -274,8 +276,9 @@ def _schedule_of(
 ) -> dict[str, Any] | None:
     """Reads the timed schedule of a program for TPUs.
 
-    Returns ``None``, so that formulas give the time, if the text cannot be read, or has
-    no estimates of cycles. The compiler's dump has none: they come later.
+    Returns ``None`` if the text cannot be read, or has no estimates of cycles; formulas
+    then give the time. The compiler's dump has no estimates, which the compiler makes
+    later.
     """
     if not topology.hardware.clock or "estimated_cycles" not in text:
         return None
@@ -288,7 +291,7 @@ def _schedule_of(
 def _key(
     lowered: Any, topology: Topology, mesh: Mesh, given: Mapping[str, Any] | None
 ) -> str:
-    """Returns a name for a program, its compiler with options, and its devices."""
+    """Returns a key for a program, its compiler with the options, and its devices."""
     packages = versions()
     if importlib.util.find_spec("libtpu") is not None:
         packages["libtpu"] = importlib.metadata.version("libtpu")

@@ -81,7 +81,7 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         Exception: Any error that the loss raises when it is traced.
     """
     # cuDNN cannot be traced where it is missing. Plain operations keep about as many
-    # bytes.
+    # bytes as it does.
     traced = "described" if platform == "gpu" else platform
     objective, given = _objective(parts.with_rows(_ROWS), remat, traced)
 
@@ -94,7 +94,7 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         grads = jax.make_jaxpr(jax.grad(objective))(*given).jaxpr
     residuals = tuple(_residuals(kept))
     # The residual stream has the shape that a stack's layers pass on. Without a stack
-    # it is taken to have the most common shape of residuals.
+    # it is assumed to have the most common shape of residuals.
     positions, width = _hidden(kept, parts) or _positions(residuals)
     return RowCosts(
         flops=count_jaxpr_flops(grads) / _ROWS,
@@ -109,11 +109,11 @@ class Facts:
     """Facts that all candidates of a Trainer and a batch share; they are traced once.
 
     Attributes:
-        parts: The parts.
+        parts: The model, its loss and the batch.
         rows: Costs of a row by remat policy.
         model_flops: FLOPs of a row without recomputation.
         model: The abstract model, for checks.
-        arrays: The model's arrays.
+        arrays: Descriptions of the model's arrays.
     """
 
     parts: Parts
@@ -154,7 +154,7 @@ def count_model_flops(parts: Parts) -> float:
     """Counts a row's FLOPs, three times its forward pass, without recomputation.
 
     They are counted in plain operations, even if the step runs a kernel. The masked
-    scores of attention count. MFU is measured with this number [1].
+    scores of attention are included. MFU is computed from this number [1].
 
     References:
         [1] Chowdhery et al., "PaLM", 2022, appendix B,
@@ -170,7 +170,7 @@ def count_model_flops(parts: Parts) -> float:
 def _objective(
     parts: Parts, remat: Remat, platform: str
 ) -> tuple[Callable[..., Any], tuple]:
-    """Returns the loss as a function of arrays on one device, and argument shapes."""
+    """Returns the loss as a function of arrays, and the shapes of its arguments."""
     device: Any = StandIn(0, platform, platform, 0)
     mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
     plan = parts.on(DataParallel(1).layout(mesh))
@@ -228,7 +228,7 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
     """Returns positions and width of a row, by the most common shape of residuals."""
     shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
-        # A value with a last dim of one is a statistic over the others, as in a norm.
+        # A value whose last dim has size one is a statistic, such as a norm's mean.
         if len(each.dims) >= 2 and each.dims[-1] > 1:
             shape = math.prod(each.dims[:-1]), each.dims[-1]
             shapes[shape] = shapes.get(shape, 0) + 1

@@ -37,7 +37,7 @@ from nnx_parallel.state import StatePlan
 
 
 def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
-    """Counts bytes of a step's arguments on one device, by owner, without estimates.
+    """Counts the exact bytes of a step's arguments on one device, by owner.
 
     Their sum is the argument size of XLA's ``memory_analysis`` if the compiler lays
     arrays out without padding, as on CPU.
@@ -92,7 +92,8 @@ class Estimate:
         self.params = [(path, x, plan.placements[path]) for path, x in trained.items()]
         staged = [x.shape[0] for _, x, place in self.params if place.is_staged]
         stacked = [x.shape[0] for _, x, place in self.params if place.is_stacked]
-        # Layers of the stack that a pipeline cuts, or of the longest stack.
+        # The number of layers of the stack that a pipeline cuts, or of the longest
+        # stack.
         self.num_layers = max(staged or stacked, default=1)
         self.simulation, self.buffers = self._schedule(claims.execution)
 
@@ -146,7 +147,7 @@ class Estimate:
         return array_bytes(self.layout.sharding(spec).shard_shape(shape), dtype)
 
     def local_bytes(self, rows: Residual) -> float:
-        """Returns the bytes of `rows` on one device if the batch is one microbatch."""
+        """Returns the bytes of a residual on one device, for one microbatch."""
         parts, (along, others) = self._named_parts(rows.dims), self._split_sequence
         if self.per_row.positions in rows.dims or not rows.dims:
             parts *= others if parts > 1 else along
@@ -155,13 +156,13 @@ class Estimate:
         return rows.num_bytes * self.rows / parts
 
     def _named_parts(self, dims: tuple[int, ...]) -> int:
-        """Returns the number of devices that split a value, found by a dim's size."""
+        """Returns the number of devices that split a value with dims of these sizes."""
         counts = (n for n, sizes in self._split_sizes if not sizes.isdisjoint(dims))
         return max(counts, default=1)
 
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[int, set[int]]]:
-        """Number of devices that split each name's dims, and these dims' sizes."""
+        """For each name, how many devices split its dims, and the dims' sizes."""
         claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim as wide as the residual stream cannot be recognised by its size.
@@ -181,7 +182,7 @@ class Estimate:
 
     @functools.cached_property
     def hidden_bytes(self) -> float:
-        """Bytes of a microbatch's hidden states on a device without a `tensor` axis."""
+        """Bytes of a microbatch's hidden states on a device, not split by `tensor`."""
         context = self.size(self.layout.sequence_axes)
         elements = self.rows * self.per_row.positions * self.per_row.width / context
         return elements * self.width
@@ -197,10 +198,10 @@ class Estimate:
 
     @property
     def copied_bytes(self) -> float:
-        """Bytes of parameters that a TPU's compiler copies for a whole step.
+        """Bytes of parameters that a TPU's compiler copies for the whole step.
 
-        An array that is updated in shards is then gathered. The gather writes over the
-        old array, so the compiler copies it (docs/library-notes.md, "The TPU
+        An array that is updated in shards is then gathered. The gather overwrites the
+        old array, so the compiler copies the old array (docs/library-notes.md, "The TPU
         compiler").
         """
         if self.topology.hardware.platform != "tpu":
@@ -224,7 +225,8 @@ class Estimate:
     def live_bytes(self) -> dict[str, float]:
         """Returns memory besides arguments, by owner, for a step without stages."""
         kept = sum(map(self.local_bytes, self.per_row.residuals))
-        # With microbatches, there are the gradients of one microbatch and their sum.
+        # With microbatches, a device holds the gradients of one microbatch and the sum
+        # over microbatches.
         copies = 2 if self.microbatches > 1 else 1
         return {
             "kept activations": kept,
@@ -247,7 +249,7 @@ class Estimate:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of a layer's rows while it runs again, and the largest other value."""
+        """Bytes of a layer that is computed again, and of the largest other value."""
         residuals = self.facts.rows["none"].residuals
         stacked = sum(self.local_bytes(r) for r in residuals if r.is_stacked)
         others = (self.local_bytes(r) for r in residuals if not r.is_stacked)
@@ -285,7 +287,7 @@ class Estimate:
 
     @functools.cached_property
     def fullest(self) -> float:
-        """Length of the longest chunk over the mean length of chunks."""
+        """Length of the longest chunk, divided by the mean length of chunks."""
         if self.simulation is None or not (layers := self.num_layers):
             return 1.0
         parts = self.stages * self._pipeline.schedule.chunks
@@ -372,12 +374,14 @@ def _of_state(local: Estimate) -> Iterator[Traffic]:
     gathers = 2 if any(place.is_gathered for _, _, place in local.params) else 1
     execution = claims.execution
     is_once = isinstance(execution, PipelineSchedule) and execution.gather == "step"
-    # CPUs have no reduce-scatter: they all-reduce gradients, and drop the rest.
+    # CPUs have no reduce-scatter: they all-reduce gradients, and drop the parts of
+    # other devices.
     sums = 2 if local.is_cpu else 1
     for _, x, stored_at in local.params:
         place, of_stage = stored_at, 1
         if place.stage_axes:
-            # If stages share layers unevenly, the layers are sent to them once a step.
+            # If stages share layers unevenly, the layers are sent to the stages once
+            # per step.
             for source, dtype in (("weights", local.dtype), ("gradients", x.dtype)):
                 part = local.shard_bytes(x.shape, place.stored, dtype)
                 yield _sent(local, place.stage_axes, part, source, exposed=True)
@@ -480,7 +484,7 @@ def _of_stages(local: Estimate) -> Iterator[Traffic]:
         return
     execution: Any = local.layout.claims.execution
     hops = 2 * execution.schedule.chunks * local.microbatches
-    # A hop sends all bytes to one neighbour. The factor cancels the share (n - 1) / n
-    # that `_sent` takes for rings.
+    # A hop sends all bytes to one neighbour. The factor cancels the factor (n - 1) / n
+    # that `_sent` applies for rings.
     total = hops * local.hidden_bytes * local.stages / (local.stages - 1)
     yield _sent(local, ("pipe",), total, "activations", exposed=False)

@@ -3,10 +3,10 @@
 The figures are published by the makers, without sparsity; `Hardware.source` is the page
 to check them on. In November 2026 they were checked for v5e, v5p and v6e; for v7x only
 the FLOP/s and the size of the memory were checked. The figures of GPUs agree with
-quotations of their data sheets. If pages of one maker differ, as for the memory of v6e
-(1,600 GB/s, 1,638, 1,640), the newest page counts. The network of v4 is assumed to be
-v5p's, and each GPU is assumed to have one network adapter. Users describe other devices
-by a `Hardware`, as in the table.
+quotations of their data sheets. If pages of one maker differ, the figure of the newest
+page is used, as for the memory of v6e (1,600, 1,638 and 1,640 GB/s). The network of v4
+is assumed to be v5p's, and each GPU is assumed to have one network adapter. Users
+describe other devices with a `Hardware`, like the entries of the table.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Hardware:
             name for the device. Empty if no compiler runs without the device.
         devices_per_chip: Number of JAX devices for each chip in the name of a slice.
             The other figures are for one device.
-        kinds: Beginnings of ``device_kind`` of JAX's devices of this hardware.
+        kinds: Prefixes of the ``device_kind`` of JAX devices of this hardware.
         array: Width of a systolic array; 0 if the device has no such array.
-        clock: Number per second of the cycles that the compiler counts; 0 if unknown.
+        clock: Cycles per second, as the compiler counts cycles; 0 if unknown.
 
     Example:
         >>> HARDWARE["v5p"].flops["bfloat16"] / 1e12
@@ -80,7 +80,7 @@ class Hardware:
         return self.usable * self.memory_bytes
 
     def peak(self, dtype: str) -> float:
-        """Returns FLOP/s of products of a dtype; the slowest for unlisted dtypes."""
+        """Returns FLOP/s of products of a dtype; of an unlisted dtype, the lowest."""
         dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
@@ -144,7 +144,7 @@ def _gpu(
     links: tuple[float, float],
     source: str,
 ) -> Hardware:
-    """Describes a GPU in machines of 8.
+    """Describes a GPU, of which each machine has 8.
 
     Args:
         name: In a topology.
@@ -182,7 +182,7 @@ _AMD = "https://www.amd.com/en/products/accelerators/instinct/"
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        # Two cores are one device, which is how v4 is used.
+        # The two cores of a chip are one device, which is how v4 is used.
         _tpu("v4", ("TPU v4",), (275, 275, 275), (128, 8 * 128**2), (32, 1200),
              (600, 6, 6.25), "v4; links: Jouppi et al., TPU v4, 2023, table 4",
              compiler={"name": "v4", "chip_config_name": "megacore"}),
@@ -205,8 +205,8 @@ HARDWARE: dict[str, Hardware] = {
              _NVIDIA + "dgx-b200"),
         _gpu("mi300x", "AMD Instinct MI300X", (1307.4, 653.7, 2614.9), (192, 5300),
              (896, 50), _AMD + "mi300.html"),
-        # These figures are from no data sheet: they serve to try strategies and to
-        # compile.
+        # These figures are not from a data sheet. They are for trying strategies and
+        # for compiling.
         Hardware(
             name="cpu",
             platform="cpu",

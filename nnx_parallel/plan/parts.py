@@ -32,7 +32,7 @@ from nnx_parallel.training.arguments import LossFn
 from nnx_parallel.training.step import StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
-"""Attribute of a Trainer for described devices: the offload that was asked for."""
+"""The attribute with the requested offload of a Trainer for described devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +75,8 @@ class Parts:
         run, programs = held.get("_run"), held.get("_programs")
         if run is None or programs is None:
             raise PlanError(
-                f"plan got {kind_of(trainer)}. It plans a Trainer, built on any "
-                "devices: plan(Trainer(model, optimizer, loss), ...)."
+                f"plan got {kind_of(trainer)}. Pass a Trainer, built on any devices: "
+                "plan(Trainer(model, optimizer, loss), ...)."
             )
         if programs.players:
             raise PlanError(
@@ -152,8 +152,7 @@ class Parts:
         """Returns the batch's shapes with their shardings.
 
         Raises:
-            BatchShapeError: If the batch's rows do not divide over devices and
-                microbatches.
+            BatchShapeError: If devices and microbatches do not divide the batch's rows.
         """
         rows = self.num_rows
         sizes = {axis: layout.mesh.shape[axis] for axis in layout.claims.batch}
@@ -188,7 +187,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, parts: Parts) -> ModelFacts:
-        """Reads the facts from the model of some parts."""
+        """Reads the facts from the model in ``parts``."""
         model = parts.rebuilt()
         found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
         # The stack that a pipeline chooses comes first.
@@ -236,7 +235,7 @@ def shapes_of(batch: Any) -> Any:
 
     if not jax.tree.leaves(batch, is_leaf=is_marked):
         raise PlanError(
-            "plan got no batch. Pass batch=, a batch as fit gets it or its shapes: "
+            "plan got no batch. Pass batch=, a batch as for fit or its shapes: "
             "{'tokens': jax.ShapeDtypeStruct((512, 4097), 'int32')}."
         )
     return jax.tree.map(shape, batch)

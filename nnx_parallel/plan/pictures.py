@@ -1,4 +1,4 @@
-"""Draws a plan: memory by owner, the step in time, its roofline, and a page.
+"""Draws a plan: memory by owner, the step's timeline and roofline, and a page.
 
 The page is one file without scripts, which can be sent and opened in any browser.
 """
@@ -225,7 +225,7 @@ def _panel(
     colours: dict[str, str],
     y: float,
 ) -> tuple[Marks, float]:
-    """Draws the lanes at one end of the range; returns the marks and their end."""
+    """Draws the lanes at one end of the range; returns marks and their lower end."""
     unit = (WIDTH - _GUTTER) / time.slow
     marks: Marks = []
     products, *others = _spans(time, end)
@@ -279,7 +279,8 @@ def _stages(
     unit = width / max(slot.end for slot in slots)
     stages, chunks = (1 + max(getattr(s, n) for s in slots) for n in ("stage", "chunk"))
     marks: Marks = []
-    # Slots of equal look share one path, because a schedule has thousands of slots.
+    # Slots that look the same share one path, because a schedule has thousands of
+    # slots.
     paths: dict[tuple[str, int], list[str]] = {}
     for slot in slots:
         at, top = _GUTTER + unit * slot.start, y + height * slot.stage
@@ -361,13 +362,13 @@ def _bar(
             marks.append(rect(left, y, wide, 16, colours[owner], 0, title=title))
         left += max(0.0, wide)
     if sum(memory.values()) > full:
-        # An arrow says that the bar goes on beyond the picture.
+        # An arrow shows that the bar goes on beyond the picture.
         marks.append(line((WIDTH - 7, y + 3), (WIDTH - 2, y + 8), (WIDTH - 7, y + 13)))
     return marks
 
 
 _LEFT, _TOP, _RIGHT, _BOTTOM = 46.0, 20.0, WIDTH - 8, 288.0
-# A lane that takes less than this share of the slow time bounds nothing.
+# A lane that takes less than this share of the slow time does not bound the step.
 _LEAST_SHARE = 1e-3
 
 
@@ -375,10 +376,10 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     """Draws FLOP/s of a step against its FLOPs for each byte that it moves [1].
 
     There is a roof for products, for memory, and for the links of each mesh axis with
-    traffic. The line of a roof is from the data sheet, and its band is the assumption.
-    Under each roof is a bar. Its horizontal place is the step's FLOPs for each byte of
-    that memory or link, and it reaches from the slow to the fast end of the step's
-    FLOP/s. If a bar comes near its roof, that part bounds the step.
+    traffic. The line of a roof shows the figure of the data sheet, and its band the
+    assumed range. Under each roof is a bar. Its horizontal position is the step's FLOPs
+    for each byte of that memory or link, and it reaches from the slow to the fast end
+    of the step's FLOP/s. If a bar comes near its roof, that part bounds the step.
 
     Args:
         plan: The plan.
@@ -427,7 +428,7 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
         for each in textwrap.wrap(f"assumed: {assumed}", int(WIDTH / LETTER)):
             marks.append(note(0, y + 10, each, "soft"))
             y += 15
-    title = f"The roofs of {entry.name}"
+    title = f"Roofline of {entry.name}"
     speed = f"{_per_second(attained[0])} to {_per_second(attained[1])} a device"
     head = ("", "work of a device", "intensity", "speed", "at best", "at worst")
     return Figure(
@@ -538,7 +539,7 @@ class _Scale(NamedTuple):
         attained: Range,
         colours: dict[str, str],
     ) -> tuple[Marks, Marks]:
-        """Draws each lane's name, and separately the step's bar under each roof."""
+        """Draws each lane's name, and the step's bar under each roof; returns both."""
         names: Marks = []
         marks: Marks = []
         ends: list[float] = []  # ends of the words of each line
@@ -656,10 +657,11 @@ def render(plan: Plan) -> str:
 
 
 _WORDS = (
-    "A step in time, and its roofs: FLOP/s against FLOPs for each byte over memory and "
-    "links. A line is from the data sheet, a band the assumption; a bar is "
-    "the step, from the slow end of its time to the fast one. The roof that a bar "
-    "comes nearest to bounds the step."
+    "The first picture shows a step over time. The second picture is its roofline: "
+    "FLOP/s against FLOPs for each byte that memory or links move. A line shows a "
+    "figure of the data sheet, and a band shows the assumed range. A bar shows the "
+    "step, from its slowest to its fastest time. The roof that is nearest to its bar "
+    "bounds the step."
 )
 
 
@@ -677,7 +679,7 @@ def _figure(figure: Figure) -> str:
 
 
 def save(plan: Plan, path: str | Path) -> None:
-    """Writes a plan as ``.json`` or as a page, ``.html``.
+    """Writes a plan as JSON (``.json``) or as a page (``.html``).
 
     Raises:
         PlanError: If the path has another ending.

@@ -42,7 +42,7 @@ class Shortage:
     def of(
         cls, text: str, device: Any, hardware: Hardware | None, state: float
     ) -> Shortage | None:
-        """Reads an error's text and the device; ``None`` if no limit is known.
+        """Reads an error's text and the device; returns ``None`` without a limit.
 
         ``state`` is the bytes of the step's arguments. They are added to the
         temporaries, because the TPU compiler reports only the temporaries.
@@ -64,11 +64,11 @@ class Shortage:
         return cls(limit=float(limit), used=None) if limit else None
 
     def scaled(self, failed: Mapping[str, float], other: Mapping[str, float]) -> float:
-        """Estimates bytes of a different step, corrected by the error for this step.
+        """Estimates the bytes of another step, corrected by the error for this step.
 
         Args:
-            failed: Bytes of the failed step by the formulas, by owner.
-            other: Bytes of the different step by the formulas, by owner.
+            failed: Bytes of the failed step by owner, from the formulas.
+            other: Bytes of the other step by owner, from the formulas.
         """
         exact, doubt = _split(failed)
         # The step did not fit, so it needs more than the limit, even if formulas give
@@ -87,8 +87,8 @@ def _split(memory: Mapping[str, float]) -> tuple[float, float]:
 def find_remedies(trainer: Any, batch: Any, text: str) -> str:
     """Writes advice for a step that needs more memory than a device has.
 
-    The advice has the bytes by owner, and the three fastest changes that fit by the
-    formulas of `plan`. Changes of one or two arguments are tried first, then all
+    The advice has the bytes by owner, and the three fastest changes that fit according
+    to the formulas of `plan`. Changes of one or two arguments are tried first, then all
     candidates that divide the batch over the devices.
 
     Args:
@@ -100,7 +100,7 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         LookupError: If the memory of a device is unknown.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on parts that the plan leaves out
+        warnings.simplefilter("ignore")  # about parts that the plan leaves out
         parts = Parts.of(trainer, batch)
         devices = [*trainer.mesh.devices.flat]
         hardware = hardware_of(devices[0])
@@ -128,8 +128,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
             found = plan(parts, topology=where, compile=0)
             fitting = [*_fitting(found.entries, mine, short, where)]
     lines = [
-        f"A device has {format_bytes(short.limit)} for a program. By the formulas of "
-        f"plan this one needs: {owners_of(mine.costs)}."
+        f"A program gets {format_bytes(short.limit)} of a device's memory. By the "
+        f"formulas of plan, this step needs: {owners_of(mine.costs)}."
     ]
     if not fitting:
         lines.append(
@@ -146,7 +146,7 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
 
 
 def _can_offload(trainer: Any, device: Any) -> bool:
-    """Returns True if the optimizer's arrays could wait on the host but do not yet."""
+    """Returns True if the optimizer's arrays can be offloaded, but are not yet."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
     except (AttributeError, NotImplementedError, RuntimeError):
@@ -162,7 +162,7 @@ def _fitting(
     *,
     offloads: bool = False,
 ) -> Iterator[tuple[str, float]]:
-    """Yields arguments with which a step fits, fastest first, and its bytes."""
+    """Yields the arguments and bytes of each step that fits, the fastest step first."""
     if mine.costs is None:
         return
     for entry in order(entries, where):
@@ -171,7 +171,7 @@ def _fitting(
             continue
         memory = dict(entry.costs.memory)
         if offloads:
-            memory["optimizer state"] = 0.0  # one layer's state stays, which is little
+            memory["optimizer state"] = 0.0  # only one layer stays
         size = short.scaled(mine.costs.memory, memory)
         if size <= short.limit:
             more = ", backend=Backend(offload=Offload())" if offloads else ""

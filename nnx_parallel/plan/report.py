@@ -1,4 +1,4 @@
-"""A plan's result: candidates in order, why each lost, and the line to write."""
+"""A plan's result: ranked candidates with reasons, and the code for the best one."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Entry:
         estimate: Its costs by formulas; ``None`` if it cannot run.
         costs: Its costs, by the compiler if it was compiled, otherwise by formulas.
         time: Range of its step's time; ``None`` without costs.
-        estimated_time: The range by formulas, even if it was compiled.
-        refused: Why it cannot run: the text of the error. Empty if it can.
+        estimated_time: The range by formulas, even if the candidate was compiled.
+        refused: The text of the error if it cannot run; empty if it can.
         why: Why it was not chosen; empty for the choice.
         dtype: Dtype of its products; empty for the plan's dtype.
     """
@@ -175,18 +175,18 @@ class Plan:
         )
 
     def summary(self) -> str:
-        """Describes the search and the assumptions, and gives the line to write."""
+        """Describes the search and the assumptions, and gives the best one's code."""
         usable = self.topology.hardware.usable_bytes
         compiled = sum(1 for e in self.entries if e.costs and e.costs.is_compiled)
         lines = [
             f"{self.num_enumerated:,} candidates; formulas ruled out "
             f"{self.num_dropped:,}; {compiled} compiled; "
             f"{sum(self.seconds.values()):.0f} s",
-            f"a device has {format_bytes(usable)} for a program "
+            f"a program gets {format_bytes(usable)} of a device's memory "
             f"({self.topology.hardware.source})",
             *(f"assumed: {line}" for line in self.assumptions.lines()),
             "~ and ? mark estimates by formulas; MFU counts attention's masked scores, "
-            "and no recomputation",
+            "but not recomputation",
             *self.notes,
         ]
         if (best := self.best) is not None:
@@ -284,11 +284,11 @@ def explain(entry: Entry, best: Entry | None, topology: Topology) -> str:
         owner, size = max(costs.memory.items(), key=lambda item: item[1])
         return (
             f"does not fit: {format_bytes(costs.total_bytes)} of "
-            f"{format_bytes(usable)}; most are {owner}, {format_bytes(size)}"
+            f"{format_bytes(usable)}; the largest part is {owner}, {format_bytes(size)}"
         )
     if best is None or best.time is None or best is entry:
         return ""
-    # A time by formulas is compared only with a time by formulas.
+    # A time by formulas is compared only with another time by formulas.
     is_guess = best.is_compiled and not entry.is_compiled
     least = (is_guess and best.estimated_time) or best.time
     ratio = time.middle / least.middle

@@ -23,7 +23,7 @@ OWNERS = (
     "gathered weights",
     "temporaries",
 )
-"""Owners of a device's memory, in the order of a bar."""
+"""Owners of a device's memory, in the order of the parts of a bar."""
 
 EXACT = ("parameters", "optimizer state", "other state", "batch")
 """Owners that formulas count exactly."""
@@ -174,7 +174,7 @@ class Lane:
         speed: Lowest and highest FLOP/s or bytes/s by the data sheet, at full use.
         hidden: Seconds in which it runs during products, at worst and at best.
         exposed: Seconds that the step waits for it, at worst and at best. For
-            ``products`` these are all their seconds, bubble included.
+            ``products`` these are all seconds of the products and the bubble.
     """
 
     name: str
@@ -205,8 +205,8 @@ class StepTime:
             after the other.
         parts: The slow time by part: ``products``, ``bubble``, ``memory``, and the mesh
             axes for whose transfers the step waits.
-        lanes: Both ends by part, for pictures: ``products``, ``memory``, and
-            the mesh axes.
+        lanes: The load and time of each part, for pictures: ``products``, ``memory``,
+            and the mesh axes.
     """
 
     fast: float
@@ -332,7 +332,7 @@ def _sent(
 
 
 def _extent(axes: tuple[str, ...], axis_sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Returns devices along some axes, and the distance of neighbours along them."""
+    """Returns the number of devices along some axes, and the distance of neighbours."""
     names = list(axis_sizes)
     last = max((names.index(axis) for axis in axes if axis in axis_sizes), default=-1)
     inner = math.prod(axis_sizes[name] for name in names[last + 1 :])

@@ -31,8 +31,8 @@ from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
 from nnx_parallel.training.trainer import Trainer
 
-# Estimates of everything except the state may be too high by up to this factor. A
-# candidate that does not fit even with such a correction is not compiled.
+# Except for the state, a step may need as little as this share of the estimated memory.
+# A candidate that does not fit even then is not compiled.
 _DOUBT = 0.5
 # Most estimates are too high by less than this share (docs/plan.md).
 _ERROR = 0.25
@@ -53,28 +53,30 @@ def plan(
 ) -> Plan:
     """Finds how a Trainer's step would run on devices that need not be present.
 
-    It enumerates the strategies that divide, and uses formulas to drop strategies that
-    cannot fit or win. It then compiles the best of the rest, each in a separate
-    process. No array is made, and nothing is executed. State bytes are exact;
-    activations are estimated until a candidate is compiled; times are ranges, whose
-    assumptions are printed.
+    It enumerates the strategies whose sizes divide the devices, the model and the
+    batch, and uses formulas to drop strategies that cannot fit or win. It then compiles
+    the best of the rest, each in a separate process. No array is made, and nothing is
+    executed. State bytes are exact; activations are estimated until a candidate is
+    compiled; times are ranges, whose assumptions are printed.
 
     Args:
         trainer: A Trainer, built on any devices; its strategy does not matter.
         topology: The devices to run on: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``,
             ``"h100:64"``, ``"cpu:8"``, or a `Topology` of your hardware.
         batch: A global batch as passed to `Trainer.fit`, or its shapes.
-        candidates: One candidate or several to compare; by default everything that
-            divides. A strategy without options takes the Trainer's microbatches and
-            remat.
-        fix: Values that are decided, such as ``{"tensor": 8, "remat": "full"}``: sizes
-            of axes, ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
+        candidates: One candidate or several to compare; by default all that can divide
+            the devices, the model and the batch. A `Strategy` is tried with the
+            Trainer's microbatches and remat.
+        fix: Fixed values, such as ``{"tensor": 8, "remat": "full"}``: sizes of axes,
+            ``microbatches``, ``remat``, ``shard``, ``schedule``, ``stack``,
             ``sequence``, ``offload``, ``precision``.
         compile: How many of the best candidates are compiled, if there is a compiler
-            for the topology. The same number is compiled again if none of them fits, or
-            the fastest is outside the range that formulas gave it. 0: only formulas.
-            ``"all"``: every candidate that formulas do not rule out.
-        num_processes: How many candidates are compiled at once; each needs some GiB.
+            for the topology. As many further candidates are compiled if none of them
+            fits, or if the time of the fastest is outside of the range that the
+            formulas gave. ``0``: none; only formulas are used. ``"all"``: every
+            candidate that formulas do not rule out.
+        num_processes: How many candidates are compiled at once; each needs some GiB of
+            memory.
         cache: Directory for results of the compiler.
         assumptions: Assumed shares of the data sheets' figures.
         on_progress: Called with a line of text from time to time.
@@ -114,8 +116,8 @@ def plan(
             candidates = [candidates]
         found = [_as_candidate(parts, each) for each in candidates]
     if not found:
-        raise PlanError("candidates=[] is empty. Leave it out to try all that divide.")
-    on_progress(f"{len(found):,} candidates divide; estimating")
+        raise PlanError("candidates=[] is empty. Leave it out to try all candidates.")
+    on_progress(f"{len(found):,} candidates; estimating them by formulas")
     estimates = _Estimates(parts, where, assumed, {c.remat for c in found})
     entries = [estimates.of(candidate) for candidate in found]
     if candidates is None and "offload" not in (fix or {}) and parts.offload is None:
@@ -154,8 +156,8 @@ def _notes(entries: Sequence[Entry]) -> list[str]:
         notes.append(f"assumed: {low:g} to {high:g} GB/s between a device and its host")
     if any(e.candidate.precision for e in entries):
         notes.append(
-            "the Trainer names no precision: bfloat16 products, which change the "
-            "numbers, are tried too (fix precision=own leaves them out)"
+            "the Trainer sets no precision, so bfloat16 products are tried too, which "
+            "change the numbers (fix precision=own to leave them out)"
         )
     return notes
 
@@ -165,8 +167,8 @@ def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
         return given
     if not isinstance(given, Strategy):
         raise PlanError(
-            f"candidates has {given!r}. Each is a Candidate or a Strategy, such as "
-            "FSDP()."
+            f"candidates has {given!r}. Each must be a Candidate or a Strategy, such "
+            "as FSDP()."
         )
     return replace(own_candidate(parts), strategy=given)
 
@@ -198,7 +200,7 @@ class _Estimates:
         if isinstance(state, StatePlan):
             try:
                 costs = Estimate(facts, candidate, topology, state).costs
-            except ParallelError as error:  # rows that do not divide
+            except ParallelError as error:  # such as rows that are not divisible
                 costs = str(error)
         if isinstance(costs, str) or isinstance(state, str):
             return Entry(candidate=candidate, axis_sizes={}, refused=str(costs))
@@ -216,7 +218,7 @@ class _Estimates:
 
 
 class _Places:
-    """Places a training state by strategies, or finds why that fails.
+    """Places the training state under each strategy, or keeps the error.
 
     Strategies that differ only in how they run a step share a placement.
     """
@@ -266,7 +268,7 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
 
 
 def _with_room(topology: Topology) -> Topology:
-    """Returns the topology, its memory enlarged by the possible error of formulas."""
+    """Returns the topology with memory enlarged by the possible error of formulas."""
     hardware = topology.hardware
     more = replace(hardware, memory_bytes=(1 + _ERROR) * hardware.memory_bytes)
     return replace(topology, hardware=more)
@@ -292,8 +294,8 @@ def compile_best(
     """Compiles the best candidates, and more if the results contradict formulas.
 
     Results contradict the formulas if no compiled candidate fits, or if the time of the
-    fastest one is outside the range that formulas gave it. The order by formulas then
-    says little, and ``count`` more candidates are compiled.
+    fastest one is outside the range that formulas gave it. The order by formulas is
+    then unreliable, and ``count`` more candidates are compiled.
 
     Args:
         alive: Candidates, estimated by formulas.

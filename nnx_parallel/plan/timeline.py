@@ -1,4 +1,4 @@
-"""Computes a scheduled program's time, with one clock for the chip, one for links.
+"""Computes a scheduled program's time, with one clock for the chip and one for links.
 
 A TPU's program runs in the order in which it is printed. A product takes at best the
 time of the systolic arrays at their peak, and at worst the cycles that the compiler
@@ -62,7 +62,7 @@ class Work:
         return self
 
     def wait(self, end: float, group: Group) -> None:
-        """Waits for a transfer."""
+        """Adds the seconds until a transfer ends, at ``end``."""
         late = max(0.0, end - self.seconds)
         self.seconds += late
         self.waits[group] = self.waits.get(group, 0.0) + late
@@ -112,7 +112,7 @@ class _TimeWalk(Walk[Work]):
         work, links_free = Work(), 0.0
         pending: dict[str, tuple[float, Group]] = {}  # when transfers end
         # A SparseCore is started before it has its operands. Its transfer begins when
-        # it gets them, and lasts this long.
+        # it gets them, and lasts these seconds.
         waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in _ENTERED:
@@ -190,7 +190,7 @@ class _TimeWalk(Walk[Work]):
         return seconds
 
     def _sends(self, instruction: Instruction) -> bool:
-        """Returns True if it has a part of a collective, or only passes values on."""
+        """Returns True if it has part of a collective, or only passes values on."""
         if instruction.opcode in ("get-tuple-element", "tuple", "bitcast"):
             return True
         called = self.module.computations.get(instruction.called or "")
@@ -260,7 +260,7 @@ def _transfer_seconds(
     A ring along a dim that wraps around uses both links of a device in this dim. If the
     dim does not wrap around, it is a line, and the devices at its ends have one link. A
     collective over several dims splits its bytes among rings along all these dims.
-    Between slices a device sends its shard.
+    Between slices a device sends its shard over the network.
 
     References:
         [1] Austin et al., "How to Scale Your Model", 2025, section 3,
@@ -306,7 +306,7 @@ def attention_flops(
     """Returns FLOPs of a kernel, and dims of its products that may not fill an array.
 
     In causal attention Splash computes whole blocks on the diagonal, and no block above
-    it. For other kernels their author's estimate counts.
+    it. For other kernels, the estimate of the kernel's author is used.
     """
     estimate = count_flops(computation, instruction)
     found = next((n for name, n in _SCORES.items() if name in instruction.name), 0)

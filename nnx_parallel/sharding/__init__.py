@@ -1,4 +1,4 @@
-"""Placement: a model names its dims, rules map the names, and a mesh gets the specs."""
+"""Placement: a model names its dims, and rules map the names to the axes of a mesh."""
 
 from nnx_parallel.sharding.constrain import active_layout as active_layout
 from nnx_parallel.sharding.constrain import active_mesh as active_mesh

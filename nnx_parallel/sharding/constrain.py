@@ -95,15 +95,14 @@ def constrain(x: Any, *names: Any) -> Any:
 
     Outside a strategy it returns ``x`` itself. The mesh has Auto axes, on which a
     constraint is a hint to XLA's partitioner. So the rest of the model need not mention
-    a mesh, as it would have to with explicit axes, and an axis that does not divide its
-    dim is left out.
+    a mesh, unlike with Explicit axes. An axis that does not divide its dim is left out.
 
     Args:
         x: An activation.
         names: One entry for each dim: a logical axis, a tuple of mesh axes, or
-            ``None``. Alternatively one placement for ``x``, which may then be any
-            pytree: rules, a spec, or a prefix tree of these. In a placement, an axis
-            that does not divide its dim is an error.
+            ``None``. Alternatively, a single placement for ``x``: rules, a spec, or a
+            prefix tree of these. Then ``x`` may be any pytree, and an axis that does
+            not divide its dim is an error.
 
     Note:
         JAX remembers traces. An inner ``jax.jit``, or a body of ``jax.lax.scan`` that
@@ -113,8 +112,8 @@ def constrain(x: Any, *names: Any) -> Any:
     Raises:
         SpecRankError: If the number of names is not the number of dims.
         UnknownAxisError: If a name is neither a logical nor a mesh axis.
-        PlacementTreeError: If the entry of a dim is a spec or a rule, or if ``x`` is a
-            pytree and its dims are named.
+        PlacementTreeError: If the entry of a dim is a spec or a rule, or if names of
+            dims are given for a pytree.
 
     Example:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
@@ -204,28 +203,28 @@ def noticing_idle_claims(layout: Layout) -> Iterator[None]:
             size = math.prod(layout.mesh.shape[a] for a in layout.activation_axes(name))
             if size > 1 and name not in split:
                 warn_user(
-                    f"{part.owner} splits activations along {name!r}, but splits none: "
-                    f"the model names no such dim of a length that {size} divides. "
-                    f"Name it where they are computed, constrain(x, 'batch', {name!r}, "
-                    "'embed') after the embedding and each block, or use Dense and "
-                    "Embed of nnx_parallel.layers; pad lengths that do not divide.",
+                    f"{part.owner} should split activations along {name!r}, but splits "
+                    "none: no activation has a dim of this name with a length that "
+                    f"{size} divides. Call constrain(x, 'batch', {name!r}, 'embed') "
+                    "after the embedding and each block, or use Dense and Embed of "
+                    f"nnx_parallel.layers. Pad lengths that {size} does not divide.",
                     ParallelWarning,
                 )
                 return
         if part.overlap and "overlap" not in split:
             warn_user(
-                f"{part.owner} overlaps the matmuls of Dense with their transfers, and "
-                "the model has none: nothing overlaps. Use Dense of "
-                "nnx_parallel.layers for its matmuls, or sequence=True.",
+                f"{part.owner} overlaps the matmuls of Dense with their transfers, but "
+                "the model has no Dense, so nothing overlaps. Use Dense of "
+                "nnx_parallel.layers for the model's matmuls, or pass sequence=True.",
                 ParallelWarning,
             )
         if part.halves and "halves" not in split:
             warn_user(
                 f"{part.owner} runs a Stack on two halves of a device's rows, but "
-                "finds no Stack that it can split: nothing overlaps. It needs an even "
-                "number of rows on each device, and layers without dropout, state, "
-                "masks or losses of experts, in no Pipeline. Otherwise use "
-                "sequence=True.",
+                "finds no Stack that it can split, so nothing overlaps. Such a Stack "
+                "runs outside of a Pipeline, has an even number of rows on each "
+                "device, and has layers without dropout, state, masks and losses of "
+                "experts. Otherwise use sequence=True.",
                 ParallelWarning,
             )
 
@@ -330,7 +329,7 @@ def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
 
 
 def check_names(names: tuple[str | None, ...]) -> None:
-    """Refuses names of a new layer's dims in which one name occurs twice."""
+    """Refuses names for the dims of a new layer if one name occurs twice."""
     for name in names:
         if name is not None and names.count(name) > 1:
             free = [n for n in LOGICAL_AXES if n not in names]
@@ -341,12 +340,12 @@ def check_names(names: tuple[str | None, ...]) -> None:
 
 
 def annotate(tree: Any, name: str) -> Any:
-    """Gives an intermediate pytree a name that the caller may place.
+    """Names an intermediate pytree, so that the caller can place it by this name.
 
-    Returns the tree, constrained by the entry for the name in
-    ``sharded_jit(..., annotations={name: ...})``, or the same object without an entry.
-    An inner ``jax.jit`` keeps its trace, and so the placement of its first caller on a
-    mesh.
+    Returns the tree, constrained by the entry for the name in ``sharded_jit(...,
+    annotations={name: ...})``. If there is no entry, it returns the same object. An
+    inner ``jax.jit`` keeps its first trace on a mesh, and so the placement that its
+    first caller gives.
 
     Example:
         >>> x = {"hidden": [1.0, 2.0]}

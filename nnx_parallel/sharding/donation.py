@@ -18,9 +18,10 @@ _is_deleted = methodcaller("is_deleted")
 class Donating:
     """A ``jax.jit`` that first checks the arrays that a call donates.
 
-    It refuses arrays that an earlier call took, and arrays that are passed twice.
-    Without this check each device would find the error separately, while other devices
-    may wait for it in a collective (docs/library-notes.md, "Arrays and buffers").
+    It refuses arrays that were donated to an earlier call, and arrays that are passed
+    twice. Without this check each device would find the error separately, while other
+    devices may wait for it in a collective (docs/library-notes.md, "Arrays and
+    buffers").
 
     Arguments are passed by position.
     """

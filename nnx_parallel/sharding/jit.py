@@ -50,7 +50,7 @@ class Arguments:
         except (TypeError, ValueError):  # some functions in C have none
             self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.known = self._signature.parameters
-        # By kind, since a function has at most one ``*args`` and one ``**kwargs``.
+        # A function has at most one ``*args`` and one ``**kwargs``: kinds find them.
         by_kind = {parameter.kind: name for name, parameter in self.known.items()}
         self._var_positional = by_kind.get(Parameter.VAR_POSITIONAL, "")
         self._var_keyword = by_kind.get(Parameter.VAR_KEYWORD, "")
@@ -96,8 +96,8 @@ class Arguments:
             if len(placements) > len(self._dynamic) and not self._var_positional:
                 raise PlacementTreeError(
                     f"{option} has {len(placements)} entries for the arguments "
-                    f"{self._dynamic}. Give one for each that is not static, in order, "
-                    "or a mapping by name."
+                    f"{self._dynamic}. Give one entry for each argument that is not "
+                    "static, in order, or a mapping by name."
                 )
         elif not is_placeable(placements):
             raise PlacementTreeError(
@@ -151,10 +151,10 @@ def sharded_jit(
     """Compiles a function of any pytrees, placed by rules on a mesh.
 
     A placement is a tree whose leaves are rules, a ``PartitionSpec``, a
-    ``NamedSharding``, or ``None`` to let the compiler choose. Each leaf counts for the
+    ``NamedSharding``, or ``None`` to let the compiler choose. Each leaf applies to all
     arrays below it in the argument or output. A call with new shapes, dtypes or
-    structures converts rules to shardings (`resolve_shardings`). The compiled program,
-    its traces and its dispatch are equal to ``jax.jit`` with these shardings.
+    structures converts rules to shardings (`resolve_shardings`). The program, its
+    traces and its dispatch are the same as with ``jax.jit`` and these shardings.
 
     The result is called like ``fn``, also as a method, and has ``lower``, ``trace``,
     ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them. While ``fn`` is traced,
@@ -209,7 +209,7 @@ def sharded_jit(
 
 
 class ShardedFunction:
-    """A function compiled by `sharded_jit`; call it as the function itself."""
+    """A function compiled by `sharded_jit`, called like the function itself."""
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
         update_wrapper(self, fn)
@@ -226,7 +226,7 @@ class ShardedFunction:
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function; adds little to a dispatch, which takes a tenth of a ms."""
+        """Runs the function; adds little to a dispatch, which takes about 0.1 ms."""
         values, keywords = _by_position(args, kwargs) if kwargs else (args, ())
         form, program = self._steady
         # A look-up flattens the arguments, and `jax.jit` flattens them again. So a
@@ -238,7 +238,8 @@ class ShardedFunction:
                 return program(*values)
             except Exception:
                 # JAX may refuse another signature even before the trace, if shardings
-                # do not fit. So the look-up tells whose error this is.
+                # do not fit. So the look-up decides whether the error belongs to this
+                # signature.
                 if self._programs.get(self._signature(values, keywords)) is program:
                     raise
         program = self._find(values, keywords)
@@ -296,8 +297,8 @@ class ShardedFunction:
         except TypeError as error:
             raise ValueError(
                 f"A static argument among {fixed} cannot be hashed: {error}. Static "
-                "values are hashable: functions, strings, numbers, tuples of these, "
-                "frozen dataclasses."
+                "values must be hashable: functions, strings, numbers, tuples of "
+                "these, frozen dataclasses."
             ) from None
         leaves, tree = jax.tree.flatten(values)
         return keywords, tree, tuple(map(_aval, leaves)), static
@@ -331,8 +332,8 @@ class ShardedFunction:
 
         def traced(*values: Any) -> Any:
             nonlocal first
-            # The first trace belongs to the call for which rules were resolved. A later
-            # trace is allowed only for the same signature, in another context.
+            # The first trace is made by the call for which rules were resolved. Later
+            # traces, in another context, must have the same signature.
             signature = self._signature(values, keywords)
             first = first or signature
             if signature != first:
@@ -371,7 +372,7 @@ class ShardedFunction:
             # JAX keeps traces by function and arguments: the program reuses this trace.
             shapes = jit().trace(*values).out_info
             out_shardings = resolve_prefix(out_shardings, shapes, mesh, "output")
-        # If no argument has a sharding, JAX follows the places of the arguments.
+        # If no argument has a sharding, JAX keeps their present placements.
         if jax.tree.leaves(in_shardings):
             jit = partial(jit, in_shardings=in_shardings)
         program = jit(out_shardings=out_shardings)
@@ -424,7 +425,7 @@ def _by_position(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, Names]:
 
 
 def _on_devices(x: Any, mesh: Mesh) -> Any:
-    """Puts an output on the devices of a mesh, in a layout that XLA may choose."""
+    """Puts an output on the devices of a mesh, with a sharding that XLA chooses."""
     if not isinstance(x, jax.Array):
         return x
     # JAX's active mesh is abstract. If nothing else names devices, JAX would compile
@@ -434,10 +435,10 @@ def _on_devices(x: Any, mesh: Mesh) -> Any:
 
 
 def _aval(leaf: Any) -> Any:
-    """Returns the shape, dtype and weak type of an array; of another leaf, its type."""
+    """Returns an array's shape, dtype and weak type; the type of any other leaf."""
     try:
-        # Arrays and tracers have an aval already. To make a new aval costs more than
-        # the rest of a look-up.
+        # Arrays and tracers have an aval already. Making a new aval costs more than the
+        # rest of a look-up.
         aval: Any = leaf.aval if hasattr(leaf, "aval") else shaped_abstractify(leaf)
     except TypeError:
         return type(leaf)

@@ -51,8 +51,9 @@ from nnx_parallel.sharding.specs import (
 )
 
 
-# An abstract class, because `training` must not import `pipeline`, and each of them
-# has a subclass. A step uses `AccumulateMicrobatches` if no strategy claims another.
+# This is an abstract class, because `training` and `pipeline` each have a subclass, and
+# `training` must not import `pipeline`. If no strategy claims an execution, a step uses
+# `AccumulateMicrobatches`.
 class Execution(abc.ABC):
     """A way to run a step on the mesh: it computes gradients and outputs.
 
@@ -72,9 +73,9 @@ class Execution(abc.ABC):
         return ()
 
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
-        """Calls ``run``; returns the `LabelRange` of each call of our losses in it.
+        """Calls ``run``; returns the `LabelRange` of each call of a library loss in it.
 
-        The list is empty if they cannot report.
+        The list is empty if the losses cannot report their labels.
         """
         return []  # callbacks inside a loss that is cut into parts do not run
 
@@ -144,18 +145,19 @@ class Claims:
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
         activations: Mesh axes by logical name, only for activations. If two strategies
-            claim a name, both axes count. An axis that ``logical`` gives to another dim
-            of the same activation is left to that dim.
-        zero: Axes that split training state which the computation gathers at use. Each
-            takes a dim that no other axis splits, in this order. An array without
-            such a dim is not split over the axis.
+            claim a name, both axes split the dim. An axis that ``logical`` gives to
+            another dim of the same activation is left to that dim.
+        zero: Axes that split training state which the computation gathers at use. In
+            this order, each axis splits one dim that no other axis splits. An array
+            without such a dim is not split over the axis.
         rules: Explicit rules of the user, which decide before names and `FSDPRules`.
         overlap: How products that gather or scatter overlap with their transfers.
             ``None`` leaves this to XLA's partitioner.
         halves: True if a `Stack` runs two halves of the rows at once.
         sequence: The axis of long sequences, and attention's exchange over it.
-        experts: The axis of experts, and their exchange. The first axis of ``zero``
-            splits state together with the axes of ``sequence`` and ``experts``.
+        experts: The axis of experts, and the exchange of tokens over it. The first axis
+            of ``zero`` splits state together with the axes of ``sequence`` and
+            ``experts``.
         execution: How the step is run. ``None``: one microbatch after the other.
         owner: The name of the strategy in messages.
         parts: The claims that were merged into this object.
@@ -230,8 +232,8 @@ class Claims:
         for name, axes in self.logical.items():
             if other.logical.get(name, axes) != axes and name not in decided:
                 raise PlacementConflictError(
-                    f"{self.owner} gives dims named {name!r} to {axes!r}, "
-                    f"{other.owner} gives them to {other.logical[name]!r}. Decide with "
+                    f"{self.owner} maps dims named {name!r} to {axes!r}, {other.owner} "
+                    f"maps them to {other.logical[name]!r}. Decide with "
                     f"rules=(LogicalRules({{{name!r}: ...}}),)."
                 )
 
@@ -242,7 +244,7 @@ class Claims:
             claimed = axes_on(mesh, axes)  # 'tensor' and ('tensor',) agree
             if decided.setdefault(name, claimed) != claimed:
                 raise PlacementConflictError(
-                    f"Two LogicalRules give dims named {name!r} to {decided[name]} and "
+                    f"Two LogicalRules map dims named {name!r} to {decided[name]} and "
                     f"to {claimed}. Keep one."
                 )
         activations = {n: a for n, a in self.activations.items() if n not in decided}
@@ -250,8 +252,8 @@ class Claims:
         along = in_order(tuple(each.axis for each in owned if each), mesh)
         return replace(
             self,
-            # The axes are in the mesh's order. If not all of them divide the rows, the
-            # outer axes split the rows.
+            # The axes are in the mesh's order. If their product does not divide the
+            # number of rows, only the first axes split the rows.
             batch=tuple(axis for axis in mesh.axis_names if axis in self.batch),
             logical={n: axes_on(mesh, a) for n, a in self.logical.items()} | decided,
             # The user's rule for a name holds for activations too. Outer axes split
@@ -269,7 +271,8 @@ class Layout:
 
     Attributes:
         mesh: The mesh. All axes are Auto.
-        claims: The result of `Claims.on` for this mesh. The mesh has all axes in it.
+        claims: The result of `Claims.on` for this mesh, which has all axes of the
+            claims.
     """
 
     mesh: Mesh
@@ -281,7 +284,7 @@ class Layout:
             for axis in as_tuple(axes):
                 if axis not in self.mesh.shape:
                     raise UnknownAxisError(
-                        f"Dims named {name!r} are given to the mesh axis {axis!r}, "
+                        f"Dims named {name!r} are mapped to the mesh axis {axis!r}, "
                         f"which the mesh lacks.{suggest(axis, self.mesh.axis_names)} "
                         f"Its axes: {list(self.mesh.axis_names)}. Map the name to one "
                         "of them, or to None to replicate."
@@ -359,8 +362,8 @@ class Layout:
 
     def translate(self, spec: P, *, is_activation: bool = False) -> P:
         """Translates a spec to the axes of this mesh (`spec_on`)."""
-        # Axes may be missing so that users can change the strategy. A bare mesh has no
-        # strategy, so there a missing axis is an error.
+        # With a strategy, axes of the spec may be missing, so that users can change the
+        # strategy. With a bare mesh, a missing axis is an error.
         if not self.claims.axis_sizes:
             return spec
         return spec_on(self.mesh, spec, self.claims.batch if is_activation else None)
@@ -386,7 +389,7 @@ class Layout:
     def _with_moved_axes(
         self, info: ArrayInfo, axes: DimAxes, reason: str
     ) -> tuple[DimAxes, str, tuple[str, ...]]:
-        """Adds axes of stages to another dim, if they cannot split the layers."""
+        """Adds axes of stages to another dim if they cannot split the layers."""
         wanted = self.axes_of("layers") if self.claims.execution else ()
         free = not any(axis in dim for dim in axes for axis in wanted)
         is_moved = info.is_stacked and info.is_param and not self._splits_layers(info)
@@ -397,8 +400,8 @@ class Layout:
         reason = "; ".join(filter(None, (reason, why)))
         if dim is None:
             return axes, reason, ()
-        # The axes of stages come last in the dim, so that in a stage each shard of FSDP
-        # is a block of neighbouring entries.
+        # The axes of stages come last in the dim, so that within a stage, each FSDP
+        # shard is a block of neighbouring entries.
         return (*axes[:dim], (*axes[dim], *wanted), *axes[dim + 1 :]), reason, wanted
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
@@ -451,8 +454,9 @@ class Layout:
         return axes, "; ".join(reasons)
 
     def batch_spec(self, num_rows: int) -> P:
-        """Returns the spec of a batch's dim 0, with as many batch axes as divide it."""
-        # The last batch of an evaluation may be short, and is then split less.
+        """Returns the spec of a batch, with the batch axes that divide its dim 0."""
+        # The last batch of an evaluation may be short, and is then split over fewer
+        # axes.
         kept = dividing_prefix(num_rows, self.claims.batch, self.mesh.shape)
         return P(kept) if kept else P()
 
@@ -480,7 +484,7 @@ class Layout:
         return to_spec(self._claimed(shape, names))
 
     def _claimed(self, shape: Sequence[int], names: Sequence) -> list[tuple[str, ...]]:
-        """Returns the axes of each dim by its name, as many as divide the dim."""
+        """Returns the axes that the name of each dim claims and that divide the dim."""
         axes: list[tuple[str, ...]] = []
         for size, name in zip(shape, names, strict=True):
             named = self.axes_of(name)

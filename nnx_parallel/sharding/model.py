@@ -1,4 +1,4 @@
-"""Placement of a model: decided from shapes, so that the model is built sharded."""
+"""Places the arrays of a model by their shapes, so that it can be built in shards."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ModelDef:
         return unwrap_constants(nnx.merge(self.graphdef, state))
 
     def copy(self) -> nnx.Module:
-        """Builds the model with shapes for arrays; its metadata may be changed."""
+        """Builds an abstract model, whose metadata callers may change."""
         return nnx.merge(self.graphdef, self.state, copy=True)
 
 
@@ -114,8 +114,8 @@ def map_arrays(
 
 def arrays_of(model: nnx.Module) -> dict[Path, Any]:
     """Returns the arrays of a model by path."""
-    # A forward pass may have replaced a constant by a tracer. Flax treats the tracer as
-    # static, so it would escape from the trace.
+    # A forward pass may have replaced a constant by a tracer. Flax would treat the
+    # tracer as static, and it would escape from the trace.
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
             if isinstance(value, Tracer):
@@ -175,8 +175,8 @@ def abstract_model(
         def build() -> nnx.Module:
             return build_model(source, nnx.merge(graphdef, state, copy=True))
 
-        # If the context had a mesh, Flax would give the shapes shardings, by the names
-        # of their dims.
+        # If the context had a mesh, Flax would add shardings to the shapes, by the
+        # names of their dims.
         no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
         with no_mesh, nnx.use_eager_sharding(False), explaining_axes():
             model = nnx.eval_shape(build)
@@ -207,8 +207,8 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
     """Calls a function, a class or a partial with random streams to build a model.
 
     Raises:
-        TypeError: If it cannot be called with only ``rngs``, or does not return a
-            model.
+        TypeError: If ``model_fn`` cannot be called with only ``rngs``, or does not
+            return a model.
     """
     # A `ReadsArrays` builds only shapes here. It reads its files later, when the
     # shardings are known.
@@ -288,7 +288,7 @@ def _parts(value: Any) -> tuple[list, Any]:
     """Returns the leaves of an attribute, and its tree structure."""
     try:
         return jax.tree.flatten(value, is_leaf=_is_part_of_graph)
-    except ValueError:  # a dict whose keys have no order has settings, not arrays
+    except ValueError:  # a dict with unsortable keys has settings, not arrays
         return jax.tree.flatten(value, is_leaf=lambda _: True)
 
 
@@ -351,7 +351,7 @@ def _contents(holder: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 
 
 def plain_attributes(model: nnx.Module) -> dict[Path, Any]:
-    """Returns numbers, strings and flags of modules: constants of a compiled step."""
+    """Returns numbers, strings and flags of modules, which a step compiles in."""
     return {
         (*path, name): value
         for path, module in nnx.iter_modules(model)
@@ -364,8 +364,8 @@ def _check_names(model: nnx.Module) -> None:
     names = Counter(dotted(path) for path, _ in variables_of(model))
     if twice := [name for name, count in names.items() if count > 1]:
         raise ModelError(
-            f"Several arrays of the model are called {twice}. Paths are written with "
-            "dots between their parts: use names without dots, or other names."
+            f"Several arrays of the model are called {twice}. The parts of a path are "
+            "joined with dots: use names without dots, or other names."
         )
 
 
@@ -398,7 +398,7 @@ def _check_constants(
         warn_user(
             f"Arrays in no Variable are constants and not trained: "
             f"{[dotted(path) for path in bare]}. nnx.Param(x) would train one; "
-            "nnx.Variable(x) says that it is a constant, and keeps this silent."
+            "nnx.Variable(x) marks it as a constant, and silences this warning."
         )
 
 
@@ -422,9 +422,9 @@ def _drawn(model_fn: ModelFn, rngs: nnx.Rngs, paths: list[Path]) -> list[str]:
 def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """Places each array of an abstract model; returns the placements by path.
 
-    The placements are also written into the model's metadata. Metadata travels in the
-    graphdef, so that a `Stack` knows where its arrays live.
-    Warns about path rules that match no array.
+    The placements are also written into the model's metadata. The graphdef contains the
+    metadata, so a `Stack` knows where its arrays live. Warns about path rules that
+    match no array.
     """
     run, found = layout.claims.execution, {}
     staged = run.find_staged(model, layout.mesh) if run else None
@@ -483,7 +483,7 @@ def placed_copies(
         # All processes have the same values. A compiled copy lets each process place
         # its shards of them.
         return jax.jit(dict, out_shardings=shardings)(arrays)
-    # `may_alias=False` is not enough: the device that holds the source uses it as its
+    # `may_alias=False` is not enough: the device that holds the source reuses it as its
     # shard of a replicated array, and donating that array deletes the source
     # (docs/library-notes.md, "Arrays and buffers").
     return {p: jax.device_put(_copy(x), shardings[p]) for p, x in arrays.items()}

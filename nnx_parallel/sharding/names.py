@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# A name in this list that no strategy maps leaves its dim free. Any other name is an
-# error, so that a misspelt name does not replicate its dim silently (`Layout.axes_of`).
+# If no strategy maps a name in this list, the name does not split its dim. A name that
+# is not in this list must be mapped. Otherwise it is an error, so that a misspelt name
+# does not silently replicate its dim (`Layout.axes_of`).
 LOGICAL_AXES = (
     "batch", "seq", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers",
     "expert",
@@ -17,8 +18,8 @@ LOGICAL_AXES = (
 
 """The names that this library's models give to their dims."""
 
-# An axis that is called "sp" splits long sequences. Some also say "sp" for sequence
-# parallelism, but that uses the axis "tensor".
+# An axis that is called "sp" splits long sequences. Some libraries call sequence
+# parallelism "sp", but that uses the axis "tensor".
 AXIS_NAMES = {
     "pipe": ("pp", "pipeline", "stage", "stages"),
     "data": ("dp", "ddp", "replica", "replicas"),
@@ -41,7 +42,7 @@ DimAxes = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayInfo:
-    """The description of an array, by which rules decide.
+    """The description of an array, from which rules decide where it lives.
 
     Attributes:
         path: Dotted path in the model, such as ``blocks.mlp.up.kernel``.
@@ -51,8 +52,8 @@ class ArrayInfo:
             If no dim has a name, ``names`` is ``None``.
         kind: Class of its NNX Variable: ``Param``, ``BatchStat``, ``RngKey``.
         is_param: True for a parameter (any subclass of ``nnx.Param``).
-        splits_layers: False if its layers do not run in stages of a pipeline, or if
-            the stages have different numbers of layers.
+        splits_layers: False if the array's layers do not run in stages of a pipeline,
+            or if the stages have different numbers of layers.
     """
 
     path: str

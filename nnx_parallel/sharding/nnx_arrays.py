@@ -21,11 +21,11 @@ class Constant(nnx.Variable):
 def variables_of(
     model: object, wrt: Any = ...
 ) -> Iterator[tuple[tuple[Hashable, ...], nnx.Variable]]:
-    """Yields the path and Variable of every array of a model, shared arrays once.
+    """Yields the path and Variable of every array of a model; a shared array only once.
 
-    If a Variable holds a pytree, each array in it has a separate path, and comes in a
-    Variable of the same class and metadata. An array outside of Variables comes as a
-    `Constant`. Sown values are left out, because they are not state.
+    If a Variable holds a pytree, each array in it is yielded with a separate path, in a
+    Variable of the same class and metadata. An array outside of Variables is yielded as
+    a `Constant`. Sown values are left out, because they are not state.
 
     Args:
         model: The model.
@@ -119,7 +119,7 @@ def name_dim(variable: nnx.Variable) -> None:
 
 
 def name_layers(model: nnx.Module) -> None:
-    """Names the dims of layers in an abstract model where the name is missing."""
+    """Adds the name ``layers`` where arrays of an abstract model lack it."""
     # `nnx.update` and `nnx.merge` replace metadata by the metadata of their arguments.
     # Arrays that a user stacked or loaded have no name for the layers
     # (docs/library-notes.md, "Flax NNX").

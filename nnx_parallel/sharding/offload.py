@@ -1,6 +1,6 @@
 """Offload: arrays of a training state stay in host memory until a step needs them.
 
-Beside its spec, a placement has a memory kind: ``device`` or ``pinned_host``. An
+A sharding has a memory kind besides its spec: ``device`` or ``pinned_host``. An
 accelerator reads and writes pinned host memory directly.
 """
 
@@ -15,31 +15,32 @@ from nnx_parallel.errors import OffloadError, suggests_names
 HOST = "pinned_host"
 
 Kept = Literal["block_inputs"]
-"""Activations that can wait on the host."""
+"""The activations that can be kept on the host."""
 
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Chooses arrays for pinned host memory, sharded as on the devices [1].
+    """Keeps arrays in pinned host memory, sharded as on the devices [1].
 
     A step moves the optimizer's arrays to the device, updates them and moves them back,
     one layer of a `Stack` at a time, so that a device holds the arrays of only one
     layer. The arithmetic is the same, and a checkpoint can be restored with or without
     offload. Each step sends every offloaded byte over the host's link once in each
-    direction. This is worth its time if the state would not fit otherwise, or if the
+    direction. This is worth the time if the state would not fit otherwise, or if the
     freed memory allows a larger batch. Stored parameters stay on the device; with mixed
     precision these are float32.
 
     Some updates cannot run layer by layer: they read all of an array (Adafactor, LAMB,
     Muon), or the moments of all arrays (clipping after Adam, `optax.MultiSteps`). Then
-    the arrays are on the devices with all layers while the update lasts.
+    the arrays of all layers are on the devices during the update.
 
     Attributes:
         optimizer: True to offload arrays of the optimizer's state that belong to a
             parameter. Counters and hyperparameters stay on the devices.
         activations: ``"block_inputs"`` to offload the input of each block of a `Stack`,
-            which remat keeps for the backward pass. ``None``: no activations.
+            which remat saves for the backward pass. ``None``: activations stay on the
+            devices.
 
     Raises:
         OffloadError: If a value is unknown, or if nothing would be offloaded.
@@ -81,7 +82,7 @@ def check_host_memory(mesh: Mesh) -> None:
             devices reach.
     """
     device = mesh.devices.flat[0]
-    # Described devices, which are not real, answer this too.
+    # This works for described devices too, which are not real.
     check_kinds([m.kind for m in device.addressable_memories()], device.device_kind)
 
 

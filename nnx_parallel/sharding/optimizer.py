@@ -133,7 +133,7 @@ _stacked: ContextVar[frozenset[Path] | None] = ContextVar("stacked", default=Non
 
 
 def stacked_params() -> frozenset[Path] | None:
-    """Returns the paths of all stacked arrays, inside an optimizer that a run traces.
+    """Returns the paths of all stacked arrays while a run traces its optimizer.
 
     Elsewhere it returns ``None``.
     """
@@ -142,8 +142,8 @@ def stacked_params() -> frozenset[Path] | None:
 
 @contextlib.contextmanager
 def _told(stacked: frozenset[Path]) -> Iterator[None]:
-    # A function of the module, not a closure over the ContextVar: a plan sends the
-    # optimizer to another process, and a ContextVar cannot be sent.
+    # This is a function of the module and not a closure over the ContextVar, because a
+    # plan sends the optimizer to another process, and a ContextVar cannot be sent.
     token = _stacked.set(stacked)
     try:
         yield

@@ -1,7 +1,7 @@
 """Rewrites convolutions of a traced program so that XLA partitions them correctly.
 
 XLA's partitioner has two faults: it multiplies sums by the size of mesh axes that do
-not split them, and on some layouts it ends the process. Neither gives a warning
+not split them, and on some layouts it aborts the process. Neither gives a warning
 (docs/library-notes.md, "What the partitioner computes wrongly"). So the program is
 traced together with its derivatives, and each convolution is replaced before XLA
 compiles the program.
@@ -26,8 +26,8 @@ def partition_correctly(
 ) -> Callable[..., Any]:
     """Wraps a function so that XLA partitions its program correctly.
 
-    The values do not change. Derivatives must be taken inside the function, not of the
-    result. On one device the result is the function itself.
+    The values do not change. Take derivatives inside ``function``; do not differentiate
+    the wrapped function. On one device, ``function`` is returned unchanged.
     """
     if layout.mesh.size == 1:
         return function
@@ -80,7 +80,8 @@ class _Corrector:
             if key not in self._known:
                 self._known[key] = value, self._correct_equations(value)
             return self._known[key][1]
-        if isinstance(getattr(value, "jaxpr", None), jex.Jaxpr):  # closed, in jax 0.10
+        # In jax 0.10, a nested program is a `ClosedJaxpr` around the jaxpr.
+        if isinstance(getattr(value, "jaxpr", None), jex.Jaxpr):
             new = self.correct(value.jaxpr)
             return value if new is value.jaxpr else value.replace(jaxpr=new)
         return value
@@ -127,16 +128,18 @@ class _Convolution:
 
     def __init__(self, eqn: jex.JaxprEqn, layout: Layout, is_complete: bool) -> None:
         self._eqn, self._layout = eqn, layout
-        # Each spec lists dims: batch or output features, features, then the window.
+        # Each spec lists the dims of an array in this order: batch, features, window. A
+        # kernel has its output features in place of the batch.
         dims = eqn.params["dimension_numbers"]
         self._specs = dims.lhs_spec, dims.rhs_spec, dims.out_spec
         self._mesh, free = mesh_here(layout.mesh), free_axes(layout.mesh)
         self._axes = [axis for axis in self._mesh.axis_names if axis in free]
         self._sums_rows = eqn.params["batch_group_count"] > 1
         # XLA partitions a depthwise convolution well, by rows or by channels that are
-        # already split. For other groups it gathers the batch, and a window of one
-        # entry ends the process. A derivative that is taken outside of this program is
-        # correct only if the convolution runs in a manual region.
+        # already split. For other convolutions with groups it gathers the batch, or, if
+        # the window has one entry, aborts the process. A derivative that is taken
+        # outside of this program is correct only if the convolution runs in a manual
+        # region.
         has_groups = self._sums_rows or eqn.params["feature_group_count"] > 1
         shape = eqn.invars[1].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
         is_depthwise = shape[dims.rhs_spec[1]] == 1
@@ -151,8 +154,9 @@ class _Convolution:
     def _run_unsplit(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Runs the convolution with window dims that no axis splits.
 
-        Features are not split either, unless all axes together divide the groups,
-        because the partitioner fails if an axis splits a group.
+        Features may be split if there is one group, or if the product of the axis sizes
+        divides the number of groups. Otherwise an axis could split a group, and then
+        the partitioner fails.
         """
         groups = self._eqn.params["feature_group_count"]
         count = prod(self._mesh.shape[axis] for axis in self._axes)
@@ -173,9 +177,9 @@ class _Convolution:
     def _run_on_shards(self, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         """Runs a convolution with groups: each device computes its rows and groups.
 
-        If the convolution is the gradient of a kernel, its batch has the groups, and it
-        contracts the rows as its features. Each device then sums over its rows, and one
-        all-reduce adds these sums.
+        A convolution that computes a kernel's gradient has the groups in its batch dim
+        and the rows in its feature dim, which it contracts. Each device then sums over
+        its rows, and one all-reduce adds these sums.
         """
         lhs_spec, rhs_spec, out_spec = self._specs
         name = ("batch" if self._sums_rows else "feature") + "_group_count"
@@ -211,8 +215,8 @@ class _Convolution:
             if batch and axis not in batch and not self._sums_rows:
                 continue  # computing twice is cheaper than sending
             # Axes of the batch split rows first. Other axes split groups first: often
-            # they already split the channels (a layer under tensor parallelism), and to
-            # cut a replicated array along any dim costs nothing.
+            # they already split the channels (a layer under tensor parallelism), and
+            # splitting a replicated array along any dim costs nothing.
             for which in (0, 1) if axis in batch or not batch else (1, 0):
                 if size > 1 and lengths[which] % size == 0:
                     lengths[which] //= size

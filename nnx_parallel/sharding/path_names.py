@@ -1,4 +1,4 @@
-"""Names of dims by path, for models that do not name them, and a transformer table."""
+"""Names the dims of arrays by their paths, for models that do not name them."""
 
 import re
 from dataclasses import dataclass
@@ -59,7 +59,8 @@ class PathNames:
             if isinstance(names, str) or len(set(given)) < len(given):
                 raise ValueError(
                     f"PathNames got {names!r} for {regex!r}. Give a tuple with one "
-                    "name for each dim, each once, or None: ('embed', None, 'mlp')."
+                    "entry for each dim: None, or a name that occurs once, as in "
+                    "('embed', None, 'mlp')."
                 )
         object.__setattr__(self, "pairs", tuple((r, tuple(n)) for r, n in pairs))
         object.__setattr__(self, "optional", optional)

@@ -27,7 +27,7 @@ class Placement:
         stored: Spec between steps.
         used: Spec in the computation; differs from ``stored`` if the array is gathered
             at use.
-        gradient: Spec of its gradient, once summed.
+        gradient: Spec of its gradient, after the sum over devices.
         optimizer: Spec of its optimizer state.
         reason: The rule that decided, or the reason why the array is replicated.
         is_stacked: True if dim 0 enumerates layers, which are gathered one by one.
@@ -104,17 +104,18 @@ def cheapest_dim(
         size: The number of shards.
 
     Returns:
-        The dim, and whether its shards fit the tiles of a TPU, so that no gather copies
-        once more.
+        The dim, and whether its shards fit the tiles of a TPU, so that a gather needs
+        no additional copy.
     """
     last = len(shape) - 1
 
-    # A gather joins shards that are whole tiles without a copy; it copies other shards.
-    # If shards of the last dim have a multiple of 8 columns, XLA lays out columns as
-    # rows: the gather is cheap, but a product with the transpose is a little slower.
+    # A gather joins shards without a copy if they are whole tiles; otherwise it copies
+    # them. If shards of the last dim have a multiple of 8 columns, XLA lays out columns
+    # as rows: the gather is cheap, but a product with the transpose is a little slower.
     # Estimated cycles of 4 layers of Llama 2 7B over 64 v5p chips, with kernels (4096,
-    # 11008) and (11008, 4096): split to 172 columns and 172 rows, 372 million; to 64
-    # rows and 172 rows, 332 million; to 64 rows and 64 columns, 318 million.
+    # 11008) and (11008, 4096): 372 million if a shard has 172 columns of the first
+    # kernel and 172 rows of the second, 332 million with 64 rows and 172 rows, 318
+    # million with 64 rows and 64 columns.
     def rank(dim: int) -> int:
         shard = shape[dim] // size
         if dim == last:
@@ -147,7 +148,8 @@ def choose_other_dim(
         return info.shape[dim] // math.prod(sizes[axis] for axis in taken[dim])
 
     fitting = [d for d in range(1, len(taken)) if part(d) and part(d) % size == 0]
-    # Small arrays are not split, as under FSDP: each would be a separate message.
+    # Small arrays are not split, as under FSDP, because each split array is sent in a
+    # separate message.
     if not fitting or info.size < min_size:
         return None, f"{name}={size} does not split the layers: whole on all stages"
     # A dim that another axis splits is chosen only if there is no free dim.

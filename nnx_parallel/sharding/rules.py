@@ -33,7 +33,7 @@ from nnx_parallel.sharding.placement import cheapest_dim
 from nnx_parallel.sharding.specs import axes_on, check_spec, dim_axes
 
 
-# A protocol: a user's rule needs a method and no base class.
+# This is a protocol, so that a user's rule needs only a method and no base class.
 @runtime_checkable
 class Rules(Protocol):
     """A rule of the user, which gives an array a spec or leaves it to other rules."""
@@ -51,19 +51,19 @@ def check_regex(owner: str, regex: str) -> None:
         raise RuleError(
             f"{owner} got {regex!r} for a regex, which Python's re refuses: {error}. "
             r"It is searched in dotted paths, such as r'mlp\.up\.kernel'; "
-            "re.escape(text) takes a text as it is."
+            "re.escape(text) makes a regex that matches the text literally."
         ) from None
 
 
 @dataclass(frozen=True, init=False)
 class PathRules:
-    """Specs for dotted paths, by the first regular expression that matches.
+    """Gives an array the spec of the first regular expression that matches its path.
 
     Attributes:
         pairs: ``(regex, spec)`` in order; the regex is searched, not anchored.
         strict: What happens to an array that no regex matches. ``True``: it is an error
-            if the array is a parameter. ``None``: a warning lists it if it stays
-            replicated, because no later rule answers either. ``False``: no warning.
+            if the array is a parameter. ``None``: a warning lists the array if it stays
+            replicated because no later rule answers for it. ``False``: no warning.
 
     Example:
         >>> rules = PathRules((r"mlp.*kernel", P(None, "tensor")), (r".*", P()))
@@ -102,7 +102,9 @@ class PathRules:
 
 @dataclass(frozen=True)
 class PolicyRules:
-    """Specs from any function of an `ArrayInfo`, which returns ``None`` to pass.
+    """Gives an array the spec that a function of its `ArrayInfo` returns.
+
+    The function returns ``None`` to leave the array to other rules.
 
     Example:
         >>> rules = PolicyRules(lambda info: P("fsdp") if info.size > 1e6 else None)
@@ -171,7 +173,7 @@ class LogicalRules:
 
 @dataclass(frozen=True)
 class FSDPRules:
-    """Splits one free dim over a mesh axis: the dim that a gather copies least.
+    """Splits one free dim over a mesh axis: the dim whose gather copies the least.
 
     A dim is a candidate if no other claim splits it and the axis divides it. The
     candidates are ranked by the tiles of a TPU:
@@ -205,7 +207,7 @@ class FSDPRules:
         if not isinstance(self.axis, str):  # perhaps a min_size, by position
             raise RuleError(
                 f"FSDPRules got {self.axis!r} for its axis, the name of a mesh axis. "
-                "Other arguments go by keyword: FSDPRules(min_size=2**20)."
+                "Pass other arguments by keyword: FSDPRules(min_size=2**20)."
             )
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
@@ -324,15 +326,15 @@ def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
     wrong = [rule for rule in rules if not is_rule(rule)] if is_sequence else [rules]
     if wrong:
         raise RuleError(
-            f"{where} got {wrong[0]!r}, a {type(wrong[0]).__name__}. Its rules are "
-            "instances, several in a tuple: of PathRules, PolicyRules, LogicalRules, "
-            "FSDPRules, or of a class with a method match(info, mesh)."
+            f"{where} got {wrong[0]!r}, a {type(wrong[0]).__name__}. A rule is an "
+            "instance of PathRules, PolicyRules, LogicalRules, FSDPRules, or of a "
+            "class with a method match(info, mesh). Give several rules in a tuple."
         )
     return tuple(rules)
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
-    """Returns the rules of a chain and of chains inside it, or the one given rule."""
+    """Returns the rules of a chain, also of nested chains; of another rule, itself."""
     if not isinstance(rules, ChainRules):
         return (rules,)
     return tuple(member for rule in rules.rules for member in members(rule))
@@ -351,7 +353,7 @@ def placing_rules(rules: Iterable[Rules], mesh: Mesh) -> list[Rules]:
 
 
 def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> None:
-    """Warns about path rules that are not among the reasons: they place no array."""
+    """Warns about path rules that are not among the reasons, and so place no array."""
     paths = [r for rule in rules for r in members(rule) if isinstance(r, PathRules)]
     regexes = [regex for rule in paths for regex, _ in rule.pairs]
     idle = [r for r in regexes if f"path rule {r!r}" not in reasons]
@@ -365,8 +367,8 @@ def warn_unmatched(kind: str, regexes: list[str], hint: str) -> None:
     """
     if regexes:
         warn_user(
-            f"{kind} {regexes} match no array, or an earlier rule takes them all. "
-            f"{hint}",
+            f"{kind} {regexes} match no array, or earlier rules place all arrays that "
+            f"match. {hint}",
             ParallelWarning,
         )
 
@@ -440,7 +442,7 @@ def hash_code(function: Callable) -> str:
         inner = (
             inner.func if isinstance(inner, functools.partial) else inner.__wrapped__
         )
-    call = type(inner).__call__  # of an object that can be called
+    call = type(inner).__call__  # the method of a callable object
     if not hasattr(inner, "__code__") and hasattr(call, "__code__"):
         inner = call
     name = getattr(inner, "__qualname__", type(inner).__name__)

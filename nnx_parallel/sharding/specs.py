@@ -85,7 +85,7 @@ def splits_rows(mesh: Mesh, axes: MeshAxes) -> bool:
 def spec_on(mesh: Mesh, spec: P, batch: tuple[str, ...] | None = None) -> P:
     """Translates a spec to the axes of a mesh (`axes_on`).
 
-    ``batch`` has the axes of the batch, for the spec of an activation: they replace
+    For the spec of an activation, ``batch`` has the axes of the batch. They replace
     axes of data parallelism that the mesh lacks (`splits_rows`).
 
     Example:
@@ -168,7 +168,8 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
         if flat.count(axis) > 1:
             raise PlacementConflictError(
                 f"{start} {spec}: mesh axis {axis!r} splits {flat.count(axis)} dims. "
-                "An axis can split one dim of an array; map one of the dims to None."
+                "An axis can split only one dim of an array; map the other dims to "
+                "None."
             )
     for dim, (size, names) in enumerate(zip(shape, axes, strict=True)):
         parts = math.prod(mesh.shape[a] for a in names)
@@ -185,8 +186,8 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
 
 def check_axes(path: str, spec: P | Sequence, mesh: Mesh) -> None:
     """Checks that a mesh has all axes that a spec names."""
-    # The message leaves out the shape: if several processes load parts of a batch, none
-    # of them knows its global shape.
+    # The message leaves out the shape: if several processes load parts of a batch, no
+    # process knows the batch's global shape.
     for axis in (axis for entry in spec for axis in as_tuple(entry)):
         if axis not in mesh.shape:
             raise UnknownAxisError(

@@ -92,7 +92,8 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
 
     The tree may be abstract, since only shapes and dtypes are read. An array without
     dims is replicated, and no rule is asked about it. An array that no rule answers for
-    is replicated too. The path that a rule gets starts at the node that has the rule.
+    is replicated too. A rule gets paths that start at the node of ``rules`` that holds
+    the rule.
 
     Args:
         tree: A pytree of arrays or ``jax.ShapeDtypeStruct``. Rules also get the names
@@ -180,12 +181,12 @@ def resolve_leaves(
         )
     except (ValueError, TypeError) as error:
         raise PlacementTreeError(
-            f"The placements of `{root or 'the tree'}` do not fit it: {error}. They "
-            "are one rule, spec, sharding or None for all of it, or a tree prefix of "
-            f"its structure: {jax.tree.structure(tree)}."
+            f"The placements of `{root or 'the tree'}` do not fit it: {error}. "
+            "Placements are one rule, spec, sharding or None for the whole tree, or a "
+            f"tree prefix of its structure: {jax.tree.structure(tree)}."
         ) from None
-    # This is outside the `try`, so that a rule's error is not reported as trees that do
-    # not fit.
+    # This is outside the `try`, so that an error of a rule is not reported as a misfit
+    # of the placements.
     return [
         sharding
         for keys, entry, below in parts
@@ -251,7 +252,7 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
 def _by_rules(
     rules: Rules, infos: list[tuple[ArrayInfo, str]], mesh: Mesh
 ) -> list[Sharding | None]:
-    # Scalars have no dim to split: a rule need not provide for them.
+    # Scalars have no dim to split, so rules are not asked about them.
     answers = [
         answer_of([rules], info, mesh, path) if info.shape else None
         for info, path in infos
@@ -278,9 +279,9 @@ def _warn_replicated(
         kind, remedy = "large arrays", "Pad a dim, or place them with PathRules."
         found = []
         for info, path in infos:
-            # Smaller arrays are replicated on purpose. All dims count as free: in a
-            # tree one rule decides about an array, so no other rule and no name has
-            # taken a dim.
+            # Smaller arrays are replicated on purpose. All dims count as free, because
+            # only one rule decides about an array of a pytree: no name and no other
+            # rule has taken a dim.
             if large := [rule for rule in fsdp if info.size >= rule.min_size]:
                 _, why = large[0].choose_dim(info, ((),) * len(info.shape), mesh)
                 found.append(f"`{path}` {info.shape}: {why}")

@@ -1,4 +1,4 @@
-"""`Strategy`, whose methods follow from its claims, and `Composite`."""
+"""The base class `Strategy`, whose methods apply its claims, and `Composite`."""
 
 import abc
 import dataclasses
@@ -37,7 +37,7 @@ Source = nnx.Module | ModelFn
 
 @dataclass(frozen=True)
 class Strategy(abc.ABC):
-    """Where parameters, optimizer state and batch live, and how the step is run.
+    """Decides where parameters, optimizer state and batch live, and how a step runs.
 
     To add a technique, subclass this and implement `claims`. Strategies are values:
     they hold no arrays and no mesh, compare by their fields, and combine in a
@@ -54,8 +54,8 @@ class Strategy(abc.ABC):
 
     def __repr__(self) -> str:
         """The arguments that differ from their defaults."""
-        # Processes compare the reprs of their strategies before the first step, and
-        # errors of a Composite name its parts by them.
+        # Processes compare the reprs of their strategies before the first step, and the
+        # errors of a Composite contain the reprs of its parts.
         changed = []
         for field in dataclasses.fields(self):
             factory = field.default_factory
@@ -72,15 +72,15 @@ class Strategy(abc.ABC):
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
         """Refuses a concrete or abstract model that cannot be run on a mesh.
 
-        By default it asks the `Execution` of the claims, if there is one. Nothing has
-        been compiled yet.
+        By default, the `Execution` of the claims checks the model, if there is one.
+        This happens before anything is compiled.
         """
         if (execution := self.claims().execution) is not None:
             execution.check(model, mesh)
 
     @property
     def axis_sizes(self) -> Mapping[str, int | None]:
-        """Size of each mesh axis; ``None`` takes the devices that remain."""
+        """Size of each mesh axis; ``None`` uses all remaining devices."""
         return self.claims().axis_sizes
 
     def make_mesh(self, devices: Sequence[Device] | None = None) -> Mesh:
@@ -93,7 +93,7 @@ class Strategy(abc.ABC):
         return make_mesh(self.axis_sizes, devices)
 
     def layout(self, mesh: Mesh | None = None) -> Layout:
-        """Returns the strategy's claims on one mesh, by default over all devices.
+        """Returns the strategy's claims on a mesh, by default one over all devices.
 
         Raises:
             MeshShapeError: If the sizes of the mesh differ from the strategy's.
@@ -122,7 +122,7 @@ class Strategy(abc.ABC):
     ) -> tuple[nnx.GraphDef, nnx.State]:
         """``nnx.split`` with the state placed on the mesh.
 
-        Arrays that are placed otherwise are copied; the model keeps its own arrays.
+        Arrays with another placement are copied; ``model`` itself does not change.
         """
         # The model has been built, so it draws no random numbers from these streams.
         return nnx.split(self._placed(model, nnx.Rngs(0), mesh))

@@ -18,9 +18,9 @@ class ContextParallel(Strategy):
     A device keeps ``1 / size`` of all activations, so that ``size`` times longer
     sequences fit; the batch is not split. The model is written as for one device. All
     layers except attention work token by token. Attention sends keys and values over
-    the axis, in the way that ``exchange`` selects, and computes the same numbers. Under
-    causal masks devices exchange halves of their tokens before and after attention, so
-    that all have the same work.
+    the axis, in the way that ``exchange`` selects, and computes the same numbers as on
+    one device. Under causal masks devices exchange halves of their tokens before and
+    after attention, so that all have the same work.
 
     Each device sees only its tokens, so gradients are summed over the axis. With `FSDP`
     the axis splits the training state too: a parameter is gathered over both axes at
@@ -29,21 +29,22 @@ class ContextParallel(Strategy):
 
     The model must call `nnx_parallel.layers.attention`. For any other attention, such
     as ``nnx.MultiHeadAttention``, the partitioner gathers the sequence: the numbers are
-    right, but a device needs memory for the whole sequence. `describe` says so. An
-    array as ``mask`` has the same effect.
+    right, but a device needs memory for the whole sequence. `describe` says so. Passing
+    an array as ``mask`` has the same effect.
 
     Attributes:
-        size: Number of parts; ``None`` takes the devices that remain. It must divide
-            the sequence length. Twice the size should divide it too; otherwise the work
-            of causal attention is not balanced.
+        size: Number of parts; ``None`` uses all remaining devices. It must divide the
+            sequence length. Twice the size should divide it too; otherwise the work of
+            causal attention is not balanced.
         exchange: The transfers of attention. ``ring``: keys and values go from device
             to device [1]. A device sends each piece on before it computes with it.
-            Their gradients travel too. Any number of heads works. ``all_to_all``:
-            devices exchange parts of the sequence for heads, and back [2]. ``size``
-            must divide the heads (of one tensor shard); any kernel then runs on whole
-            sequences. ``gather``: each device gathers all keys and values [3], in the
-            forward pass and again in the backward pass; this is simple, and cheap with
-            few key heads.
+            In the backward pass it sends their gradients too. Any number of heads
+            works. ``all_to_all``: a device receives the whole sequence for some of the
+            heads, and sends the outputs back [2]. ``size`` must divide the number of
+            heads (of one tensor shard). Any attention kernel works, because it sees
+            whole sequences. ``gather``: each device gathers all keys and values [3], in
+            the forward pass and again in the backward pass; this is simple, and cheap
+            with few key heads.
         rules: Explicit rules for single arrays.
 
     Raises:

@@ -16,10 +16,11 @@ class DataParallel(Strategy):
     In each microbatch every gradient is all-reduced: a device sends about twice the
     gradient's bytes. The gradient of a tied table is all-reduced twice, once for each
     use. Parameters, gradients and optimizer state take the same memory on any number of
-    devices; only activations shrink. Use `FSDP` if they do not fit.
+    devices; only activations shrink. Use `FSDP` if parameters, gradients and optimizer
+    state do not fit.
 
     Attributes:
-        size: Number of replicas; ``None`` takes the devices that remain.
+        size: Number of replicas; ``None`` uses all remaining devices.
         rules: Explicit rules for single arrays.
 
     Example:

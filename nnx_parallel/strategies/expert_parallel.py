@@ -26,17 +26,17 @@ class ExpertParallel(Strategy):
     expert. No token is dropped, and the numbers equal those of one device.
 
     Attributes:
-        size: Number of parts, which must divide the number of experts; ``None`` takes
-            the remaining devices.
+        size: Number of parts, which must divide the number of experts; ``None`` uses
+            all remaining devices.
         exchange: How tokens reach their experts. ``gather``: tokens of all devices are
             gathered, each device computes the rows of its experts, and their
             outputs are summed and scattered. ``ragged``: ``jax.lax.ragged_all_to_all``
             sends each row to the device of its expert and back. It sends less if a
-            token goes to fewer experts than there are other devices; CPUs do not have
-            it. ``None`` chooses by this rule; `describe` shows the choice and its
-            reason. With either exchange a device has room for a quarter more rows than
-            its share; it computes the remaining rows in further rounds, forward and
-            backward, until no row is left.
+            token goes to fewer experts than there are other devices; JAX does not
+            implement it for CPUs. ``None`` applies this rule; `describe` shows the
+            choice and its reason. With either exchange, a device has room for a quarter
+            more rows than an even share. If it receives more rows, it computes the
+            remaining rows in further rounds, in the forward and in the backward pass.
         rules: Explicit rules for single arrays.
 
     Raises:
@@ -75,10 +75,11 @@ class ExpertParallel(Strategy):
         )
 
     def check(self, model: nnx.Module, mesh: Mesh) -> None:
-        """Refuses a model that has no experts, or whose experts the axis cannot share.
+        """Refuses a model without experts, or with experts that the axis cannot share.
 
         Raises:
-            ExpertsError: For such a model, and for ``ragged`` on CPUs.
+            ExpertsError: If the model is refused, or if ``exchange`` is ``ragged`` on
+                CPUs.
         """
         size = mesh.shape["expert"]
         found = {
@@ -104,6 +105,6 @@ class ExpertParallel(Strategy):
         is_cpu = is_real and mesh.devices.flat[0].platform == "cpu"
         if self.exchange == "ragged" and is_cpu:
             raise ExpertsError(
-                "ExpertParallel(exchange='ragged') on CPUs, for which JAX has no "
-                "ragged all-to-all. Take exchange='gather', or None to choose."
+                "ExpertParallel(exchange='ragged') cannot run on CPUs, for which JAX "
+                "has no ragged all-to-all. Take exchange='gather', or None to choose."
             )

@@ -16,17 +16,17 @@ class FSDP(Strategy):
     """Fully sharded data parallelism: one mesh axis splits batch and training state.
 
     Each parameter is sharded along a free dim that the axis divides. `FSDPRules`
-    chooses the dim for which the gather copies least, which usually is the dim that a
+    chooses the dim whose gather makes the fewest copies. Usually this is the dim that a
     product contracts. The gradient and the optimizer state are sharded in the same way.
     The parameter is all-gathered just before use, and again for the backward pass; its
     gradient is reduce-scattered. A device keeps ``1 / size`` of the training state and
     sends at most 1.5 times the bytes of `DataParallel` per step [1].
 
     A `Stack` gathers one layer at a time, just before it runs, in both passes. With
-    ``prefetch`` it gathers the first kernel of the next layer ahead [2].
+    ``prefetch`` it also gathers the first kernel of the next layer in advance [2].
 
     Attributes:
-        size: Number of shards; ``None`` takes the devices that remain.
+        size: Number of shards; ``None`` uses all remaining devices.
         shard: The state that is sharded. ``params`` (ZeRO-3): parameters, gradients and
             optimizer state. ``gradients`` (ZeRO-2): parameters are replicated. A step
             sends no more bytes than with `DataParallel`, except that updated parameters
@@ -34,17 +34,18 @@ class FSDP(Strategy):
             gradients are replicated too, and all-reduced.
         min_size: Parameters of fewer elements are replicated.
         rules: Explicit rules for single arrays. A rule that names the axis ``fsdp``
-            chooses the dim; a rule that does not name it keeps the array replicated.
+            chooses the dim that the axis splits; with a rule that does not name the
+            axis, the array is not split over it.
         prefetch: ``"first"``: a `Stack` gathers the parameters of the next layer's
             first product, such as the queries' kernel, while the current layer runs; a
-            layer gathers the rest itself, during its products. It is for TPUs whose
-            SparseCores gather (docs/benchmarks.md has figures), and needs
+            layer gathers the rest itself, during its products. Prefetch is for TPUs on
+            which SparseCores run the gathers (docs/benchmarks.md has figures). It needs
             ``shard="params"``. In the stages of a `Pipeline`, `Pipeline.gather` decides
             instead. A stack of one layer, and a stack whose input is not a
             floating-point array, do not prefetch. ``None``: no prefetch.
 
     Raises:
-        ValueError: If a value is invalid, or there is nothing to prefetch.
+        ValueError: If a value is invalid, or if there is nothing to prefetch.
 
     Example:
         >>> FSDP(shard="optimizer").make_mesh().axis_names
@@ -84,8 +85,8 @@ class FSDP(Strategy):
 
     def claims(self) -> Claims:
         """``fsdp`` splits the batch, and the training state that ``shard`` selects."""
-        # The dim does not depend on `shard`, which only selects the specs that have the
-        # axis.
+        # `shard` selects which specs have the axis. The dim that the axis splits does
+        # not depend on `shard`.
         choice = FSDPRules(axis="fsdp", min_size=self.min_size)
         prefetches = self.prefetch is not None
         return Claims(

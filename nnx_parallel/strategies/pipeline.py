@@ -27,23 +27,25 @@ class Pipeline(Strategy):
     Attributes:
         size: Number of stages. If it does not divide the number of layers, some stages
             have one layer less and wait for the others; `Table.simulate` gives the
-            cost. A device then stores ``1 / size`` of each array of the layers, split
-            along another dim. Once a step it sends its part (in the dtype of the
-            computation) to the stages of these layers, and gradients come back.
-            Meanwhile a stage holds a copy of its parameters.
-        schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, whose pages cite
-            the papers, another `Schedule`, or a `Table`.
-        stash: Values that a stage keeps of a microbatch between its forward and its
-            backward slot. ``policy``: the values of the remat policy (``none``: all
-            activations of its layers; ``full``: the input of each layer). ``inputs``:
-            only the input of the stage; the backward slot first runs the layers again,
-            and then keeps the policy's values, for one microbatch at a time.
+            cost. Then each array of the stack is split along another dim, and a device
+            stores ``1 / size`` of it. Once per step the device sends its part (in the
+            dtype of the computation) to the stages that run these layers, and receives
+            the gradients of its part. During the step, each stage holds a copy of its
+            layers' parameters.
+        schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, which cite their
+            papers; another `Schedule`; or a `Table`.
+        stash: The values that a stage keeps for a microbatch between the forward and
+            the backward slot. ``policy``: the values that the remat policy saves
+            (``none``: all activations of its layers; ``full``: the input of each
+            layer). ``inputs``: only the input of the stage. The backward slot runs the
+            layers again, so a stage holds the policy's values for only one microbatch
+            at a time.
         gather: How often FSDP's shards of a stage's weights are gathered.
             ``microbatch``: layer by layer in every slot; a device holds the gathered
-            weights of one layer. ``step``: once a step; a device holds the gathered
+            weights of one layer. ``step``: once per step; a device holds the gathered
             weights of its stage (parameters / size, in the compute dtype), and sends
-            them once instead of twice per microbatch. Both reduce-scatter gradients
-            once per microbatch.
+            them once instead of twice per microbatch. With both values, gradients are
+            reduce-scattered once per microbatch.
         stack: Path of the stack that runs in stages, such as ``"decoder.blocks"``;
             ``None``: the stack with the most parameters.
 
@@ -67,7 +69,8 @@ class Pipeline(Strategy):
                 "least 1, such as Pipeline(4)."
             )
         if isinstance(self.schedule, Table):
-            # A table fits one number of stages and microbatches: `Fixed` checks both.
+            # A table is made for one number of stages and one number of microbatches.
+            # `Fixed` checks both.
             object.__setattr__(self, "schedule", Fixed(self.schedule))
         if not isinstance(self.schedule, Schedule):
             raise TypeError(
@@ -77,7 +80,8 @@ class Pipeline(Strategy):
         if self.stack is not None and not isinstance(self.stack, str):
             raise TypeError(
                 f"Pipeline(stack={self.stack!r}): it must be the path of a Stack of "
-                "the model, such as 'blocks', or None for the one with most parameters."
+                "the model, such as 'blocks', or None for the Stack with the most "
+                "parameters."
             )
         for name, kind in (("stash", Stash), ("gather", Gather)):
             own, valid = getattr(self, name), list(get_args(kind))

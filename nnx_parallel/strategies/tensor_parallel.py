@@ -10,7 +10,7 @@ from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
 TensorOverlap = Literal["ring", "halves"]
-"""Ways of `TensorParallel` to send activations during matmuls."""
+"""The ways in which `TensorParallel` sends activations during matmuls."""
 
 TENSOR_NAMES = ("heads", "kv_heads", "mlp", "vocab")
 """Names of dims that `TensorParallel` splits."""
@@ -36,9 +36,10 @@ class TensorParallel(Strategy):
     input has one ring too (`nnx_parallel.layers.project`, which our models call).
     ``"halves"`` splits the rows in two halves, and runs the transfers of one half
     during the matmuls of the other half [3]. For Llama-2 7B on 64 TPU v5p with
-    ``FSDP(16)``, halves hide 73 % of the bytes in 2.00 billion of the compiler's
-    estimated cycles, rings hide 98 % in 2.54 billion, and ``sequence`` without overlap
-    hides 32 % in 2.05 billion (``python -m benchmarks maxtext --full``).
+    ``FSDP(16)``, halves hide 73 % of the bytes, and the compiler estimates 2.00 billion
+    cycles for a step. Rings hide 98 %, with 2.54 billion cycles. ``sequence`` without
+    overlap hides 32 %, with 2.05 billion cycles (``python -m benchmarks maxtext
+    --full``).
 
     The names of a model's dims determine which dims are split. A model without names is
     replicated, with a warning: name its dims by path (`PathNames`). ``sequence`` and
@@ -46,15 +47,16 @@ class TensorParallel(Strategy):
     and ``Embed``, and warn if they find none.
 
     Attributes:
-        size: Number of parts; ``None`` takes the devices that remain.
+        size: Number of parts; ``None`` uses all remaining devices.
         sequence: True splits activations between the matmuls along ``seq``. A sequence
             is not split if ``size`` does not divide its length.
         overlap: ``ring``: matmuls that gather their input or scatter their output
             overlap with the transfers. ``halves``: layers of a `Stack` run on two
-            halves of a device's rows. Rows are not split in stages of a `Pipeline`, if
-            a device has an odd number of rows, or if a layer has dropout, state, masks
-            or losses of experts. A layer that mixes rows gets different numbers, as
-            with ``num_microbatches``. Both values imply ``sequence``.
+            halves of a device's rows. Rows are not split inside the stages of a
+            `Pipeline`. They are not split either if a device has an odd number of rows,
+            or if a layer has dropout, state, masks or losses of experts. A layer that
+            mixes rows gets different numbers, as with ``num_microbatches``. Both values
+            imply ``sequence``.
         rules: Explicit rules for single arrays. A `LogicalRules` changes the meaning of
             a name, for instance ``{"vocab": None}``.
 
@@ -82,12 +84,12 @@ class TensorParallel(Strategy):
         if self.overlap not in (None, *(modes := [*get_args(TensorOverlap)])):
             raise ValueError(
                 f"TensorParallel.overlap is {self.overlap!r}; it must be one of "
-                f"{modes}, or None for collectives that the compiler "
-                "places, with sequence=True to split activations along seq."
+                f"{modes}, or None to let the compiler place the collectives. Without "
+                "overlap, sequence=True splits activations along seq."
             )
 
     def claims(self) -> Claims:
-        """``tensor`` splits heads, hidden units and vocabulary, perhaps ``seq``."""
+        """``tensor`` splits heads, hidden units, vocabulary, and optionally ``seq``."""
         return Claims(
             axis_sizes={"tensor": self.size},
             # Kernels into mlp and heads are split by columns, and kernels out of them
