@@ -416,7 +416,7 @@ BATCH_ERRORS = {
                                                "arrays: convert it with "
                                                "x.astype('int32')."),
     "uint64": ([np.array([2**32], np.uint64)], DataError, "and holds 4294967296. JAX "
-               "keeps it as uint32, from 0 to 4294967295"),
+               "stores it as uint32, from 0 to 4294967295"),
 }  # fmt: skip
 
 

@@ -349,7 +349,7 @@ def test_invalid_lengths_and_last_batch_raise(arguments: dict, message: str) -> 
         (
             grain_dataset().repeat(),
             "num_epochs=2 counts passes over the data, but RepeatMapDataset has no "
-            "length. Pass data with a len(), the number of its batches, or num_steps= "
+            "length. Pass data whose len() is the number of its batches, or num_steps= "
             "in place of num_epochs=.",
         ),
         (grain_dataset().to_iter_dataset(), "IterDataset has no length. Pass data"),

@@ -157,8 +157,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit([{"x": Tensor()}]),
         "batch['x'] of batch 0 has type Tensor. Leaves must be NumPy or JAX arrays: "
         "convert it with `np.asarray`, so that dim 0 is the rows. An array without "
-        "dims, such as np.asarray(0.5), is shared by all rows. A DataLoader does so in "
-        "its collate_fn.",
+        "dims, such as np.asarray(0.5), is shared by all rows. In a DataLoader, "
+        "collate_fn does this.",
     ),
     "text in a batch": (
         lambda: fit([BATCH | {"label": np.array(["cat"] * 8)}]),

@@ -260,7 +260,9 @@ def test_another_order_after_restart_raises(
     if "next" in found:
         position.marks = (*position.marks[:2], mark_of(split(ROWS)[2]))
     kind = type(after).__name__
-    message = f"At step 2 the run cannot go on in this data ({kind}): {found}. {ORDER}"
+    message = (
+        f"At step 2 the run cannot continue with this data ({kind}): {found}. {ORDER}"
+    )
     with pytest.raises(DataError, match=re.escape(message)):
         read(restarted(position), after, (2, 6))
 

@@ -148,7 +148,7 @@ def test_undeclared_static_callable_raises(mesh: Mesh) -> None:
         undeclared = sharded_jit(function, mesh, in_shardings=placements)
         with pytest.raises(TypeError):
             undeclared(ones, jnp.negative, ones)
-    message = "`f` is a function, not an array, and has no place on a mesh. Leave it"
+    message = "`f` is a function, not an array, and cannot be placed on a mesh. Leave"
     with pytest.raises(TypeError, match=re.escape(message)):
         sharded_jit(function, mesh, in_shardings=P())(ones, lambda x: x, ones)
 

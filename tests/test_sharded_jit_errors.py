@@ -99,8 +99,8 @@ def test_invalid_options_raise_before_first_call(
         (
             {"in_shardings": (P(),)},
             PlacementTreeError,
-            "in_shardings has 1 entries, none for the argument `y`. Give one for each "
-            "of ['x', 'y'], in order, None to leave it to the compiler, or a mapping",
+            "in_shardings has 1 entries, none for the argument `y`. Give one entry "
+            "for each of ['x', 'y'], in order (None leaves it to the compiler), or a ",
         ),
         (
             {"in_shardings": ({"a": P()}, None)},

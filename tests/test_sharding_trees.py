@@ -243,7 +243,7 @@ def test_invalid_specs_raise(
 
 
 def test_non_array_leaf_raises(mesh: Mesh) -> None:
-    message = "`a.1` is a str, not an array, and has no place on a mesh. Leave it out"
+    message = "`a.1` is a str, not an array, and cannot be placed on a mesh. Leave"
     with pytest.raises(TypeError, match=re.escape(message)):
         resolve_shardings({"a": [np.ones(4), "relu"]}, FSDPRules(), mesh)
 

@@ -33,7 +33,7 @@ _COMMENT = re.compile(r"/\*.*?\*/")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SEPARATOR = re.compile(r"[()\[\]{},]")
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_MAX_TRIPS = 2**40  # if a condition still holds then, the trip count is unknown
+_MAX_TRIPS = 2**40  # if a condition holds for longer, the trip count is unknown
 _SAME = {"copy", "bitcast", "convert", "reshape", "opt-barrier"}
 _ELEMENT = re.compile(r"%([\w.\-$]+)#(\d+)")
 _COMPARISONS = ("LT", "LE", "GT", "GE", "EQ", "NE")

@@ -281,7 +281,7 @@ def _with_axes(collective: Collective, mesh: Mesh | None) -> Collective:
 
 
 def _mesh_of(compiled: jax.stages.Compiled, module: Module) -> Mesh | None:
-    """Returns a mesh of all devices of the program on which an array is sharded."""
+    """Returns a mesh with all devices of the program, on which an array is sharded."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     for each in shardings:
         if isinstance(each, NamedSharding) and each.mesh.size == module.num_devices:

@@ -248,7 +248,7 @@ def _hash_shard(mesh: Mesh, spec: P, shard: jax.Array) -> jax.Array:
 
 
 _SMALL_BYTES = 2**16
-"""Shards below this size are copied into one array, to be hashed together."""
+"""Shards of fewer bytes are copied into one array, to be hashed together."""
 
 
 def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> jax.Array:

@@ -71,7 +71,7 @@ class DirectoryLock:
                 _remove(self.path, held)
         stop = threading.Event()
         # The thread is a daemon and has no reference to `self`, so the lock is released
-        # when the last reference to this object goes.
+        # when the last reference to this object is dropped.
         threading.Thread(
             target=_keep_renewing,
             args=(self.path, self._content, stop),

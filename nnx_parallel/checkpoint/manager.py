@@ -220,8 +220,8 @@ class CheckpointManager:
         """Saves a state under its step; its arrays may be donated once this returns.
 
         If an earlier save failed on one of several processes, the others wait for it
-        for up to 20 minutes. During that time this saves nothing if ``may_skip`` is set
-        and ``on_save_error="warn"``.
+        for up to 20 minutes. During that time this method saves nothing if ``may_skip``
+        is set and ``on_save_error="warn"``.
 
         Args:
             state: The state to save.
@@ -245,8 +245,8 @@ class CheckpointManager:
         self._open()  # raises an error if there is no directory
         if self.warns and jax.process_count() > 1:
             # This save begins with barriers. If the last save has failed only on this
-            # process, it would wait in the barriers while the other processes still
-            # write. So all processes wait here until the last save has ended.
+            # process, this process would wait in the barriers while the other processes
+            # still write. So all processes wait here until the last save has ended.
             while not wait_on_all_processes(self._save):
                 self.poll()
                 if may_skip:
@@ -284,13 +284,13 @@ class CheckpointManager:
 
         Args:
             step: Number of updates done so far; must be later than every saved step.
-            groups: Arrays by group and path. A group may be empty, an array may not.
-                The names ``metrics`` and ``fingerprints`` are reserved.
+            groups: Arrays by group and path. A group may be empty, but an array may
+                not. The names ``metrics`` and ``fingerprints`` are reserved.
             meta: Values that JSON can hold. JSON turns tuples into lists, and keys into
                 strings.
             metrics: Values at this step, for ``keep_best``.
-            overwrite: Replace the latest step, if it is ``step``. The old step is
-                deleted before the new one is written.
+            overwrite: True to replace the latest step, if it is ``step``. The old step
+                is deleted before the new one is written.
             base: Arrays by path whose checksums are saved instead of their values.
 
         Raises:

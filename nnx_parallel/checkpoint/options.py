@@ -126,8 +126,8 @@ def check_step(
 ) -> None:
     """Raises ``CheckpointError`` unless ``step`` can be saved as the latest step.
 
-    Without this check, Orbax silently skips an older step. It reports a directory in
-    the way only after it has written everything.
+    Without this check, Orbax silently skips an older step. If a directory is in the
+    way, Orbax reports it only after it has written everything.
     """
     where = f"step {step} in '{directory}'"
     if step == latest:

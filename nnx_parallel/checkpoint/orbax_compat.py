@@ -126,7 +126,7 @@ def describe_plain(path: str) -> Any:
 
 
 def load_plain(path: str, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Reads and places part of a plain checkpoint, without waiting for processes."""
+    """Reads and places part of a plain checkpoint; waits for no other process."""
     context = _context_of_one()
     context.pytree_options.loading.partial_load = True
     with context:

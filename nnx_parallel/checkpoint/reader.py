@@ -185,7 +185,7 @@ class CheckpointReader:
         raise CheckpointNotFoundError(problem)
 
     def describe(self, step: int | None = None) -> StoredCheckpoint:
-        """Returns the contents of a step, by default of the latest; reads no arrays.
+        """Returns the contents of a step, by default the latest; reads no arrays.
 
         Raises:
             CheckpointNotFoundError: If the step does not exist.
@@ -284,7 +284,7 @@ class CheckpointReader:
         *,
         quarantines: bool = False,
     ) -> tuple[Restored, list[str]] | None:
-        """Restores the latest step; with ``on_damage="previous"``, one that is intact.
+        """Restores the latest step, or the latest that is intact (see ``on_damage``).
 
         With ``quarantines``, corrupt steps that are later than the restored step are
         renamed.

@@ -94,9 +94,10 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="compare a step of a script with one device",
         description="Runs a script up to Trainer.fit, on the devices of this machine, "
-        "and compares one step with the same step run again, without compiler options "
-        "and overlap, and on one device. Nothing is trained. The exit code is 1 if an "
-        "array differs, 2 if there is no step to verify.",
+        "and compares one step with three other runs of it: a repetition, a run "
+        "without compiler options and overlap, and a run on one device. Nothing is "
+        "trained. The exit code is 1 if an array differs, 2 if there is no step to "
+        "verify.",
     )
     listing = commands.add_parser(
         "inspect",

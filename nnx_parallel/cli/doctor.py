@@ -39,7 +39,7 @@ _PROBE_SECONDS = 120
 
 
 class _Accelerator(NamedTuple):
-    """An accelerator: patterns of its driver's files, and what JAX needs to use it."""
+    """An accelerator: patterns of its driver's files, and the packages for JAX."""
 
     name: str
     files: tuple[str, ...]

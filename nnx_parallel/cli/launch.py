@@ -129,7 +129,7 @@ def _wait(processes: list[Process]) -> int:
             index, code = ended.get(timeout=wait)
         except queue.Empty:
             # Most processes end by themselves within seconds. The remaining ones ignore
-            # signals or hang in C.
+            # signals or hang in C code.
             deadline = None
             for process in processes:
                 _kill_group(process)

@@ -147,7 +147,7 @@ def parts_of_script(
         script: Path of the script.
         arguments: Arguments of the script.
         topology: The Trainer's devices.
-        batch: Shapes of a global batch; ``None`` takes the shapes of the first batch of
+        batch: Shapes of a global batch; ``None`` uses the shapes of the first batch of
             the script's data.
 
     Raises:

@@ -9,7 +9,10 @@ from typing import Any
 
 
 class Reached(BaseException):
-    """Ends a script at its call of `fit`; a script may catch an `Exception`."""
+    """Ends a script at its call of `fit`.
+
+    It is a `BaseException`, because a script may catch every `Exception`.
+    """
 
     def __init__(self, trainer: Any, data: Any) -> None:
         super().__init__()

@@ -151,7 +151,7 @@ def _named_leaves(batch: Any) -> dict[str, Any]:
 def _check_leaf(name: str, leaf: Any) -> None:
     if not isinstance(leaf, np.ndarray | jax.Array):
         is_torch = type(leaf).__module__.partition(".")[0] == "torch"
-        place = " A DataLoader does so in its collate_fn." if is_torch else ""
+        place = " In a DataLoader, collate_fn does this." if is_torch else ""
         raise DataError(
             f"{name} has type {type(leaf).__name__}. Leaves must be NumPy or JAX "
             "arrays: convert it with `np.asarray`, so that dim 0 is the rows. An array "
@@ -248,7 +248,7 @@ class BatchAgreement:
         found = allgather_object(self.name, mine)
         signatures, problems, reasons, all_shared, drops = zip(*found, strict=True)
         for reason in reasons:
-            if reason is not None:  # this is first: a run that stops needs no batch
+            if reason is not None:  # checked first: a run that stops needs no batch
                 return num_rows, reason
         if any(drops):
             return None, None
@@ -296,7 +296,7 @@ def shared_checksums(batch: Any) -> dict[str, int]:
 Mark = list[Any]
 """Content of a batch in JSON values: the number of rows and checksums of each array."""
 
-_MARK_BYTES = 2**16  # bytes to hash of each array; takes 0.1 ms even for 100 MB
+_MARK_BYTES = 2**16  # bytes to hash of each array; this takes 0.1 ms even for 100 MB
 _MARK_ROWS = 8  # rows to hash at each end, to compare batches of different sizes
 _ROW_BYTES = 2**10  # bytes to hash of each of these rows
 
@@ -344,7 +344,8 @@ def _sampled(x: np.ndarray, row_bytes: int) -> Any:
     by_item = -(-row_items // max(1, row_bytes // x.itemsize)) | 1
     if x.flags.c_contiguous or by_item == 1:
         x = x.reshape(len(x), -1)[:, ::by_item]
-    else:  # items are taken by index: a flattened transposed array is a full copy
+    else:
+        # Items are taken by index: flattening a transposed array would copy all of it.
         items = np.arange(0, row_items, by_item)
         x = x[(slice(None), *np.unravel_index(items, x.shape[1:]))]
     return np.ascontiguousarray(x).view(np.uint8)
@@ -433,7 +434,7 @@ def place_batch(
     num_microbatches: int | None = None,
     global_batch_size: int | None = None,
 ) -> Any:
-    """Puts a host batch on the mesh, its rows split over the batch axes.
+    """Puts a host batch on the mesh, with its rows split over the batch axes.
 
     Each device receives only its rows. Once this returns, the caller may write to the
     host's arrays again.

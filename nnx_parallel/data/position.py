@@ -151,7 +151,7 @@ class Epochs:
         if not 0 < self.num_batches < sys.maxsize:  # Grain's endless data
             length = "is empty" if self.num_batches == 0 else "has no length"
             raise DataError(
-                f"{found} {kind} {length}. Pass data with a len(), the number of its "
+                f"{found} {kind} {length}. Pass data whose len() is the number of its "
                 "batches, or num_steps= in place of num_epochs=."
             )
 
@@ -231,7 +231,7 @@ def encode_state(state: Any) -> Any:
         return [encode_state(value) for value in state]
     if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         encoded = {key: encode_state(value) for key, value in state.items()}
-        # If a dict of the user's looks like one of our markers, a marker is added.
+        # If a user's dict looks like one of our markers, a marker is added.
         return {"dict": encoded} if encoded.keys() in _MARKERS else encoded
     if state is None or isinstance(state, bool | int | float | str):
         return state

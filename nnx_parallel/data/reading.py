@@ -275,7 +275,7 @@ class Cursor:
         return None if methods is None else encode_state(methods.get_state())
 
     def peek(self) -> tuple[Mark | None, int]:
-        """Returns mark and rows of the next batch, without taking the batch."""
+        """Returns the next batch's mark and number of rows, but does not take it."""
         read = self.take()
         if read.batch is END:
             self._pending.appendleft(read)
@@ -395,8 +395,8 @@ class Cursor:
 def order_problem(data: object, step: int, found: str) -> str:
     """Returns the text of a `DataError` about data that a run cannot continue with."""
     return (
-        f"At step {step} the run cannot go on in this data ({type(data).__name__}): "
-        f"{found}. Each batch is used once, in order. If the order has changed (an "
+        f"At step {step} the run cannot continue with this data "
+        f"({type(data).__name__}): {found}. Each batch is used once, in order. If the order has changed (an "
         "unseeded shuffle or augmentation, or a loader that was read before), seed it "
         "and create it again. To begin other data at its start, first call "
         f"fit(earlier_data, num_steps={step}) in a new process; that call reads "

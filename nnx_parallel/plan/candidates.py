@@ -75,7 +75,7 @@ class Candidate:
 
     @property
     def code(self) -> str:
-        """The candidate as Python: the arguments of a Trainer."""
+        """The arguments of a Trainer for this candidate, as Python code."""
         changed = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -361,7 +361,7 @@ def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:
 def _precisions(
     parts: Parts, topology: Topology, fix: Mapping[str, Any]
 ) -> list[Precision | None]:
-    """Returns the Trainer's precision, and bfloat16 products if it sets none."""
+    """Returns the precisions to try: the Trainer's, and bfloat16 if it sets none."""
     if "precision" in fix:
         return [None if fix["precision"] == "own" else MIXED]
     is_open = parts.precision == Precision() and parts.compute_dtype == "float32"

@@ -82,7 +82,7 @@ class Compiled:
     schedule: Mapping[str, Any] | None = None
 
     def costs(self, estimate: Costs) -> Costs:
-        """Returns the costs, with the compiler's figures in place of the formulas'."""
+        """Returns the costs, with the compiler's figures in place of estimates."""
         memory = {name: estimate.memory[name] for name in EXACT}
         # A TPU lays arrays out in tiles, which pads them.
         padding = self.memory["arguments"] - sum(memory.values())
@@ -277,8 +277,8 @@ def _schedule_of(
     """Reads the timed schedule of a program for TPUs.
 
     Returns ``None`` if the text cannot be read, or has no estimates of cycles; formulas
-    then give the time. The compiler's dump has no estimates, which the compiler makes
-    later.
+    then give the time. The compiler's dump has no estimates, because the compiler makes
+    them later.
     """
     if not topology.hardware.clock or "estimated_cycles" not in text:
         return None

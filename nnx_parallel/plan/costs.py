@@ -225,7 +225,7 @@ def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
 
 
 def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
-    """Returns positions and width of a row, by the most common shape of residuals."""
+    """Returns positions and width of a row, from the most common residual shape."""
     shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
         # A value whose last dim has size one is a statistic, such as a norm's mean.

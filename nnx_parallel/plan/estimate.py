@@ -189,7 +189,7 @@ class Estimate:
 
     @functools.cached_property
     def host_bytes(self) -> float:
-        """Bytes of optimizer state that waits on the host: arrays, not counters."""
+        """Bytes of optimizer state on the host: its arrays, but not its counters."""
         offload = self.candidate.offload
         if offload is None or not offload.optimizer:
             return 0.0
@@ -237,7 +237,7 @@ class Estimate:
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of weights gathered at once: a layer of each stack, and all others."""
+        """Bytes of weights gathered at once: a layer per stack, and other weights."""
         total = 0.0
         for _, x, place in self.params:
             if place.is_gathered:

@@ -80,7 +80,7 @@ class Hardware:
         return self.usable * self.memory_bytes
 
     def peak(self, dtype: str) -> float:
-        """Returns FLOP/s of products of a dtype; of an unlisted dtype, the lowest."""
+        """Returns FLOP/s of products of a dtype; the lowest for an unlisted dtype."""
         dtype = "float8" if dtype.startswith("float8") else dtype
         return self.flops.get(dtype, min(self.flops.values()))
 
@@ -100,7 +100,7 @@ def _tpu(
     """Describes a TPU by the figures of its chip.
 
     Args:
-        name: In a topology.
+        name: The name in a `Topology`.
         kinds: See `Hardware`.
         tflops: TFLOP/s in bfloat16, int8 and 8-bit floating point. If the maker gives
             no figure for 8-bit floating point, JAX multiplies it in bfloat16. The
@@ -111,8 +111,8 @@ def _tpu(
         memory: Size in GiB, and bandwidth in GB/s.
         links: GB/s of all links in both directions together, the number of links, and
             GB/s of the network.
-        source: The page.
-        compiler: See `Hardware`; by default the name.
+        source: The page with the figures.
+        compiler: See `Hardware`; by default only the name.
         devices: Number of JAX devices for each chip.
     """
     bfloat16, int8, float8 = (number * _TERA / devices for number in tflops)
@@ -144,10 +144,10 @@ def _gpu(
     links: tuple[float, float],
     source: str,
 ) -> Hardware:
-    """Describes a GPU, of which each machine has 8.
+    """Describes a GPU of machines with 8 GPUs each.
 
     Args:
-        name: In a topology.
+        name: The name in a `Topology`.
         kind: See `Hardware.kinds`.
         tflops: TFLOP/s in bfloat16, in TF32 (JAX's default for float32), and in 8-bit
             floating point. On all these GPUs int8 is twice as fast as bfloat16.
@@ -155,7 +155,7 @@ def _gpu(
         links: GB/s in both directions together, and GB/s of the network. The network is
             one adapter for each GPU, as in the maker's systems; data sheets of chips do
             not have this figure.
-        source: The page.
+        source: The page with the figures.
     """
     bfloat16, tf32, float8 = (number * _TERA for number in tflops)
     speeds = {"bfloat16": bfloat16, "float16": bfloat16, "float32": tf32}

@@ -32,7 +32,7 @@ from nnx_parallel.training.arguments import LossFn
 from nnx_parallel.training.step import StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
-"""The attribute with the requested offload of a Trainer for described devices."""
+"""Name of an attribute: the offload that a Trainer for described devices requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,7 @@ class ModelFacts:
     """Facts about a model that limit the sizes of mesh axes and other options.
 
     Attributes:
-        stacks: Layers of each `Stack` by path, the largest stack first.
+        stacks: Number of layers of each `Stack` by path, the largest stack first.
         num_experts: Number of experts of each mixture; 0 without mixtures.
         named: Sizes of named dims of parameters, by name.
         has_remat: True if the Trainer's remat affects a stack.
@@ -235,7 +235,7 @@ def shapes_of(batch: Any) -> Any:
 
     if not jax.tree.leaves(batch, is_leaf=is_marked):
         raise PlanError(
-            "plan got no batch. Pass batch=, a batch as for fit or its shapes: "
+            "plan got no batch. Pass one as for fit, or its shapes, such as batch="
             "{'tokens': jax.ShapeDtypeStruct((512, 4097), 'int32')}."
         )
     return jax.tree.map(shape, batch)

@@ -459,7 +459,7 @@ class _Scale(NamedTuple):
         return cls((left, right), (min(attained[0], peak / 10) / 4, peak * 2))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """Returns where in the picture ``x`` FLOP/byte and ``y`` FLOP/s are."""
+        """Returns the point in the picture for ``x`` FLOP/byte and ``y`` FLOP/s."""
         across, up = (
             math.log(value / low) / math.log(high / low)
             for value, (low, high) in zip((x, y), self, strict=True)
@@ -498,7 +498,7 @@ class _Scale(NamedTuple):
     def roof(
         self, lane: Lane, peak: float, shares: Range, colour: str, before: int
     ) -> Marks:
-        """Draws the line of the data sheet above the band of the assumption.
+        """Draws a roof: the data sheet's line, and the band of the assumed range.
 
         If ``before`` roofs are already drawn in the same place, the line is dashed and
         has no band.
@@ -527,7 +527,7 @@ class _Scale(NamedTuple):
         return [band, line(*roof, colour=colour)]
 
     def _slope(self, speed: float, peak: float) -> list[tuple[float, float]]:
-        """Returns where a roof enters the picture and meets the products' roof."""
+        """Returns the ends of a roof: the picture's edge, and the products' roof."""
         (left, right), bottom = self.x, self.y[0]
         ends = max(left, bottom / speed), min(right, peak / speed)
         return [self.at(x, x * speed) for x in ends]
@@ -599,7 +599,7 @@ def _si(value: float, unit: str) -> str:
     return f"{value:.3g} {unit}".strip()
 
 
-_SHOWN = 12  # candidates of the table, and bars
+_SHOWN = 12  # candidates in the table, and with a bar
 _DRAWN = 4  # candidates with a timeline and roofs; the first is open
 
 _STYLE = """
@@ -666,7 +666,7 @@ _WORDS = (
 
 
 def _step(plan: Plan, entry: Entry, *, is_first: bool) -> str:
-    """Renders both pictures of a candidate; all but the first open at a click."""
+    """Renders both pictures of a candidate, folded except for the first one."""
     figures = draw_timeline(plan, entry), draw_roofline(plan, entry)
     pair = f'<div class="pair">{"".join(map(_figure, figures))}</div>'
     code = f"<code>{escape(entry.candidate.code)}</code>"

@@ -42,7 +42,7 @@ class Shortage:
     def of(
         cls, text: str, device: Any, hardware: Hardware | None, state: float
     ) -> Shortage | None:
-        """Reads an error's text and the device; returns ``None`` without a limit.
+        """Reads the limit from an error's text or a device; ``None`` if it is unknown.
 
         ``state`` is the bytes of the step's arguments. They are added to the
         temporaries, because the TPU compiler reports only the temporaries.
@@ -171,7 +171,7 @@ def _fitting(
             continue
         memory = dict(entry.costs.memory)
         if offloads:
-            memory["optimizer state"] = 0.0  # only one layer stays
+            memory["optimizer state"] = 0.0  # one layer stays on the device
         size = short.scaled(mine.costs.memory, memory)
         if size <= short.limit:
             more = ", backend=Backend(offload=Offload())" if offloads else ""

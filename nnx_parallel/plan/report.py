@@ -37,7 +37,7 @@ class Entry:
         time: Range of its step's time; ``None`` without costs.
         estimated_time: The range by formulas, even if the candidate was compiled.
         refused: The text of the error if it cannot run; empty if it can.
-        why: Why it was not chosen; empty for the choice.
+        why: Why it was not chosen; empty for the best candidate.
         dtype: Dtype of its products; empty for the plan's dtype.
     """
 

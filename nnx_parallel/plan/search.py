@@ -336,7 +336,7 @@ def could_win(
 
 
 def _ratios(done: Sequence[Entry]) -> list[float]:
-    """Returns the compiler's time over the formula's for each compiled candidate."""
+    """Returns each compiled candidate's ratio of compiler time to formula time."""
     both = [(e.time, e.estimated_time) for e in done]
     return [time.middle / guess.middle for time, guess in both if time and guess]
 

@@ -110,9 +110,9 @@ class _TimeWalk(Walk[Work]):
         computation = self.module.computations[name]
         values = self.module.evaluate(name, arguments)
         work, links_free = Work(), 0.0
-        pending: dict[str, tuple[float, Group]] = {}  # when transfers end
+        pending: dict[str, tuple[float, Group]] = {}  # ends of transfers
         # A SparseCore is started before it has its operands. Its transfer begins when
-        # it gets them, and lasts these seconds.
+        # it gets them, and lasts the stored seconds.
         waiting: dict[str, tuple[float, Group]] = {}
         for instruction in computation.instructions.values():
             if instruction.opcode in _ENTERED:
@@ -272,7 +272,7 @@ def _transfer_seconds(
     known: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def links_of(group: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the number of links that a device uses, and of the group's slices."""
+        """Returns the numbers of a device's links and of the group's slices."""
         if group not in known:
             places = [devices[i] for i in group]
             links = 0

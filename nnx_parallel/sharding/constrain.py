@@ -94,8 +94,9 @@ def constrain(x: Any, *names: Any) -> Any:
     """Places an activation as the strategy wants it, given the names of its dims.
 
     Outside a strategy it returns ``x`` itself. The mesh has Auto axes, on which a
-    constraint is a hint to XLA's partitioner. So the rest of the model need not mention
-    a mesh, unlike with Explicit axes. An axis that does not divide its dim is left out.
+    constraint is a hint to XLA's partitioner. So, unlike with Explicit axes, the rest
+    of the model need not mention a mesh. An axis that does not divide its dim is left
+    out.
 
     Args:
         x: An activation.
@@ -139,7 +140,7 @@ def constrain(x: Any, *names: Any) -> Any:
 def _is_name(entry: Any) -> bool:
     """True for an entry that names one dim: a logical axis, mesh axes or ``None``."""
     # A tuple of strings is a name, because a tree of placements holds no strings.
-    # `type`, because a spec may be a subclass of tuple.
+    # The exact type is compared, because a spec may be a subclass of tuple.
     parts = entry if type(entry) is tuple else (entry,)
     return entry is None or all(isinstance(part, str) for part in parts)
 
@@ -315,7 +316,7 @@ def without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _makes_complex(primitive: Any, avals: tuple, params: dict) -> bool:
-    """True if an operation may have a complex output; False if it cannot."""
+    """True if an operation may have a complex output."""
 
     def is_complex(dtype: Any) -> bool:
         return jax.numpy.issubdtype(dtype, jax.numpy.complexfloating)

@@ -41,8 +41,8 @@ class Donating:
             )
         given = jax.tree.leaves([values[i] for i in self._donated])
         kept = jax.tree.leaves([values[i] for i in self._kept])
-        # This check takes a few microseconds. Only if it fails, `_check` looks for the
-        # paths of the wrong arrays.
+        # This check takes a few microseconds. If it fails, `_check` looks for the paths
+        # of the wrong arrays.
         ids = set(map(id, given))
         try:
             is_free = len(ids) == len(given) and ids.isdisjoint(map(id, kept))

@@ -50,7 +50,7 @@ class Arguments:
         except (TypeError, ValueError):  # some functions in C have none
             self._signature = inspect.signature(lambda *args, **kwargs: None)
         self.known = self._signature.parameters
-        # A function has at most one ``*args`` and one ``**kwargs``: kinds find them.
+        # A function has at most one ``*args`` and one ``**kwargs``: selected by kind.
         by_kind = {parameter.kind: name for name, parameter in self.known.items()}
         self._var_positional = by_kind.get(Parameter.VAR_POSITIONAL, "")
         self._var_keyword = by_kind.get(Parameter.VAR_KEYWORD, "")
@@ -125,11 +125,11 @@ class Arguments:
             if missing := [n for n in order[len(placements) :] if n in names]:
                 raise PlacementTreeError(
                     f"{option} has {len(placements)} entries, none for the argument "
-                    f"`{missing[0]}`. Give one for each of {self._dynamic}, in order, "
-                    "None to leave it to the compiler, or a mapping by name."
+                    f"`{missing[0]}`. Give one entry for each of {self._dynamic}, in "
+                    "order (None leaves it to the compiler), or a mapping by name."
                 )
             placements = dict(zip(order, placements, strict=False))
-        # An entry for ``*args`` or ``**kwargs`` counts for every value that it takes.
+        # An entry for ``*args`` or ``**kwargs`` applies to every value that it takes.
         owners = {n: self._var_keyword for n in dynamic if n not in self.known}
         owners |= dict.fromkeys(extra, self._var_positional)
         return {n: placements.get(n, placements.get(owners.get(n))) for n in dynamic}

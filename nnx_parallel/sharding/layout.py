@@ -62,7 +62,7 @@ class Execution(abc.ABC):
     """
 
     def check(self, model: Any, mesh: Mesh) -> None:  # noqa: B027
-        """Refuses a model, concrete or abstract, that it cannot run on a mesh."""
+        """Refuses a concrete or abstract model that it cannot run on a mesh."""
 
     def find_staged(self, model: Any, mesh: Mesh) -> Staged | None:
         """Returns the `Stack` that runs in stages, or ``None``."""
@@ -140,8 +140,8 @@ class Claims:
     """The mesh axes of a strategy and their use; ``|`` merges two claims.
 
     Attributes:
-        axis_sizes: Size of each mesh axis of the strategy. ``None``: the axis takes all
-            devices that remain.
+        axis_sizes: Size of each mesh axis of the strategy. ``None``: the axis uses all
+            remaining devices.
         batch: Mesh axes that split the batch.
         logical: Mesh axes by logical name, for parameters and activations alike.
         activations: Mesh axes by logical name, only for activations. If two strategies
@@ -342,7 +342,8 @@ class Layout:
             {found.axis} if found and "expert" in (info.names or ()) else set()
         )
 
-        # `axes` has all axes of ZeRO-1, 2 and 3. The spec of each role drops some.
+        # `axes` has all axes of ZeRO-1, 2 and 3. The spec of each role drops some of
+        # them.
         def with_zero(*kept: ZeroKind) -> P:
             idle = (z for z in self.claims.zero if z.shard not in kept)
             dropped = {axis for z in idle for axis in z.axes} - expert_axes
@@ -382,7 +383,7 @@ class Layout:
     def _splits_layers(self, info: ArrayInfo) -> bool:
         """True if the strategy gives an array's dim named ``layers`` a mesh axis."""
         if self.claims.execution is None:
-            return "layers" in self.claims.logical  # `check_spec` refuses a misfit
+            return "layers" in self.claims.logical  # `check_spec` checks the size
         size = math.prod(self.mesh.shape[a] for a in self.axes_of("layers"))
         return info.splits_layers and info.shape[0] % size == 0
 
@@ -405,7 +406,7 @@ class Layout:
         return (*axes[:dim], (*axes[dim], *wanted), *axes[dim + 1 :]), reason, wanted
 
     def axes_of(self, name: MeshAxes, path: str = "") -> tuple[str, ...]:
-        """Returns the mesh axes of a dim's name, which may be a mesh axis.
+        """Returns the mesh axes of a dim's name; the name may itself be a mesh axis.
 
         Raises:
             UnknownAxisError: If the name is neither a logical axis nor a mesh axis.

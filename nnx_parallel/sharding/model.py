@@ -288,7 +288,7 @@ def _parts(value: Any) -> tuple[list, Any]:
     """Returns the leaves of an attribute, and its tree structure."""
     try:
         return jax.tree.flatten(value, is_leaf=_is_part_of_graph)
-    except ValueError:  # a dict with unsortable keys has settings, not arrays
+    except ValueError:  # a dict with unsortable keys holds settings, not arrays
         return jax.tree.flatten(value, is_leaf=lambda _: True)
 
 
@@ -351,7 +351,7 @@ def _contents(holder: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
 
 
 def plain_attributes(model: nnx.Module) -> dict[Path, Any]:
-    """Returns numbers, strings and flags of modules, which a step compiles in."""
+    """Returns numbers, strings and flags of modules, which are constants of a step."""
     return {
         (*path, name): value
         for path, module in nnx.iter_modules(model)
@@ -464,7 +464,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 
 def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
-    """Returns the spec in which each array of a state is stored, as the same tree."""
+    """Returns the spec in which each array of a state is stored, as an equal tree."""
     return map_arrays(lambda p, v: layout.place(array_info(p, v)).stored, state)
 
 

@@ -19,7 +19,7 @@ LOGICAL_AXES = (
 """The names that this library's models give to their dims."""
 
 # An axis that is called "sp" splits long sequences. Some libraries call sequence
-# parallelism "sp", but that uses the axis "tensor".
+# parallelism "sp", but it uses the axis "tensor".
 AXIS_NAMES = {
     "pipe": ("pp", "pipeline", "stage", "stages"),
     "data": ("dp", "ddp", "replica", "replicas"),

@@ -61,7 +61,7 @@ def holds_one_array(variable: nnx.Variable) -> bool:
 
 def _entry(key: Any) -> Hashable:
     """Converts one entry of a JAX key path to a dict key, an index or a name."""
-    names = ("key", "idx", "name")  # of dicts, of sequences, of dataclasses
+    names = ("key", "idx", "name")  # entries of dicts, sequences, dataclasses
     return next(getattr(key, name) for name in names if hasattr(key, name))
 
 
@@ -97,7 +97,7 @@ _NUM_DIMS = (
 )
 
 
-# A protocol, because this package must not import `Stack` from `layers`.
+# This is a protocol, because this package must not import `Stack` from `layers`.
 @runtime_checkable
 class HasLayers(Protocol):
     """A module whose arrays have a leading dim of layers."""
@@ -108,10 +108,11 @@ class HasLayers(Protocol):
 
 
 def name_dim(variable: nnx.Variable) -> None:
-    """Names dim 0 of an array ``layers``, unless it already has this name."""
+    """Gives dim 0 of an array the name ``layers``, unless it already has this name."""
     names = names_of(variable)
     if names[:1] != ("layers",):
-        # If there is an entry for every dim, the first may be None: replace it.
+        # If there is an entry for every dim, the first entry may be None; then it is
+        # replaced.
         ndim = getattr(variable.get_value(), "ndim", None)
         names = ("layers", *names[names[:1] == (None,) and len(names) == ndim :])
     # Flax cannot place the array now, since the mesh is not known yet.

@@ -24,9 +24,9 @@ class PathNames:
     Variables, where every strategy reads them, and replaces the names that the model
     gave. A ``Trainer`` takes it as ``names=`` and does not change a built model.
 
-    An array gets the names of the first pair that matches: its regex is found in the
-    array's path, and it has a name for each of the array's dims. A pair need not name
-    the ``layers`` of a `Stack`, which already have their name.
+    An array gets the names of the first pair that matches. A pair matches if its regex
+    is found in the array's path, and if it has a name for each of the array's dims. A
+    pair need not name the ``layers`` of a `Stack`, which already have their name.
 
     Attributes:
         pairs: ``(regex, names)`` in order, with ``None`` for a dim without a name; the
@@ -54,7 +54,7 @@ class PathNames:
 
     def __init__(self, *pairs: tuple[str, Names], optional: bool = False) -> None:
         for regex, names in pairs:
-            check_regex("PathNames", regex)  # here, not when a model is named
+            check_regex("PathNames", regex)  # now, not when a model is named
             given = [name for name in names if name is not None]
             if isinstance(names, str) or len(set(given)) < len(given):
                 raise ValueError(

@@ -155,7 +155,7 @@ def choose_other_dim(
     # A dim that another axis splits is chosen only if there is no free dim.
     free = [d for d in fitting if not taken[d]] or fitting
     dim, _ = cheapest_dim(free, [part(d) for d in range(len(taken))], size)
-    return dim, f"{name}: dim {dim}, for it does not split the layers"
+    return dim, f"{name}: dim {dim}, because it does not split the layers"
 
 
 def place_array(

@@ -81,7 +81,7 @@ class PathRules:
                     f"PathRules got {pair!r}. Its arguments are pairs of a regex and a "
                     "PartitionSpec: PathRules((r'up.*kernel', P(None, 'tensor')), ...)."
                 )
-            check_regex("PathRules", pair[0])  # here, not when a model is placed
+            check_regex("PathRules", pair[0])  # now, not when a model is placed
         object.__setattr__(self, "pairs", tuple(pairs))
         object.__setattr__(self, "strict", strict)
 
@@ -204,14 +204,14 @@ class FSDPRules:
     min_size: int = 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.axis, str):  # perhaps a min_size, by position
+        if not isinstance(self.axis, str):  # perhaps a min_size, passed by position
             raise RuleError(
                 f"FSDPRules got {self.axis!r} for its axis, the name of a mesh axis. "
                 "Pass other arguments by keyword: FSDPRules(min_size=2**20)."
             )
 
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
-        """Returns a spec with the axis on the chosen dim, or ``None`` without one."""
+        """Returns a spec with the axis on one dim, or ``None`` if no dim fits."""
         if self.axis not in mesh.shape:
             raise UnknownAxisError(
                 f"{self} shards over an axis that the mesh lacks."
@@ -334,7 +334,7 @@ def check_rules(rules: Any, where: str) -> tuple[Rules, ...]:
 
 
 def members(rules: Rules) -> tuple[Rules, ...]:
-    """Returns the rules of a chain, also of nested chains; of another rule, itself."""
+    """Returns the rules in a chain and its nested chains, or the rule itself."""
     if not isinstance(rules, ChainRules):
         return (rules,)
     return tuple(member for rule in rules.rules for member in members(rule))
@@ -361,7 +361,7 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
 
 
 def warn_unmatched(kind: str, regexes: list[str], hint: str) -> None:
-    """Warns about regular expressions that decide about no array, if there are any.
+    """Warns about regular expressions that place no array, if there are any.
 
     ``kind`` names their owner in the message.
     """
@@ -413,7 +413,7 @@ def answer_of(
 def _ask(rule: Rules, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
     """Asks one rule, and checks the answer: a user may have written the rule."""
     answer: Any = rule.match(info, mesh)
-    # `type`, because a spec may be a subclass of tuple.
+    # The exact type is compared, because a spec may be a subclass of tuple.
     is_pair = type(answer) is tuple and len(answer) == 2
     if answer is None or (is_pair and isinstance(answer[0], P)):
         return answer

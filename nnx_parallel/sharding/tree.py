@@ -30,7 +30,7 @@ from nnx_parallel.sharding.rules import (
 from nnx_parallel.sharding.specs import check_axes, check_spec
 
 
-# A protocol, because this package must not import `Strategy`.
+# This is a protocol, because this package must not import `Strategy`.
 @runtime_checkable
 class HasLayout(Protocol):
     """A strategy, or any object that has a layout on a mesh."""
@@ -143,7 +143,7 @@ def is_placeable(x: object) -> bool:
 
 
 def has_rules(placements: Any) -> bool:
-    """True if a tree of placements needs an array's shape to place it."""
+    """True if a tree of placements has rules, which need the shapes of arrays."""
     entries = jax.tree.leaves(placements, is_leaf=is_placeable)
     return any(map(is_rule, entries))
 
@@ -243,9 +243,9 @@ def array_infos(tree: Any, root: str = "") -> Iterator[tuple[ArrayInfo, str]]:
             yield ArrayInfo(path=path, shape=tuple(leaf.shape), dtype=dtype), full
         else:
             raise TypeError(
-                f"`{full}` is a {type(leaf).__name__}, not an array, and has no place "
-                "on a mesh. Leave it out of the tree; in sharded_jit, declare the "
-                "argument that holds it in static_argnames."
+                f"`{full}` is a {type(leaf).__name__}, not an array, and cannot be "
+                "placed on a mesh. Leave it out of the tree; in sharded_jit, declare "
+                "the argument that holds it in static_argnames."
             )
 
 

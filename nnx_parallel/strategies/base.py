@@ -101,7 +101,7 @@ class Strategy(abc.ABC):
             MeshAxisTypeError: If an axis of the mesh is not Auto.
         """
         mesh = self.make_mesh() if mesh is None else mesh
-        claims = replace(self.claims(), owner=repr(self))  # for messages
+        claims = replace(self.claims(), owner=repr(self))  # messages name this owner
         check_mesh(mesh, claims.axis_sizes)
         return Layout(mesh=mesh, claims=claims.on(mesh))
 
@@ -178,10 +178,10 @@ class Strategy(abc.ABC):
 class Composite(Strategy):
     """Several strategies over one mesh: hybrid, 2D and 3D parallelism.
 
-    The batch is split over the batch axes of all parts, and each array over the axes
-    that claim its dims. The order of the arguments does not matter: the axes of the
-    mesh are ordered by how much they communicate. ``rules`` for single arrays are added
-    to the rules of the parts.
+    The batch is split over the batch axes of all parts, and each array is split over
+    the axes that the parts give to its dims. The order of the arguments does not
+    matter: the axes of the mesh are ordered by the amount of their communication.
+    ``rules`` for single arrays are added to the rules of the parts.
 
     Raises:
         PlacementConflictError: If two parts use the same mesh axis, or give one name
@@ -244,7 +244,7 @@ class Composite(Strategy):
 
 
 def _mesh_order(strategy: Strategy) -> tuple[int, str]:
-    # An axis that is not in `MESH_AXES` comes first, because it is unknown how much it
-    # communicates.
+    # An axis that is not in `MESH_AXES` comes first, because the amount of its
+    # communication is unknown.
     first = next(iter(strategy.claims().axis_sizes))
     return (MESH_AXES.index(first) if first in MESH_AXES else -1, first)

@@ -20,7 +20,7 @@ class ContextParallel(Strategy):
     layers except attention work token by token. Attention sends keys and values over
     the axis, in the way that ``exchange`` selects, and computes the same numbers as on
     one device. Under causal masks devices exchange halves of their tokens before and
-    after attention, so that all have the same work.
+    after attention, so that all devices have the same work.
 
     Each device sees only its tokens, so gradients are summed over the axis. With `FSDP`
     the axis splits the training state too: a parameter is gathered over both axes at

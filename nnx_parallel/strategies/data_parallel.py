@@ -1,4 +1,4 @@
-"""Data parallelism: the batch is split, the training state is copied."""
+"""Data parallelism: the batch is split, and the training state is copied."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from nnx_parallel.strategies.base import Strategy
 @suggests_names
 @dataclass(frozen=True, repr=False)
 class DataParallel(Strategy):
-    """Data parallelism: the axis ``data`` splits the batch, each device has a replica.
+    """Data parallelism: the axis ``data`` splits the batch; each device has a replica.
 
     In each microbatch every gradient is all-reduced: a device sends about twice the
     gradient's bytes. The gradient of a tied table is all-reduced twice, once for each

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the layers of a `Stack` spread over stages."""
+"""Pipeline parallelism: the layers of a `Stack` are spread over stages."""
 
 from dataclasses import dataclass, field
 from typing import get_args
@@ -21,8 +21,8 @@ class Pipeline(Strategy):
     devices together compute the parts of the loss before and after this stack. These
     parts may call other stacks (DeepSeek-V3's first layers, an encoder). The part
     before the stack runs twice, the second time for the backward pass. Loss and
-    gradients equal a single device's. Set the Trainer's ``num_microbatches`` to several
-    times ``size``: more microbatches make the schedule more efficient.
+    gradients are the same as on a single device. Set the Trainer's ``num_microbatches``
+    to several times ``size``: more microbatches make the schedule more efficient.
 
     Attributes:
         size: Number of stages. If it does not divide the number of layers, some stages
