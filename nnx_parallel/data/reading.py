@@ -152,7 +152,7 @@ class Cursor:
         """True if the next fit continues with the same iterator.
 
         A list is read again from its start, and so is data after an error. If another
-        iterator can return to the position, the same iterator is not needed.
+        iterator can be moved to the position, the next fit does not need this iterator.
         """
         if self.data is self._iterator:  # an iterator cannot start again
             return True
@@ -396,11 +396,11 @@ def order_problem(data: object, step: int, found: str) -> str:
     """Returns the text of a `DataError` about data that a run cannot continue with."""
     return (
         f"At step {step} the run cannot continue with this data "
-        f"({type(data).__name__}): {found}. Each batch is used once, in order. If the order has changed (an "
-        "unseeded shuffle or augmentation, or a loader that was read before), seed it "
-        "and create it again. To begin other data at its start, first call "
-        f"fit(earlier_data, num_steps={step}) in a new process; that call reads "
-        "nothing."
+        f"({type(data).__name__}): {found}. Each batch is used once, in order. If the "
+        "order has changed (an unseeded shuffle or augmentation, or a loader that was "
+        "read before), seed it and create it again. To begin other data at its start, "
+        f"first call fit(earlier_data, num_steps={step}) in a new process; that call "
+        "reads nothing."
     )
 
 
@@ -418,8 +418,8 @@ class DataState:
     A later fit may bring data as another object. It counts as the same data if its
     first batch, and its length if it has one, are the same. Then the fit continues
     where the run was. If a fit in the same process brings other data, that data is read
-    from its start. But after a restart, or if the object is the same, the data must be
-    the same: anything else is an error.
+    from its start. After a restart, or with the same object, the data must be the same;
+    anything else is an error.
 
     Attributes:
         first_step: Step at which the present data began.

@@ -58,8 +58,8 @@ class Pad:
     Batches are dicts. The entry ``weights`` tells the loss which rows were added: they
     have weight zero. If batches have no such entry, each batch gets one, with ones for
     the original rows. The loss, and each metric that depends on the rows, must be a
-    `Mean` whose total and weight count the rows by these weights. Its value then equals
-    the value of the batch without padding.
+    `Mean` that uses these weights for the rows, in its total and in its weight. Its
+    value then equals the value of the batch without padding.
 
     Attributes:
         weights: Key of an array whose dim 0 is the rows, such as a mask of tokens.

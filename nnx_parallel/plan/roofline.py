@@ -138,7 +138,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumed shares of the data sheets' figures, each as a worse and a better value.
+    """Assumed shares of the data sheets' figures; each has a worse and a better value.
 
     Attributes:
         products: Share of the peak FLOP/s that products reach.

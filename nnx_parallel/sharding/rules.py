@@ -363,7 +363,7 @@ def warn_idle(rules: Iterable[Rules], reasons: Container[str], hint: str) -> Non
 def warn_unmatched(kind: str, regexes: list[str], hint: str) -> None:
     """Warns about regular expressions that place no array, if there are any.
 
-    ``kind`` names their owner in the message.
+    ``kind`` names the owner of the expressions in the message.
     """
     if regexes:
         warn_user(
