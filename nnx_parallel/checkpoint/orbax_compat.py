@@ -206,7 +206,10 @@ _TRANSIENT = re.compile(
 
 
 def root_cause(error: BaseException) -> str:
-    """Returns a chain's last error as text; Orbax wraps causes in unrelated errors."""
+    """Returns the last error of a chain of causes, as text.
+
+    Orbax wraps causes in unrelated errors.
+    """
     error = _last(error)
     if isinstance(error, ParallelError):
         return f"{type(error).__name__}: {error}"

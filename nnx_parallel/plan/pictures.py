@@ -513,8 +513,8 @@ class _Scale(NamedTuple):
             self._slope(share * speed, peak)
             for share, speed in zip(shares, lane.speed, strict=True)
         )
-        # If the two lines of the band begin or end at different edges, the band has a
-        # corner of the picture between them.
+        # If the two lines of the band begin or end at different edges of the picture,
+        # the band includes the corner between these edges.
         (x0, y0), (x1, y1) = self.at(left, self.y[0]), self.at(right, peak)
         begin = [(x0, y0)] * (low[0][0] > x0 and high[0][1] < y0)
         end = [(x1, y1)] * (low[1][1] > y1 and high[1][0] < x1)

@@ -108,8 +108,8 @@ def find_remedies(trainer: Any, batch: Any, text: str) -> str:
         short = Shortage.of(text, devices[0], hardware, state)
         if short is None:
             raise LookupError(devices[0].device_kind)
-        # For unknown hardware any speeds will do, because candidates are only compared
-        # with each other.
+        # For unknown hardware the speeds do not matter, because candidates are only
+        # compared with each other.
         known = hardware or HARDWARE["a100"]
         where = Topology(
             hardware=replace(known, memory_bytes=short.limit, usable=1.0),
