@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     add_options(planning)
     _add_verify_options(verifying)
     _add_inspect_options(listing)
-    where = "a directory for checkpoints, to check that it is writable (default: .)"
+    where = "a directory for checkpoints, which must be writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
     return parser
 
