@@ -292,7 +292,7 @@ def _mesh_of(compiled: jax.stages.Compiled, module: Module) -> Mesh | None:
 def _collective_json(collective: Collective) -> dict[str, Any]:
     facts = vars(collective) | {"bytes": collective.bytes}
     facts["sent_bytes"] = collective.sent_bytes
-    # Tuples become lists, which is what reading the JSON would give.
+    # Tuples become lists, as in JSON that is read back.
     facts["dtypes"] = list(collective.dtypes)
     facts["axes"] = None if collective.axes is None else list(collective.axes)
     groups = collective.groups

@@ -2,7 +2,7 @@
 
 A scheduled program is printed in the order in which it runs. Instructions between the
 start and the end of a collective run at the same time as the collective. A collective
-starts in one of three ways. A `-start` that has operands sends them at once. The
+starts in one of three ways. A `-start` that has operands sends them immediately. The
 `-start` of a SparseCore has no operands, and sends when an `-update` passes it the
 data. If a TensorCore sends and multiplies at the same time, the steps of a collective
 are in several fusions.
@@ -78,7 +78,7 @@ def _custom_call(instruction: Instruction, operands: tuple[Shape, ...]) -> int:
     if instruction.attribute("custom_call_target") not in _MATMUL_CALLS:
         return 0
     # In (B, M, K) @ (B, K, N) -> (B, M, N) the sizes of the three arrays multiply to
-    # B^3 (M N K)^2, whatever the order of dims.
+    # B^3 (M N K)^2, for any order of dims.
     (lhs, rhs), output = operands[:2], instruction.shapes[0]
     batch = math.prod(rhs.dims[:-2])
     square = lhs.num_elements * rhs.num_elements * output.num_elements // batch

@@ -70,7 +70,7 @@ def checksums(groups: Mapping[str, Mapping[str, Any]]) -> Checksums:
 def start_checksums(
     groups: Mapping[str, Mapping[str, Any]], name: str
 ) -> Callable[[], Checksums]:
-    """Starts to compute checksums on the devices; the arrays may be donated at once.
+    """Starts to compute checksums on devices; the arrays may be donated immediately.
 
     Returns a function that waits for the checksums and compares the copies as
     `checksums` does. Any thread may call it. ``name`` names the exchange between

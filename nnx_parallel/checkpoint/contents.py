@@ -331,7 +331,7 @@ def read_stored(
 def _check_chunks(path: str, array: Any) -> None:
     """Raises ``ValueError`` if a chunk is larger than its array.
 
-    Orbax reads a chunk at once: a chunk that exceeds the memory ends the process.
+    Orbax reads an entire chunk: a chunk that exceeds the memory ends the process.
     """
     storage = array.storage_metadata
     inner, outer = storage.chunk_shape, getattr(storage, "zarr_metadata", None)

@@ -183,9 +183,9 @@ def list_steps(directory: str) -> Listing:
     missing. It lists nothing if the metadata of one step has an unknown field.
     """
     found, root = Listing(), LiteralPath(directory)
-    # In a local directory a rename makes a step appear or vanish at once. In an object
-    # store, a step exists while its commit file exists: the file that is written last
-    # and deleted first.
+    # In a local directory a rename makes a step appear or vanish in one operation. In
+    # an object store, a step exists while its commit file exists: the file that is
+    # written last and deleted first.
     is_local = not is_url(directory)
     if not is_local and not root.exists():  # it will exist once it holds a file
         return found

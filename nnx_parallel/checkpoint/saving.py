@@ -34,8 +34,8 @@ class BackgroundSave(logging.Filter):
     With several processes, Orbax reports a failure only after a barrier. Some processes
     never reach this barrier, so Orbax waits until 20 minutes after the start of the
     save. (https://github.com/google/orbax/issues/2934 is about a similar barrier.) But
-    the process that fails logs its error at once, from the thread that writes. This may
-    happen before Orbax has returned to the caller.
+    the process that fails logs its error immediately, from the thread that writes. This
+    may happen before Orbax has returned to the caller.
 
     Attributes:
         step, metrics: The saved step and its metrics.

@@ -122,7 +122,7 @@ def _judge(
             return stored, "not verified"
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         # One group is read at a time, so that the host does not hold parameters and
-        # optimizer state at once.
+        # optimizer state at the same time.
         for name, group in stored.groups.items():
             placed = {
                 path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cpu)

@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how_many = "number of best candidates to compile, or all (default: %(default)s)"
     add("--compile", default="4", metavar="N", help=how_many)
-    at_once = "number of compilations at once (default: %(default)s)"
+    at_once = "number of simultaneous compilations (default: %(default)s)"
     add("--processes", type=int, default=1, metavar="N", help=at_once)
     add("--cache", metavar="DIRECTORY", help="directory for results of the compiler")
     add("--json", metavar="FILE", help="write the plan as JSON too")

@@ -82,7 +82,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         BatchShapeError: If numbers of rows differ, or if a shape changes under
             ``uniform``.
         DataExhaustedError: If the data ends before ``limit`` batches. For a list or
-            tuple and a single process, this is raised at once.
+            tuple and a single process, this is raised immediately.
 
     Example:
         >>> batches = [{"x": np.full((4, 2), i, np.float32)} for i in range(3)]

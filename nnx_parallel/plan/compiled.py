@@ -146,7 +146,7 @@ def compile_candidates(
         candidates: The candidates.
         topology: The devices to compile for.
         cache: Directory of earlier results; by default `CACHE`.
-        num_processes: Number of processes that compile at once.
+        num_processes: Number of processes that compile at the same time.
         timeout: Seconds after which a compilation is abandoned.
         on_done: Called with each candidate and its result, when it is done.
 

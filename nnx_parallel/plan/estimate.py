@@ -237,7 +237,7 @@ class Estimate:
 
     @property
     def gathered_bytes(self) -> float:
-        """Bytes of weights gathered at once: a layer per stack, and other weights."""
+        """Bytes of weights that are gathered: a layer per stack, and all others."""
         total = 0.0
         for _, x, place in self.params:
             if place.is_gathered:

@@ -405,7 +405,7 @@ class Topology:
         fast = self.hardware.link_bandwidth
         if size * inner <= self.machine_size:
             # A ring along one dim of a torus has the two links of that dim. A ring over
-            # all dims at once has all links.
+            # all dims together has all links.
             return fast * min(1.0, 2 / self.hardware.num_links), fast
         # A ring that leaves the machine uses the adapters of its devices in this
         # machine.

@@ -75,8 +75,8 @@ def plan(
             fits, or if the time of the fastest is outside of the range that the
             formulas gave. ``0``: none; only formulas are used. ``"all"``: every
             candidate that formulas do not rule out.
-        num_processes: How many candidates are compiled at once; each needs some GiB of
-            memory.
+        num_processes: How many candidates are compiled at the same time; each needs
+            some GiB of memory.
         cache: Directory for results of the compiler.
         assumptions: Assumed shares of the data sheets' figures.
         on_progress: Called with a line of text from time to time.

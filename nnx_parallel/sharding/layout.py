@@ -153,7 +153,7 @@ class Claims:
         rules: Explicit rules of the user, which decide before names and `FSDPRules`.
         overlap: How products that gather or scatter overlap with their transfers.
             ``None`` leaves this to XLA's partitioner.
-        halves: True if a `Stack` runs two halves of the rows at once.
+        halves: True if a `Stack` runs two halves of the rows at the same time.
         sequence: The axis of long sequences, and attention's exchange over it.
         experts: The axis of experts, and the exchange of tokens over it. The first axis
             of ``zero`` splits state together with the axes of ``sequence`` and

@@ -1,8 +1,9 @@
 """Rules: small frozen objects that decide where an array lives.
 
 In a strategy, rules decide first, then the names in the model, then FSDP. Two rules of
-a strategy that disagree about an array are an error, whatever their order. For a pytree
-(`shard`, `sharded_jit`, `constrain`) `ChainRules` puts several rules in an order.
+a strategy that disagree about an array are an error, regardless of their order. For a
+pytree (`shard`, `sharded_jit`, `constrain`) `ChainRules` puts several rules in an
+order.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ class ContextParallel(Strategy):
     after attention, so that all devices have the same work.
 
     Each device sees only its tokens, so gradients are summed over the axis. With `FSDP`
-    the axis splits the training state too: a parameter is gathered over both axes at
-    once, and a device keeps ``1 / (fsdp * size)`` of the state. Without `FSDP` each
+    the axis splits the training state too: a parameter is gathered over both axes
+    together, and a device keeps ``1 / (fsdp * size)`` of the state. Without `FSDP` each
     device keeps a copy of the state.
 
     The model must call `nnx_parallel.layers.attention`. For any other attention, such

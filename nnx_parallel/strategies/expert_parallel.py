@@ -23,7 +23,7 @@ class ExpertParallel(Strategy):
     A device keeps ``1 / size`` of the experts and of their optimizer state. Outside of
     the experts the axis splits the batch, as `DataParallel` does. With `FSDP` the axis
     also splits the state of all other parameters, and FSDP splits the state of each
-    expert. No token is dropped, and the numbers equal those of one device.
+    expert. No token is dropped, and the numbers are the same as on one device.
 
     Attributes:
         size: Number of parts, which must divide the number of experts; ``None`` uses
