@@ -329,7 +329,7 @@ class CostWalk(Walk[Cost]):
 
 
 def _starts(instruction: Instruction) -> bool:
-    """Returns True if it starts a computation that runs beside the next instructions.
+    """Returns True if it starts a computation that runs during other instructions.
 
     Compilers name such a start differently: `async-start`, `call-start` (libtpu 0.0.50)
     or `custom-call-start` (0.0.52).
