@@ -464,7 +464,7 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
 
 
 def stored_specs(state: nnx.State, layout: Layout) -> nnx.State:
-    """Returns the spec in which each array of a state is stored, as an equal tree."""
+    """Returns the tree of a state with the spec in which each array is stored."""
     return map_arrays(lambda p, v: layout.place(array_info(p, v)).stored, state)
 
 

@@ -27,7 +27,7 @@ def optimizer_specs(
     placements: dict[Path, Placement],
     layout: Layout,
 ) -> optax.OptState:
-    """Returns the spec of every array of an Optax state, as an equal tree.
+    """Returns the tree of an Optax state with the spec of every array.
 
     The state of a transformation contains trees that are like the tree of parameters,
     complete or with some parts masked. An array belongs to the parameter whose path is
