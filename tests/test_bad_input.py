@@ -113,7 +113,7 @@ def test_loss_that_closes_over_model_raises() -> None:
 
     message = (
         "The loss uses the model as 'model' from outside, where it is not trained: its "
-        "gradient would be 0. Use the model that it is given as its first argument"
+        "gradient would be 0. Use the first argument of the loss instead"
     )
     with pytest.raises(LossError, match=re.escape(message)):
         make_trainer(model=model, loss=loss)
@@ -205,7 +205,7 @@ def test_unknown_history_metric_raises() -> None:
         KeyError, match=r"'val_loss' is not a metric of this fit\. It has"
     ):
         history["val_loss"]
-    with pytest.raises(KeyError, match="'loss': the fit did no step"):
+    with pytest.raises(KeyError, match="'loss': the fit ran no step"):
         trainer.fit([BATCH], 1)["loss"]
     assert history.get("val_loss") is None
 
@@ -260,7 +260,7 @@ def test_model_with_donated_arrays_raises() -> None:
     trainer = make_trainer()
     model = trainer.model
     trainer.fit([BATCH], 1)
-    message = "of the model was donated to a step, and is gone. Take trainer.model "
+    message = "of the model was donated to a step, and is gone. Read trainer.model "
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer(model=model)
 

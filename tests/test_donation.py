@@ -101,7 +101,7 @@ def test_stepping_state_twice_raises() -> None:
     state, _ = trainer.train_step(trainer.state, batch)
     for use in (trainer.save, lambda: trainer.step, lambda: trainer.evaluate([batch])):
         with pytest.raises(
-            DonatedArrayError, match=("Pass the new state on in a custom loop")
+            DonatedArrayError, match=("Assign the new state in a custom loop")
         ):
             use()
     trainer.state = state

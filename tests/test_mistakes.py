@@ -127,8 +127,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a loss with the batch first": (
         lambda: make(loss=exchanged),
-        "The loss, of signature (batch: Any, model: Any) -> Any, has the model second, "
-        "but gets it first. Write loss(model, batch).",
+        "The loss has the signature (batch: Any, model: Any) -> Any, but the model is "
+        "its first argument. Write loss(model, batch).",
     ),
     "one array in place of batches": (
         lambda: fit(np.ones((64, 4))),
@@ -179,8 +179,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no data to evaluate on": (
         lambda: make().fit([BATCH], 1, eval_every=1),
-        "eval_every=1 without eval_data, so that nothing would be evaluated. Pass "
-        "eval_data=, or leave eval_every out.",
+        "eval_every=1 without eval_data: nothing would be evaluated. Pass eval_data=, "
+        "or leave eval_every out.",
     ),
     "data to evaluate on by position": (
         lambda: CALL.fit(make(), [BATCH], 1, [BATCH]),

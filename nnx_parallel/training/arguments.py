@@ -1,4 +1,4 @@
-"""The arguments of a Trainer: classes that group the less common ones, and checks.
+"""Arguments of the Trainer: classes that group less common arguments, and checks.
 
 `check_arguments` finds common mistakes and names the valid spelling of each. Other
 mistakes are found where an argument is read.
@@ -43,10 +43,10 @@ class LossFn(Protocol):
     """A loss as users write it, for one device.
 
     Its signature is ``loss(model, batch)``, or ``loss(model, batch, rngs)`` if it draws
-    random numbers. It returns a scalar or a `Mean`, or a tuple of this and metrics. The
-    metrics are a dict or any other pytree. Its leaves are scalars, `Mean` or `Sum`, and
-    the path of a leaf is the metric's name. It may also return a dict of metrics, of
-    which ``"loss"`` is the loss.
+    random numbers. It returns a scalar or a `Mean`, or a tuple of either and metrics.
+    The metrics are a dict or another pytree. Its leaves are scalars, `Mean` or `Sum`,
+    and the path of a leaf is the metric's name. Instead of a tuple, the loss may return
+    a dict of metrics in which ``"loss"`` is the loss.
     """
 
     def __call__(self, model: Any, batch: Any, /) -> LossOutput:
@@ -57,12 +57,12 @@ class LossFn(Protocol):
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class SkipSteps:
-    """Lets bad steps change nothing; the run continues with the next batch.
+    """Skips bad steps. The run continues with the next batch.
 
     A step is bad if its loss or the norm of its gradients is not finite, or if that
     norm is too large. Such a step does not change the parameters, other variables,
     averages or the optimizer's state, including its counts. Only the number of steps
-    grows. The metric ``skipped`` is 1 for such a step, and the fit ends with a line
+    increases. The metric ``skipped`` is 1 for such a step, and the fit ends with a line
     that counts these steps.
 
     Attributes:
@@ -89,7 +89,7 @@ class SkipSteps:
         if norm is not None and not (isinstance(norm, int | float) and norm > 0):
             raise ValueError(
                 f"SkipSteps.max_grad_norm={norm!r}. It must be a positive number, or "
-                "None to take every norm that is finite."
+                "None to accept every finite norm."
             )
 
 
@@ -115,7 +115,7 @@ class Evaluation:
 
     Raises:
         TypeError: If the loss is not a function.
-        ValueError: If ``params`` has none of these values.
+        ValueError: If ``params`` is none of these.
 
     Example:
         >>> Evaluation(params="ema")
@@ -148,24 +148,24 @@ class Faults:
             ``"raise"`` ends the fit. With ``"skip"``, or a `SkipSteps` with a limit,
             the step changes nothing. A batch whose loss has weight 0 never changes
             anything.
-        step_timeout: Limit in seconds. It applies to a step with its data and
-            ``on_step_end``, and to a batch of the fit's evaluation. If the limit is
-            exceeded, the process prints all stacks and ends. Compilation, the first
-            batch, checkpoints and ``on_eval_end`` do not count. The default,
+        step_timeout: Limit in seconds. It applies to each step, including the wait for
+            its data and ``on_step_end``, and to each batch of the fit's evaluation. If
+            the limit is exceeded, the process prints all stacks and ends. Compilation,
+            the first batch, checkpoints and ``on_eval_end`` do not count. The default,
             ``"auto"``, sets no limit for one process. For several processes, a step
-            may take 20 times the median of the last 8 steps, but at least 600 s.
-            Batches of an evaluation, and the first two steps, may take 1,800 s. The
-            process's waits for data and its ``on_step_end`` do not count under
-            ``"auto"``. ``None`` sets no limit.
-        check_replicas_every: Steps between comparisons of the devices' copies; 0 means
-            never.
+            may take 20 times the median of the last 8 steps, or 600 s if that is
+            longer. Batches of an evaluation, and the first two steps, may take 1,800 s.
+            Under ``"auto"``, the process's waits for data and its ``on_step_end`` do
+            not count. ``None`` sets no limit.
+        check_replicas_every: Steps between comparisons of the devices' copies of
+            replicated arrays; 0 means never.
         verify_every: Steps between replays; 0 means never. A replay computes the
             gradients of a step twice, and compares 32-bit hashes of each shard of
             parameters and gradients before the update. If they differ, a device is
             faulty or an operation is not deterministic: a `ReplayError` names the
             arrays and devices, and the run ends before a save. ``verify_every=100``
             costs about 1 % of the time. A replayed step runs as two programs, which may
-            round differently from the usual one.
+            round differently from the usual program.
 
     Raises:
         ValueError: If a value is invalid.
@@ -210,7 +210,7 @@ class Debugging:
     Attributes:
         fast_dev_run: Run two steps and one batch of evaluation, and write nothing.
         overfit_batches: Train only on this many batches, repeatedly; 0 takes all.
-        profile: ``(start, stop)``: trace these steps with ``jax.profiler``.
+        profile: ``(start, stop)``, a range of steps to trace with ``jax.profiler``.
 
     Raises:
         ValueError: If a value is invalid.
@@ -245,7 +245,8 @@ class Backend:
     """Mesh, host memory and compiler of a run; ``Trainer(backend=...)``.
 
     Attributes:
-        mesh: A mesh that replaces the strategy's mesh. It has the same axes, all Auto.
+        mesh: A mesh that replaces the strategy's mesh. It must have the same axes, and
+            all of them must be Auto.
         offload: An `Offload`, which selects the arrays that are kept in host memory.
         compiler_options: Options of XLA by name. They override the options that the
             library sets for TPUs and GPUs (`compiler_options`); the value ``None``
@@ -305,7 +306,7 @@ _Elements = tuple[Callable[[object], bool], str, str]
 
 _LISTS: dict[str, _Elements] = {
     "devices": (
-        # Devices of a described TPU slice have another class, so the test is a name.
+        # Devices of a described TPU slice have another class, so a name is tested.
         lambda x: hasattr(x, "process_index"),
         "device",
         "jax.devices()[:8]",
@@ -325,7 +326,7 @@ _LISTS: dict[str, _Elements] = {
 
 
 def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
-    """Raises an error that names an argument of a Trainer if its type is wrong.
+    """Raises an error if an argument of a Trainer has the wrong type.
 
     Args:
         model: The argument ``model``.
@@ -430,7 +431,7 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_model(model: object) -> None:
     if isinstance(model, nnx.Module):
         return
-    # Linen is looked up and not imported: anyone with a Linen module has imported it.
+    # Linen is not imported here, because a Linen module has already imported it.
     linen = getattr(sys.modules.get("flax.linen"), "Module", ())
     if isinstance(model, linen) or (
         inspect.isclass(model) and linen and issubclass(model, linen)
@@ -449,7 +450,7 @@ def _check_model(model: object) -> None:
 
 
 def _if_called(value: object, is_valid: Callable[[Any], bool]) -> str:
-    """Returns the remedy if a class was given instead of its instance."""
+    """Returns the remedy if a class was given instead of an instance of it."""
     if not inspect.isclass(value) or not is_valid(value):
         return ""
     return f". Call the class: {value.__name__}(...)"

@@ -1,4 +1,4 @@
-"""`Callback`, hooks in a fit for the user's code, and `EarlyStopping`."""
+"""`Callback`, whose hooks run a user's code in a fit, and `EarlyStopping`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from nnx_parallel.training.recorder import Values
 
 
 class Callback:
-    """Hooks of a fit. Subclass it and override some hooks; by default they do nothing.
+    """Hooks of a fit. A subclass overrides some hooks; by default they do nothing.
 
     A hook gets metrics once they have arrived from the devices, up to two steps after
     the step itself. ``trainer.state`` and ``trainer.step`` are then newer than the
-    metrics. So a hook that acts every n steps tests its argument ``step``, which takes
-    every value once. All processes run all hooks.
+    metrics. So a hook that acts every n steps must test its argument ``step``, which
+    takes every value once. All processes run all hooks.
 
     A hook ends the fit early with ``trainer.stop(reason)``, and logs numbers with
     ``trainer.log(metrics)``. The value that `get_state` returns is saved with the run.
@@ -61,17 +61,17 @@ class EarlyStopping(Callback):
 
     A value is better if it beats the best value so far by more than ``min_delta``. NaN
     is never better. After ``patience`` values in a row that are not better, the fit
-    ends with that step, which is evaluated and saved. With several processes the fit
-    ends a few steps later, because they agree on the end when they read batches, which
-    is some steps ahead. The best value and the count are saved with the run. So a
-    resumed run decides as if it had not been interrupted. A run that has stopped stops
-    at once if it is started again. ``Checkpoint(keep_best=...)`` keeps the best
-    checkpoint.
+    ends with the current step, which is evaluated and saved. With several processes the
+    fit ends a few steps later, because the processes agree on the end when they read
+    batches, and they read some steps ahead. The best value and the count are saved with
+    the run. So a resumed run decides as if it had not been interrupted. If a run that
+    has stopped is started again, it stops at once. ``Checkpoint(keep_best=...)`` keeps
+    the best checkpoint.
 
     Args:
         metric: Name of the metric in the history. An ``"eval_..."`` metric is judged
             after each evaluation, a metric of training after each step.
-        patience: Number of values in a row, none of them better, after which the fit
+        patience: Number of values in a row without a better one, after which the fit
             ends.
         min_delta: Improvement that a value must exceed to count as better.
         mode: ``"min"`` (the default) if the smallest value is the best, ``"max"`` if
@@ -84,8 +84,8 @@ class EarlyStopping(Callback):
         num_since: Number of values since the best value.
 
     Raises:
-        ValueError: If an argument is out of range. The fit raises it if there is no
-            metric of this name, or no ``eval_data`` for an ``"eval_..."`` metric.
+        ValueError: If an argument is out of range. The fit raises this error if there
+            is no metric of this name, or no ``eval_data`` for an ``"eval_..."`` metric.
 
     Example:
         >>> stopping = EarlyStopping("eval_accuracy", mode="max", patience=2)
@@ -119,7 +119,7 @@ class EarlyStopping(Callback):
         if mode is None and grows(metric):
             raise ValueError(
                 f"EarlyStopping({metric!r}) would stop while the values grow. Say "
-                "which are the best: mode='max', or 'min'."
+                "which values are best: mode='max' or mode='min'."
             )
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.mode = mode or "min"
@@ -132,7 +132,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping({self.metric!r}, patience={self.patience})"
 
     def observe(self, step: int, value: float) -> bool:
-        """Takes the metric's next value; returns True if the fit has to end."""
+        """Takes the metric's next value. Returns True if the fit has to end."""
         sign = 1 if self.mode == "min" else -1
         best = math.inf if self.best is None else sign * self.best
         if sign * value < best - self.min_delta:
@@ -199,7 +199,10 @@ def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
 
 
 def restore_states(callbacks: Sequence[Callback], states: Sequence[Any]) -> None:
-    """Gives callbacks their saved states; within a class, in the order of callbacks."""
+    """Gives callbacks their saved states.
+
+    Callbacks of the same class get their states in the order in which they were saved.
+    """
     left = [*states]
     for callback in callbacks:
         name = type(callback).__qualname__

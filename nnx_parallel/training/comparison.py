@@ -1,4 +1,4 @@
-"""Arrays of two programs, compared in bits or within the effect of rounding.
+"""Compares the arrays of two programs, either bit for bit or up to rounding.
 
 The values are compared on the host, shard by shard, so that no device holds them twice.
 """
@@ -20,22 +20,22 @@ from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.sharding.names import path_of
 
 MAX_NOISE = 0.1
-"""Arrays that one rounding moves by more than this are not compared."""
+"""An array is not compared if one rounding changes it by more than this fraction."""
 
 _NOISE_FACTOR = 10.0
 """Correct programs may differ by this many times the effect of one rounding."""
 
 _MAX_LIMIT = 0.3
-"""No limit is larger, so that a factor of 2 or 1/2 is always a difference."""
+"""The largest limit of an error. A factor of 2 or 1/2 always exceeds it."""
 
 _NEGLIGIBLE = 1e-9
-"""A gradient may differ by this much of the largest gradient.
+"""A gradient may differ by this fraction of the largest gradient.
 
-One program may find exactly 0 for a gradient where another finds only rounding.
+One program may compute exactly 0 for a gradient, and another only rounding errors.
 """
 
 GRADIENT = "gradient of "
-"""Beginning of the names of gradients."""
+"""Prefix of the names of gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Difference:
             of the worst shard.
         error: Root mean square of the difference in the worst shard, relative to the
             root mean square of the array. NaN if only bits were compared.
-        limit: The largest error that rounding explains.
-        ratio: The factor that fits best between the two arrays.
+        limit: The largest error that rounding can explain.
+        ratio: The factor between the two arrays that fits best.
     """
 
     array: str
@@ -59,9 +59,9 @@ class Difference:
     ratio: float = math.nan
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line of text."""
         if math.isnan(self.error):
-            return f"{self.array}: other bits on {self.where}"
+            return f"{self.array}: different bits on {self.where}"
         is_factor = math.isfinite(self.ratio) and abs(self.ratio - 1) > 0.01
         factor = f" (about {self.ratio:.3f} times the other)" * is_factor
         return (
@@ -72,13 +72,14 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One comparison of the step.
+    """The result of comparing the step with another run or program.
 
     Attributes:
         name: The run or program that the step is compared with.
-        note: What was compared (rows, layers, options), or why nothing was.
+        note: The rows, layers or options that were compared, or the reason why nothing
+            was compared.
         errors: The error of each array by its name, as in `Difference`. If bits were
-            compared, it is 0.0 for equal arrays and infinite for others.
+            compared, the error is 0.0 for equal arrays and infinite for others.
         differences: The arrays that differ, in the order in which a step computes them.
         skipped: Arrays that are not compared, because rounding moves them too far.
     """
@@ -114,7 +115,7 @@ class Part:
 
 
 Arrays = Mapping[str, Mapping[Bounds, Part]]
-"""The shards of this process by the name of the array; copies are left out."""
+"""The shards of this process, by the array's name and the bounds, without copies."""
 
 
 def fetch(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Bounds, Part]]:
@@ -125,13 +126,13 @@ def fetch(arrays: Mapping[str, jax.Array]) -> dict[str, dict[Bounds, Part]]:
         for shard in data_of(x).addressable_shards:
             bounds = bounds_of(shard.index, data_of(x).shape)
             if bounds not in parts:
-                # On CPU `np.asarray` shares memory that a step may take.
+                # On CPU `np.asarray` would share memory that a step may reuse.
                 parts[bounds] = Part(np.array(shard.data), str(shard.device))
     return found
 
 
 def cut(arrays: Mapping[str, np.ndarray], like: Arrays) -> Arrays:
-    """Cuts entire arrays into the shards of others."""
+    """Cuts entire arrays into the shards that ``like`` has."""
     return {
         name: {
             bounds: Part(arrays[name][tuple(slice(*x) for x in bounds)], part.device)
@@ -153,7 +154,7 @@ def key_kind(x: jax.Array) -> Any:
 
 
 def as_keys(x: jax.Array, kind: Any) -> jax.Array:
-    """Returns random keys from their numbers; undoes `data_of`."""
+    """Converts numbers back to random keys; inverts `data_of`."""
     return x if kind is None else jax.random.wrap_key_data(x, impl=kind)
 
 
@@ -163,7 +164,7 @@ def named(tree: Any) -> dict[str, jax.Array]:
 
 
 class HostCopy:
-    """A copy of a tree of arrays in host memory, which can be put back.
+    """A copy of a tree of arrays in host memory, which can be restored.
 
     Attributes:
         arrays: The shards, by path.
@@ -200,8 +201,8 @@ class Sums:
 
     Attributes:
         count: Number of elements.
-        square: Sum of the squares of the right array.
-        product: Sum of the products of both arrays.
+        square: Sum of the squares of the reference array.
+        product: Sum of the elementwise products of both arrays.
         worst: The largest mean square of the difference in a shard.
         where: The device of that shard.
     """
@@ -214,11 +215,11 @@ class Sums:
 
     @classmethod
     def of(cls, mine: Part, right: Part) -> Sums:
-        """Compares one shard."""
+        """Compares one shard with the reference ``right``."""
         a, b = wide(mine.values).ravel(), wide(right.values).ravel()
         are_finite = np.isfinite(a) & np.isfinite(b)
         are_same = are_finite | (a == b) | (np.isnan(a) & np.isnan(b))
-        # Values that are not finite must be the same. They do not enter the sums.
+        # Values that are not finite must be the same, and are left out of the sums.
         a, b = a[are_finite], b[are_finite]
         mean = float(np.vdot(a - b, a - b).real) / max(b.size, 1)
         return cls(
@@ -239,7 +240,7 @@ class Sums:
 
     @property
     def size(self) -> float:
-        """The root mean square of the right array."""
+        """The root mean square of the reference array."""
         return math.sqrt(self.square / max(self.count, 1))
 
     @property
@@ -251,17 +252,17 @@ class Sums:
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """Returns the values in 64 bits."""
+    """Converts the values to float64, or to complex128."""
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def sum_up(mine: Arrays, right: Arrays) -> dict[str, Sums]:
-    """Compares arrays with the right ones, over the shards of all processes."""
+    """Compares arrays with reference arrays, over the shards of all processes."""
     found = {name: Sums() for name in mine}
     for name, parts in mine.items():
         for bounds, part in parts.items():
             found[name].merge(Sums.of(part, right[name][bounds]))
-    # Processes exchange JSON, which has lists and no objects of ours.
+    # Processes exchange JSON, so the sums are sent as lists.
     here = [list(astuple(sums)) for sums in found.values()]
     total = {name: Sums() for name in found}
     for process in allgather_object("verification", here):
@@ -278,7 +279,7 @@ def compare(
     noise: Mapping[str, Sums],
     floors: Mapping[str, float],
 ) -> Comparison:
-    """Compares arrays in numbers, within the effect of rounding.
+    """Compares the numbers in arrays, up to rounding.
 
     Args:
         name: The program that computed ``right``.
@@ -313,7 +314,7 @@ def compare(
 
 
 def join(first: Comparison, second: Comparison) -> Comparison:
-    """Joins two comparisons with one program."""
+    """Joins two comparisons with the same program."""
     return Comparison(
         name=first.name,
         note=first.note,
@@ -335,7 +336,7 @@ def label(device: Any) -> str:
 def differing(first: Hashes, second: Hashes) -> dict[str, str]:
     """Returns the devices whose shards differ, by the name of the array.
 
-    All processes call it, and all get the differences of all processes.
+    All processes must call this function. Each gets the differences of all processes.
     """
     here = [
         (array, device)

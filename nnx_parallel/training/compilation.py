@@ -1,14 +1,15 @@
 """The program of a step, its compiler options, and its copy on disk.
 
-A compiled step is stored in a file that is named by a hash of the step's text. The file
-also has the other facts that the compiled step depends on, and is used only if they are
-the same. Since it contains code, it is not used if another user can write to the file
-or its directory. If it is not used, the step is compiled, and the reason is logged.
+A compiled step is stored in a file, whose name contains a hash of the step's text. The
+file also has the other facts that the compiled step depends on. It is used only if all
+of these are the same. Because the file contains code, it is not used if another user
+can write to it or to its directory. If a file is not used, the step is compiled, and
+the reason is logged.
 
 By default a TPU's TensorCore waits while parameters are gathered and gradients are
-summed. The compiler can let these transfers overlap with other work, but leaves that
-off. `TABLE` has the options that turn it on, each with its reason and its source.
-Options that another version of the compiler refuses are left out.
+summed. The compiler can overlap these transfers with other work, but does not by
+default. `TABLE` has the options that turn this on, each with its reason and its source.
+Options that the installed compiler refuses are left out.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class CompilerOption:
     """An option of a compiler.
 
     Attributes:
-        value: The value that it is set to.
-        kinds: The beginnings of ``device.device_kind`` for devices that gain from the
-            option; ``"gpu"`` for GPUs, which have many names.
+        name: The name of the option.
+        value: The value that the option is set to.
+        kinds: Prefixes of ``device.device_kind`` of the devices that gain from the
+            option, or ``"gpu"`` for all GPUs, whose kinds have many names.
         reason: The effect of the option, and the known facts about its gain.
         source: The source of these facts.
     """
@@ -68,7 +70,7 @@ class CompilerOption:
 
 
 # The options are for v5p and v6e. On v7x they are on by default: the program is the
-# same with and without them. v5e has no SparseCores. On v4 nothing was measured.
+# same with and without them. v5e has no SparseCores. Nothing was measured on v4.
 _SPARSE_CORES = ("TPU v5", "TPU v6")
 _NONE = ("TPU v5 lite", "TPU v5e")
 _MEASURED = "docs/benchmarks.md, Compiler options; MaxText's xla_flags_library.py"
@@ -90,45 +92,48 @@ TABLE: tuple[CompilerOption, ...] = (
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}2d_all_gather",
-        "The same for gathers over two dims of the torus: on v6e 84.1 %, and 40.1 % "
-        "without this option.",
+        "The same for gathers over two dims of the torus: on v6e, 84.1 % of the bytes "
+        "are hidden, and 40.1 % without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}3d_all_gather",
-        "The same for gathers over three dims, as an axis of 64 chips has: 41.2 % "
-        "without this option.",
+        "The same for gathers over three dims of the torus, which an axis of 64 chips "
+        "spans: 41.2 % of the bytes are hidden without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}reduce_scatter",
-        "SparseCores add up and scatter gradients: 67.3 % without this option.",
+        "SparseCores add up and scatter gradients: 67.3 % of the bytes are hidden "
+        "without this option.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}nd_reduce_scatter",
-        "The same over several dims; without this option, they are all-reduces of "
-        "twice the bytes.",
+        "The same over several dims of the torus. Without this option, the compiler "
+        "uses all-reduces, which send twice the bytes.",
     ),
     _on_sparse_cores(
         f"{_OFFLOAD}all_reduce",
         "SparseCores add up arrays that are not scattered, such as activations under "
-        "tensor parallelism: under FSDP(64), 47.4 % without this option.",
+        "tensor parallelism. Under FSDP(64), 47.4 % of the bytes are hidden without "
+        "this option.",
     ),
     CompilerOption(
         name="xla_jf_spmd_threshold_for_windowed_einsum_mib",
         value=1_000_000,
         kinds=_SPARSE_CORES,
-        reason="Keeps the compiler from splitting products into rings of smaller ones "
-        "that send in between. This takes fewer estimated cycles and hides less: for "
-        "TensorParallel(4, sequence=True) and FSDP(16) on v5p 2,054 million and 32 %, "
-        "against 2,426 million and 53 % with rings.",
+        reason="Keeps the compiler from splitting products into rings of smaller "
+        "products with transfers in between. The step then takes fewer estimated "
+        "cycles, although fewer bytes are hidden: for TensorParallel(4, sequence=True) "
+        "and FSDP(16) on v5p, 2,054 million cycles and 32 % of the bytes, against "
+        "2,426 million cycles and 53 % with rings.",
         source="docs/benchmarks.md, How it is measured",
     ),
     CompilerOption(
         name="xla_tpu_enable_async_ragged_all_to_all",
         value=True,
         kinds=_SPARSE_CORES,
-        reason="Sends rows to experts on other devices beside products. The compiler "
-        "of jax 0.10 (libtpu 0.0.42) sends all of them between products without this "
-        "option; that of jax 0.12 (libtpu 0.0.50) sets it itself.",
+        reason="Sends rows to experts on other devices while products are computed. "
+        "Without this option, the compiler of jax 0.10 (libtpu 0.0.42) sends all rows "
+        "between products. The compiler of jax 0.12 (libtpu 0.0.50) sets it itself.",
         source="tests/test_ragged.py",
     ),
     CompilerOption(
@@ -139,7 +144,7 @@ TABLE: tuple[CompilerOption, ...] = (
         source="https://docs.jax.dev/en/latest/gpu_performance_tips.html",
     ),
 )
-"""All options that the library sets; on other platforms it sets none."""
+"""All options that the library sets. For other devices it sets no options."""
 
 
 def compiler_options(
@@ -147,13 +152,14 @@ def compiler_options(
 ) -> dict[str, Any]:
     """Returns the options with which a step on a mesh is compiled.
 
-    They are the options of `TABLE` for the mesh's devices. A single device gets no
+    These are the options of `TABLE` for the mesh's devices. A single device gets no
     options, because it sends nothing. If ``XLA_FLAGS`` or ``LIBTPU_INIT_ARGS`` sets an
-    option, it is left out here.
+    option, the option is left out here.
 
     Args:
-        mesh: Mesh of devices; they need not exist on this machine.
-        overrides: More options, or other values; the value ``None`` removes an option.
+        mesh: Mesh of devices, which need not exist on this machine.
+        overrides: Further options, or other values for these options. The value
+            ``None`` removes an option.
 
     Raises:
         ValueError: If a name or a value cannot belong to a compiler option.
@@ -203,7 +209,7 @@ def check_compiler_options(options: Mapping[str, Any] | None) -> None:
 def accepted_options(
     mesh: Mesh, overrides: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns accepted `compiler_options`, and the compiler's errors about the others.
+    """Returns the accepted `compiler_options`, and the errors about refused options.
 
     Warns once about options in ``overrides`` that the compiler refuses.
     """
@@ -268,7 +274,7 @@ def jit_step(
         layout: Layout with the mesh that runs the function. It is active while the
             function is traced.
         function: The function to compile.
-        overrides: Options that override, the same as in `compiler_options`.
+        overrides: Options that override the library's, as in `compiler_options`.
         arguments: Other arguments of ``jax.jit``.
     """
     function = partition_correctly(layout, in_context(layout, function))
@@ -278,10 +284,10 @@ def jit_step(
 
 
 class _Optioned:
-    """A compiled function with options that can also be called inside another one.
+    """A function compiled with options, which other compiled functions can call too.
 
-    JAX refuses options there, because the entire program is compiled with the options
-    of the outermost function.
+    Inside another compiled function, JAX refuses options, because the entire program is
+    compiled with the options of the outermost function.
     """
 
     def __init__(self, plain: Any, optioned: Any) -> None:
@@ -315,7 +321,10 @@ _CONFIG = (
 
 
 def check_warm_start(found: object) -> None:
-    """Raises a `ValueError` if it is not a path; the directory need not exist."""
+    """Raises a `ValueError` for anything but a path or ``None``.
+
+    The directory need not exist.
+    """
     if found is not None and not isinstance(found, str | os.PathLike):
         raise ValueError(
             f"warm_start={found!r} is not a path. It must be the directory where "
@@ -325,14 +334,14 @@ def check_warm_start(found: object) -> None:
 
 
 def program_hash(lowered: jax.stages.Lowered) -> str:
-    """Returns a hash of the text of a program; the text names no devices."""
+    """Returns a hash of a program's text, which does not contain names of devices."""
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:32]
 
 
 def facts_of(
     devices: Sequence[Any], options: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
-    """Returns the facts, besides its text, that a compiled program depends on, by name.
+    """Returns the facts that a compiled program depends on besides its text, by name.
 
     Args:
         devices: Devices in the order of the mesh; they may belong to a described
@@ -345,8 +354,8 @@ def facts_of(
         packages.append("libtpu")
     facts = {name: importlib.metadata.version(name) for name in packages}
     facts |= {name: os.environ.get(name, "") for name in ENVIRONMENT}
-    # These options control how a program is compiled; some versions of jax lack some of
-    # them.
+    # These options control how a program is compiled. Some versions of jax do not have
+    # all of them.
     facts |= {name: str(jax.config.values.get(name)) for name in _CONFIG}
     places = [
         (d.id, getattr(d, "coords", None), getattr(d, "slice_index", 0))
@@ -372,7 +381,9 @@ def keep_program(
     facts: Mapping[str, str],
     seconds: float,
 ) -> Path | None:
-    """Writes a compiled program for `start_program`; returns ``None`` if JAX cannot.
+    """Writes a compiled program to a file, which `start_program` can read.
+
+    Returns the file, or ``None`` if JAX cannot serialize the program.
 
     Args:
         directory: Directory for the file; it must exist.
@@ -387,7 +398,7 @@ def keep_program(
         return None
     head = json.dumps({"facts": dict(facts), "seconds": seconds}).encode()
     file = directory / f"{program_hash(lowered)}-{_short(dict(facts))}.step"
-    # The file is complete when it is renamed, because another process may be reading.
+    # The file gets its name once it is complete, because another process may read it.
     with tempfile.NamedTemporaryFile(dir=directory, delete=False) as new:
         new.write(head + b"\n" + payload)
     Path(new.name).replace(file)
@@ -396,13 +407,13 @@ def keep_program(
 
 @dataclass(frozen=True)
 class Program:
-    """A step that can run.
+    """A compiled step.
 
     Attributes:
         compiled: The program.
         is_read: True if the program was read instead of compiled.
-        note: The file that the program was read from. If it was compiled although there
-            was a plan, this is the reason. Otherwise it is empty.
+        note: A sentence for the user: either that the program was read, or why it was
+            compiled although there was a plan. It is empty if there was no plan.
     """
 
     compiled: jax.stages.Compiled
@@ -424,7 +435,7 @@ def start_program(
         lowered: The program.
         mesh: Mesh with the devices that run it.
         warm_start: The plan's directory, or ``None`` to compile.
-        options: Options of the compiler, which ``lowered`` has already.
+        options: Options of the compiler. ``lowered`` was made with them.
     """
     if warm_start is None:
         return Program(lowered.compile())
@@ -450,7 +461,7 @@ def start_program(
 def _read(
     directory: Path, lowered: jax.stages.Lowered, facts: Mapping[str, str]
 ) -> tuple[jax.stages.Compiled, float] | str:
-    """Returns the program and its compile seconds, or why it cannot be read."""
+    """Returns a program and its compile seconds, or the reason why it is not read."""
     if not directory.is_dir():
         return "the directory does not exist"
     name = program_hash(lowered)
@@ -474,7 +485,7 @@ def _read(
 
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
-    """Returns the differing facts of the file that differs in the fewest facts."""
+    """Describes the differences of the file whose facts differ the least."""
     differences = []
     for file in files:
         other: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Checks before a run and during it, and errors that say how to fix the cause.
 
 Every ``agree_on`` function raises `DisagreementError` on all processes. The error names
-the process that differs, the field and both values. An allocator's error is explained
-with changes that would make the run fit.
+the process that differs, the field and both values. An error of the memory allocator is
+explained with changes that would make the run fit.
 """
 
 import contextlib
@@ -51,7 +51,11 @@ from nnx_parallel.state import StatePlan, TrainState
 
 
 def check_count(name: str, value: object, least: int, meaning: str) -> int:
-    """Returns a count as `int`; a `ValueError` explains ``least`` if it is smaller."""
+    """Returns a count as `int`.
+
+    Raises a `ValueError` if the count is not an integer of at least ``least``. The
+    error adds ``meaning`` to this rule.
+    """
     if not _is_integer(value) or value < least:
         raise ValueError(
             f"{name}={value!r}. It must be an integer of at least {least}{meaning}."
@@ -60,7 +64,10 @@ def check_count(name: str, value: object, least: int, meaning: str) -> int:
 
 
 def check_length(num_steps: object, num_epochs: object) -> int:
-    """Returns the steps of a fit, or 0 if it has ``num_epochs``; one must be given."""
+    """Returns the number of steps of a fit, or 0 if it is given in epochs.
+
+    Raises a `ValueError` unless exactly one of the two numbers is given.
+    """
     if num_steps is not None and num_epochs is not None:
         found = f"num_steps={num_steps!r} and num_epochs={num_epochs!r}"
     elif num_steps is None and num_epochs is None:
@@ -78,15 +85,15 @@ def check_length(num_steps: object, num_epochs: object) -> int:
 
 
 def check_evaluation(data: object, every: object) -> int | None:
-    """Checks the data of a fit's evaluations; returns the steps between evaluations."""
+    """Checks a fit's evaluation data; returns the steps between evaluations."""
     if every is not None:
         rule = "; 0 and None evaluate only at the end"
         every = check_count("eval_every", every, 0, rule)
     if data is None:
         if every:
             raise ValueError(
-                f"eval_every={every} without eval_data, so that nothing would be "
-                "evaluated. Pass eval_data=, or leave eval_every out."
+                f"eval_every={every} without eval_data: nothing would be evaluated. "
+                "Pass eval_data=, or leave eval_every out."
             )
         return every
     check_data(data)
@@ -95,8 +102,8 @@ def check_evaluation(data: object, every: object) -> int | None:
             "eval_data is an iterator, which one evaluation would use up. Pass a list, "
             "or an object whose __iter__ starts over."
         )
-    # With several processes, this may be the only process without data. All processes
-    # report that together, later.
+    # With several processes, the others may have data. Later, all processes report the
+    # missing data together.
     if isinstance(data, list | tuple) and not data and jax.process_count() == 1:
         raise DataError("eval_data is empty. Pass batches, or leave it out.")
     return every
@@ -126,18 +133,18 @@ def check_loss(function: Callable, name: str = "loss") -> None:
         return  # a function in C may have no signature
     if [*signature.parameters][1:2] == ["model"]:
         raise LossError(
-            f"The loss, of signature {signature}, has the model second, but gets it "
-            "first. Write loss(model, batch)."
+            f"The loss has the signature {signature}, but the model is its first "
+            "argument. Write loss(model, batch)."
         )
     keywords = {"rngs": None} if "rngs" in signature.parameters else {}
     try:
         signature.bind(None, None, **keywords)
     except TypeError as error:
         raise LossError(
-            f"The {name}, of signature {signature}, cannot be called with a model and "
-            f"a batch: {error}. Write {name}(model, batch), or {name}(model, batch, "
-            "rngs), which gets nnx.Rngs by that name: rngs() is a new key. Bind other "
-            "arguments with functools.partial."
+            f"The {name} has the signature {signature} and cannot be called with a "
+            f"model and a batch: {error}. Write {name}(model, batch), or {name}(model, "
+            "batch, rngs), which also gets an nnx.Rngs: rngs() returns a new key. Bind "
+            "other arguments with functools.partial."
         ) from None
 
 
@@ -173,14 +180,14 @@ def watching_wrapped(model: nnx.Module) -> Iterator[None]:
     if methods and not called:
         raise LossError(
             f"A wrapper has replaced {sorted(methods)} of {wrapper.__name__}, as "
-            "Qwix's quantize_model does, and the loss calls none of them: it would "
-            "silently train without the wrapper. Wrap the method that the loss calls, "
+            "Qwix's quantize_model does, but the loss calls none of these methods: the "
+            "wrapper would have no effect. Wrap the method that the loss calls, "
             "as in qwix.quantize_model(model, provider, ..., methods=('hidden',))."
         )
 
 
 def check_model(model: object, *losses: Callable | None) -> None:
-    """Raises an error if a model's arrays were donated, or if a loss refers to it."""
+    """Raises an error if a model's arrays were donated, or if a loss uses the model."""
     given = [loss for loss in losses if loss is not None]
     for loss in given:
         check_loss(loss)
@@ -191,14 +198,14 @@ def check_model(model: object, *losses: Callable | None) -> None:
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
-                "Take trainer.model again after each step, or build a new model."
+                "Read trainer.model again after each step, or build a new model."
             )
     names = (name for loss in given for name, x in _held_by(loss) if x is model)
     if held := [*names]:
         raise LossError(
             f"The loss uses the model as {held[0]!r} from outside, where it is not "
-            "trained: its gradient would be 0. Use the model that it is given as its "
-            "first argument: loss(model, batch)."
+            "trained: its gradient would be 0. Use the first argument of the loss "
+            "instead: loss(model, batch)."
         )
 
 
@@ -216,7 +223,7 @@ def _held_by(function: Callable) -> list[tuple[str, object]]:
 def warn_of_attributes(
     before: Mapping[Path, Any], after: Mapping[Path, Any], where: str
 ) -> None:
-    """Warns of changed `plain_attributes`, whose changes no compiled step will see."""
+    """Warns of changed `plain_attributes`, because compiled steps ignore changes."""
     paths = dict.fromkeys((*before, *after))
     if changed := [f"`{dotted(p)}`" for p in paths if before.get(p) != after.get(p)]:
         warn_user(
@@ -267,7 +274,7 @@ def agree_on_program(lowered: jax.stages.Lowered) -> None:
 def agree_on_batch(batch: Any) -> None:
     """Checks that all processes have placed parts of the same global batch.
 
-    Warns if two of them gave the same rows as different parts.
+    Warns if two processes gave the same rows as different parts.
     """
     if jax.process_count() == 1:
         return
@@ -291,13 +298,13 @@ def agree_on_batch(batch: Any) -> None:
                     "but gave different rows. Processes whose trainer.data_share is "
                     "equal must read the same data in the same order."
                 )
-            # Equal parts are not an error, because rows may repeat. The warning is
-            # given once, not for each pair of processes.
+            # Equal rows in different parts are not an error, because data may repeat.
+            # Only one process warns, so each pair is not reported.
             if part != other_part and value == other_value and process == 1:
                 warn_user(
                     f"Processes {other} and {process} gave the same rows as different "
-                    "parts of the first batch. Each process gives its share: the part "
-                    "that trainer.data_share = (index, count) names.",
+                    "parts of the first batch. Each process must give only its share, "
+                    "which trainer.data_share = (index, count) describes.",
                 )
 
 
@@ -323,7 +330,7 @@ def check_replicas(state: Any, step: int) -> None:
 def _are_sound(
     finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Tests that arrays in ``finite`` are finite, and arrays in ``numbers`` not NaN."""
+    """Tests that arrays in ``finite`` are finite and arrays in ``numbers`` lack NaN."""
     sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
     return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
 
@@ -350,7 +357,7 @@ def broken_arrays(state: TrainState) -> list[str]:
             if x.sharding.memory_kind != HOST:
                 kind[path] = x
                 continue
-            # Offloaded arrays are moved one at a time: all of them may not fit.
+            # Offloaded arrays are moved one at a time, because all of them may not fit.
             x = jax.device_put(x, x.sharding.with_memory_kind("device"))
             only = _are_sound(*({path: x} if k is kind else {} for k in kinds))
             sound |= jax.device_get(only)
@@ -383,16 +390,17 @@ def explain_non_finite(
             f"{kept}"
         )
     broken = broken_arrays(state)
-    # If parameters are not finite, their averages and moments follow from that.
+    # Averages and moments are not named if parameters are not finite, because the
+    # parameters are the cause.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
     if not bad:
         return (
-            f"All arrays are finite at step {step}, the last one done. {kept} Check "
+            f"All arrays are finite at step {step}, the last step done. {kept} Check "
             "the batch of the bad step, and how the loss uses it."
         )
     return (
-        f"Not finite at step {step}, the last one done: {', '.join(bad[:5])} "
+        f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
         f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
         "optax.clip_by_global_norm, or look at the batches of these steps."
     )
@@ -402,9 +410,10 @@ _advisers: list[Callable[[Any, Any, str], str]] = []
 
 
 def advise_with(adviser: Callable[[Any, Any, str], str]) -> None:
-    """Sets a function that finds changes that would fit; the plan module sets it.
+    """Sets the function that finds changes with which a run would fit into memory.
 
-    The function is called with the Trainer, the first batch and the error's text.
+    The function gets the Trainer, the first batch and the error's text. The plan module
+    sets it.
     """
     _advisers[:] = [adviser]
 
@@ -424,7 +433,7 @@ def explaining_memory(
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # The status is only in the text: all errors of XLA have the same class.
+        # The status is only in the text, because all errors of XLA have the same class.
         text = str(error)
         if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
             raise

@@ -1,7 +1,8 @@
 """Evaluation and prediction: their compiled steps, and their loops over the data.
 
-The model is in evaluation mode, and its variables do not change. Under a pipeline, both
-run the forward half of the schedule and treat each microbatch as a separate batch.
+The model is in evaluation mode, and its variables do not change. Under a pipeline, an
+evaluation and a prediction run the schedule's forward slots, and treat each microbatch
+as a separate batch.
 """
 
 import operator
@@ -66,7 +67,7 @@ class Judged:
     """The parameters that are used to evaluate, predict, export and rank checkpoints.
 
     Attributes:
-        plan: The place of every array.
+        plan: The placement of every array.
         given: The field ``params`` of `Evaluation`.
     """
 
@@ -77,7 +78,7 @@ class Judged:
         plan, choice = self.plan, self.choice
         if isinstance(choice, str):
             if choice == "ema":
-                params_of(plan.abstract, ema=True)  # raises if there is no average
+                params_of(plan.abstract, ema=True)  # raises an error without average
             return
         given = jax.eval_shape(choice, plan.abstract)
         found, wanted = _shapes_of(given), _shapes_of(plan.abstract.params)
@@ -93,7 +94,7 @@ class Judged:
 
     @cached_property
     def choice(self) -> EvalParams:
-        """The field ``params``, with the actual kind in place of ``None``."""
+        """The field ``params``. The actual choice replaces ``None``."""
         if self.given is not None:
             return self.given
         if self.plan.ema_decay is not None:
@@ -118,7 +119,7 @@ class Judged:
                 return f"Evaluation(params={name})"
 
     def __call__(self, state: TrainState) -> dict[str, Any]:
-        """Returns these parameters, placed like the trained ones."""
+        """Returns these parameters, with the shardings of the trained parameters."""
         if isinstance(self.choice, str):
             return params_of(state, ema=self.choice == "ema")
         return self._derive(state)
@@ -150,8 +151,8 @@ def derived_params(state: TrainState) -> dict[str, Any]:
     params = state.params
     for found in _averaging_states(state.opt_state):
         is_free = isinstance(found, optax.contrib.ScheduleFreeState)
-        # Parameters are found by path. Parameters of other optimizers are masked out,
-        # which may replace entire subtrees.
+        # Parameters are found by path, because the parameters of other optimizers are
+        # masked out, and a mask may replace an entire subtree.
         kept = _by_path(found.z if is_free else found.cache)
         new = {p: x for p, x in _by_path(params).items() if p in kept}
         if is_free:
@@ -167,7 +168,7 @@ def derived_params(state: TrainState) -> dict[str, Any]:
 
 
 def _averaging_states(opt_state: Any) -> Iterator[Any]:
-    """Yields, outermost first, states of optimizers that evaluate other parameters."""
+    """Yields states of optimizers that evaluate other parameters, outermost first."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, _AVERAGING))
     for state in leaves:
         if isinstance(state, _AVERAGING):
@@ -186,7 +187,7 @@ def _shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _Known:
-    """A function as a dict key, by equality, or by identity if it is unhashable."""
+    """A dict key for a function, by equality, or by identity if it is unhashable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -264,12 +265,12 @@ class Programs:
     def start(
         self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
     ) -> tuple[Callable[..., Any], Program]:
-        """Compiles the step, or reads it from a plan; all processes call it.
+        """Compiles the step, or reads it from a plan. All processes must call this.
 
         Returns:
             The step, and the program that it runs.
         """
-        # The call of the step will find this result in jax's caches, so the step is
+        # A later call of the step finds this result in jax's caches, so the step is
         # traced and compiled only once.
         step: Any = self.train_step
         lowered = step.lower(state, batch)
@@ -288,7 +289,7 @@ class Programs:
 
     @property
     def compiler_options(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The compiler's options, and its reasons to refuse others, by name."""
+        """The accepted compiler options, and the reasons against refused options."""
         given = self.options.compiler_options
         return accepted_options(self.plan.layout.mesh, given)
 
@@ -296,7 +297,7 @@ class Programs:
         """Raises an error if rows of weight 0 in a batch would change the loss."""
         check_padding(self.plan, self.loss, state, batch, weights)
 
-    # The number of programs is limited, since a user may make a function for each call.
+    # The cache is limited, because a user may make a new function for each call.
     @cached_property
     def _eval_step(self) -> Callable[[_Known], Callable[..., Means]]:
         return lru_cache(maxsize=8)(partial(self._make_step, is_loss=True))
@@ -308,11 +309,11 @@ class Programs:
     def _make_step(self, known: _Known, *, is_loss: bool) -> Callable[..., Any]:
         """Returns a compiled function for a loss or a prediction.
 
-        Its arguments are ``(params, variables, key, draws, batch)``. A loss gives
+        The arguments are ``(params, variables, key, draws, batch)``. A loss gives
         means: a plain scalar is weighted by the batch's rows, a `Mean` by its weight.
         Random numbers depend on ``draws``, a tuple of numbers that includes the batch's
         index. So each batch draws different numbers, but every evaluation draws the
-        same.
+        same numbers.
         """
         plan, count = self.plan, self.options.num_microbatches
 
@@ -325,7 +326,7 @@ class Programs:
             return {"loss": mean, **metrics}
 
         def add_up(means: Means) -> Means:
-            # (microbatches, ...) -> (...): totals and weights of a Mean are summed.
+            # (microbatches, ...) -> (...), because totals and weights are summed.
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), means)
 
         def step(
@@ -370,13 +371,13 @@ class Programs:
         watchdog: Watchdog | None = None,
         stop_reason: Callable[[], str | None] = lambda: None,
     ) -> dict[str, Any]:
-        """Returns the mean loss and metrics over all rows; empty if it was stopped.
+        """Returns mean loss and metrics over all rows, or an empty dict if stopped.
 
         A mean is NaN if all its weights are 0.
 
         The watchdog ends the process if a batch takes too long; compilation does not
-        count. ``stop_reason`` returns why this process wants to stop before the next
-        batch, or ``None``. If one process wants to stop, all processes stop there.
+        count. ``stop_reason`` returns a reason to stop before the next batch, or
+        ``None``. If one process has a reason, all processes stop before this batch.
         """
         watchdog = watchdog or Watchdog(None)
         losses = self._losses(loss)
@@ -450,7 +451,7 @@ class Programs:
     def _warn_of_training(
         self, known: _Known, params: dict, variables: dict, key: jax.Array, batch: Batch
     ) -> None:
-        """Warns, once per function, of modules that still behave as in training."""
+        """Warns once per function about modules that still behave as in training."""
         if known in self._traced_evals:
             return
         self._traced_evals.add(known)
@@ -494,7 +495,10 @@ class Programs:
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
-        """Returns the labels and tokens that our layers find in a batch."""
+        """Returns the ranges of the labels and tokens in a batch.
+
+        This library's losses report labels, and tables of the model give tokens.
+        """
         # The step is traced again here, because losses report their labels only while
         # this function listens.
         found = list[LabelRange]()
@@ -513,8 +517,9 @@ class Programs:
         """Yields the batches on the mesh, and ``None`` if the run stops."""
         place = partial(place_batch, layout=self.plan.layout)
         is_alone = jax.process_count() == 1
-        # Several processes read no batch ahead. Rows that do not divide are gathered by
-        # a collective, which must not meet a collective of another thread.
+        # With several processes, no batch is read ahead. If the rows cannot be divided
+        # evenly, a collective gathers them, and another thread must not run a
+        # collective at the same time.
         with PrefetchIterator(
             data,
             place,
@@ -554,8 +559,8 @@ def _check_rows(outputs: Any, num_rows: int) -> None:
             )
             raise LossError(
                 f"The output{_output_name(keys)} of predict's function has {found}. "
-                "They are joined over all batches, along dim 0 of each output, which "
-                "must be the rows. For means of all rows use evaluate(loss=...)."
+                "Outputs of all batches are joined along dim 0, which must be the "
+                "rows. For means over all rows use evaluate(loss=...)."
             )
 
 
@@ -579,7 +584,10 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
 
 
 def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]:
-    """Yields integers of a batch that exceed every Flax embedding table of a model."""
+    """Yields the ranges of a batch's integers, if a model has Flax embedding tables.
+
+    The valid numbers are those of the largest table.
+    """
     sizes = [m.num_embeddings for m in modules if isinstance(m, nnx.Embed)]
     for keys, x in jax.tree.leaves_with_path(batch):
         # Integers of one byte are left out, because they are usually images.
@@ -589,7 +597,7 @@ def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]
 
 
 def _to_number(value: Any) -> Any:
-    """Returns a scalar as a float, which can be logged; returns arrays unchanged."""
+    """Returns a scalar as a float, which can be logged, and an array as an array."""
     return np.asarray(value) if np.ndim(value) else float(value)
 
 
@@ -603,8 +611,8 @@ def training_in(
 ) -> list[str]:
     """Returns paths of variables that a loss or prediction changes as training does.
 
-    They are batch statistics, and counters of random streams of dropout. The function
-    is only traced: nothing runs, and no result is kept.
+    Such variables are batch statistics, and counters of dropout's random streams. The
+    function is only traced: nothing runs, and no result is kept.
     """
     model = plan.eval_model.merge(flatten(params) | flatten(variables))
     modules = dict(nnx.iter_modules(model))
@@ -621,7 +629,7 @@ def training_in(
             dotted(path) for path in watched if after.get(path) is not given[path]
         )
 
-    # A model computes the same result under every strategy, so any runner serves.
+    # A model computes the same result under every strategy, so any runner will do.
     with using_runner(run_one_layer):
         evaluate = partial(plan.evaluate, watch)
         jax.eval_shape(evaluate, params, variables, batch, key)
@@ -639,7 +647,10 @@ def _is_of_training(path: tuple, variable: nnx.Variable, modules: dict) -> bool:
 
 
 def params_of(state: TrainState, *, ema: bool) -> dict[str, Any]:
-    """Returns the parameters, or their average; raises a `ValueError` without one."""
+    """Returns the parameters, or their average.
+
+    Raises a `ValueError` if the state has no average.
+    """
     if not ema:
         return state.params
     if state.ema is None:

@@ -47,7 +47,7 @@ SIGTERM = "SIGTERM, which a machine sends before it is taken away"
 _SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
 
 _STEPS_TO_FIRST_METRICS = 4
-"""Number of steps after which the first metrics are known; they are 2 steps late."""
+"""After this many steps the first metrics are known. Metrics are up to 2 steps late."""
 
 
 @dataclass(kw_only=True)
@@ -78,8 +78,8 @@ class Loop:
         for callback in self.callbacks:
             if callback.needs_evaluation and self.eval_data is None:
                 raise ValueError(
-                    f"{callback!r} decides by evaluations: pass eval_data to fit, and "
-                    "eval_every."
+                    f"{callback!r} needs evaluations: pass eval_data and eval_every to "
+                    "fit."
                 )
         if count := self.debugging.overfit_batches:
             self.data = Repeated(self.data, count)
@@ -117,7 +117,7 @@ class Loop:
         self._stop_request = reason
 
     def log(self, metrics: Values) -> None:
-        """Logs numbers of the newest step."""
+        """Logs numbers for the newest step."""
         self._logger.log(self.run.step, {name: float(x) for name, x in metrics.items()})
 
     def fit(self) -> History:
@@ -136,7 +136,7 @@ class Loop:
             why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
             raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
-            # This process must not wait for the others, which may be at another place.
+            # This process must not wait for the others, which may never get here.
             checkpoints.abandon_if_shared()
             raise
         finally:
@@ -154,7 +154,7 @@ class Loop:
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
-        # This comes first, because the options decide which collectives a save runs.
+        # Options are checked first, because they decide which collectives a save runs.
         checkpoints.check_options()
         resumed = run.resume()
         if self._epochs:
@@ -191,20 +191,20 @@ class Loop:
             logger.message(resumed)
         for callback in self.callbacks:
             callback.on_fit_start(self.trainer)
-        # The step is read again, because a hook may have restored another one.
+        # The step is read again, because a hook may have restored another step.
         ended = [c.end_reason for c in self.callbacks if c.end_reason]
-        if ended:  # it is the same on all processes, since it was restored
+        if ended:  # the reason is the same on all processes, because it was restored
             self.stop(ended[0])
         elif run.step < self.num_steps:
             self._train()
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
-        # This waits inside the context of `_termination`. Outside of it, a SIGTERM
-        # would end the save early.
+        # The wait is inside the context of `_termination`. Outside this context, a
+        # SIGTERM would end the save early.
         checkpoints.wait()
         if not self._is_alone and self._agreed_stop is None:
-            # Any process may have received a request after the last batch.
+            # Any process may have received a request to stop after the last batch.
             found = allgather_object("end of the fit", self._requested_stop())
             self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
@@ -236,19 +236,19 @@ class Loop:
             stack.callback(self._watchdog.disarm)
             for item in self._watchdog.reading(batches):
                 if item.stop_reason is not None:
-                    # All processes stop here, so none waits in a step for the others.
+                    # All processes stop here, so no process waits for others in a step.
                     self._agreed_stop = item.stop_reason
                     if step > first_step:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # Compilation must not count in the step's time and watchdog.
+                    # The compile time must not count in the step's time and limit.
                     self._compile(item.batch)
                     # Until here, a Ctrl-C can end the fit at once and lose nothing.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # This is one statement, so that no name keeps the donated state.
+                    # This is one statement, so no variable keeps the donated state.
                     run.state, metrics = self._run_step(step, item.batch)
                 step += 1
                 # A hook may save, so state and position must be at the same step.
@@ -257,22 +257,22 @@ class Loop:
                     self._first_batch = None
                 # The watchdog starts here, so it covers hooks and the wait for data.
                 self._watchdog.arm(step)
-                self._termination.check()  # warns if another handler took its place
-                # If a save failed in the background, this reports it.
+                self._termination.check()  # warns if another handler has replaced it
+                # If a save failed in the background, `poll` raises the error.
                 checkpoints.poll()
                 if check_every and step % check_every == 0:
-                    # This comes before the hooks, which must not save unequal copies.
+                    # The check is before the hooks, which must not save unequal copies.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
-                    # This waits for an earlier step, whose hooks may stop the fit.
+                    # `push` waits for an earlier step, whose hooks may stop the fit.
                     recorder.push(step, metrics, item.wait_seconds)
-                # All processes ask once in every step. jax counts these calls in order
-                # to announce a preemption at the same step everywhere.
+                # All processes must call `is_due` once in every step. Through these
+                # calls they agree on the step at which jax announces a preemption.
                 saves = checkpoints.is_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
-                # This is read only once: a signal between two reads would end the fit
-                # without a save.
+                # `_ends` is called only once: a signal between two calls would end the
+                # fit without a save.
                 ends = self._ends(step)
                 if saves or ends or self._evaluates(step):
                     ends = self._pause(step, saves=saves)
@@ -285,7 +285,7 @@ class Loop:
             self._tracer.stop(run.state)
 
     def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Runs a step; replays it if it is due."""
+        """Runs a step, with a replay if one is due."""
         every, programs = self.faults.verify_every, self.programs.at(step)
         if every and (step + 1) % every == 0:
             if programs not in self._replayed:
@@ -295,7 +295,7 @@ class Loop:
         return self._steps[programs.plan.player](self.run.state, batch)
 
     def _end_epochs(self, step: int) -> None:
-        # An epoch ends with its data, even if `len(data)` is another number.
+        # An epoch ends with its data, even if `len(data)` is not the number of batches.
         if missing := self.num_steps - step:
             self._logger.message(
                 f"Done at step {step}, not {self.num_steps}: {missing} batches of the "
@@ -316,7 +316,7 @@ class Loop:
                 shares=shares,
             )
         except BaseException:  # also a Ctrl-C
-            run.data = before  # the position must not move in refused data
+            run.data = before  # refused data must not change the position
             raise
 
     def _prefetch(self, step: int) -> PrefetchIterator:
@@ -343,7 +343,7 @@ class Loop:
         return placed
 
     def _compile(self, batch: Batch) -> None:
-        """Compiles all players' steps, which all processes must have lowered alike."""
+        """Compiles the steps of all players, after checks that processes agree."""
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
@@ -386,18 +386,21 @@ class Loop:
         return explaining_memory(plan, count, self._temporary_bytes, run)
 
     def _signal(self) -> str | None:
-        """The signal that this process has received; others may not know it yet."""
+        """Returns the signal that this process has received, or ``None``.
+
+        Other processes may not know it yet.
+        """
         if self._termination.is_requested:
             return SIGTERM
         return INTERRUPT if self._termination.is_interrupted else None
 
     def _requested_stop(self) -> str | None:
-        """Why this process wants to stop, or ``None``."""
+        """Returns the reason why this process wants to stop, or ``None``."""
         return self._signal() or self._stop_request
 
     @property
     def _stop_reason(self) -> str | None:
-        """Why the fit ends after this step; several processes have agreed on it."""
+        """The reason why the fit ends after this step, on which processes agree."""
         return self._requested_stop() if self._is_alone else self._agreed_stop
 
     def _ends(self, step: int) -> bool:
@@ -408,23 +411,23 @@ class Loop:
         return self.eval_data is not None and bool(is_due)
 
     def _pause(self, step: int, *, saves: bool) -> bool:
-        """Evaluates and saves ``step``, the newest; returns True if the fit ends here.
+        """Evaluates and saves the newest step. Returns True if the fit ends with it.
 
         If a stop is requested during the save, the fit runs one more step and saves
         that too.
         """
-        # This comes first, because it raises an error if a step was not finite. Such a
-        # state must not be saved.
+        # `flush` comes first, because it raises an error if a step was not finite. Such
+        # a state must not be saved.
         self._recorder.flush()
         self._watchdog.disarm()
-        # If processes stop before a batch, they come here again with the same step.
+        # If processes stop before a batch, they call this again with the same step.
         if self._evaluated_step != step:
             self.run.metrics = self._recorder.last_row()
             ranks = saves and self.run.checkpoints.ranks_by_eval
             if ranks or self._evaluates(step) or self._ends(step):
                 self._evaluate(step)
-        # This is asked after the evaluation, because its hooks may stop the fit. Then
-        # this step is saved.
+        # `_ends` is called after the evaluation, because its hooks may stop the fit.
+        # Then this step is saved.
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
@@ -478,8 +481,8 @@ class Loop:
 
     def _on_step_end(self, step: int, metrics: Values) -> None:
         if not self.run.checkpoints.ranks_by_eval:
-            # This is checked as soon as the names are known, instead of at the first
-            # save, which may come hours later.
+            # The metric's name is checked as soon as the names are known. The first
+            # save may come hours later.
             self.run.checkpoints.check_best(metrics, f"step {step}")
         with self._watchdog.paused():
             for callback in self.callbacks:

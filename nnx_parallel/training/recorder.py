@@ -1,4 +1,4 @@
-"""Fetches, checks and logs the metrics of a run; measures speed; writes traces."""
+"""Fetches, checks and logs the metrics of a run, measures speed, and writes traces."""
 
 import contextlib
 import itertools
@@ -58,7 +58,7 @@ def count_tokens(batch: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Throughput:
-    """The amounts of work in one step, for computing rates from its seconds.
+    """The amounts of work in one step, from which rates are computed.
 
     Attributes:
         num_rows: Rows of the global batch.
@@ -79,7 +79,7 @@ class Throughput:
         try:
             flops = flops_of(compiled)
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
-            # libtpu may be newer than jaxlib, which cannot print the program then.
+            # If libtpu is newer than jaxlib, jaxlib may be unable to print the program.
             flops = None
         return cls(count_rows(batch), count_tokens(batch), flops, device)
 
@@ -87,7 +87,7 @@ class Throughput:
         """Returns the metrics of a step that took ``step_seconds``.
 
         ``mfu`` is the compiled step's FLOP/s, divided by the device's peak. With remat,
-        the FLOPs include recomputation: then ``mfu`` is the hardware's utilisation, not
+        the FLOPs include recomputation: ``mfu`` is then the hardware's utilisation, not
         the model's.
         """
         rates = {
@@ -119,18 +119,18 @@ Values = Mapping[str, float]
 
 
 class History(dict[str, np.ndarray]):
-    """Metrics by name, one entry for each step; a missing name raises an error."""
+    """Metrics by name, with one entry for each step. Missing names raise an error."""
 
     def __missing__(self, name: str) -> np.ndarray:
         if not self:
             raise KeyError(
-                f"{name!r}: the fit did no step, because all were done before it."
+                f"{name!r}: the fit ran no step, because all steps were done before it."
             )
         raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
 
 class _Columns:
-    """Rows of numbers that take 8 bytes each."""
+    """A table of numbers that take 8 bytes each."""
 
     def __init__(self, index: str) -> None:
         self._index = index
@@ -140,7 +140,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row; missing values are NaN, including earlier values of new names."""
+        """Adds a row. Missing values are NaN, also the earlier values of a new name."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
@@ -167,8 +167,8 @@ class Recorder:
         log_every: Steps between logged metrics.
         max_behind: Number of steps that may be in flight.
         throughput: The work of one step, once the step is compiled.
-        skip_limit: Number of bad steps in a row that are skipped; 0 if the first one
-            ends the run.
+        skip_limit: Number of bad steps in a row that are skipped; 0 if the first bad
+            step ends the run.
         is_state_finite: Function that is called after a bad step. It returns True if
             the state is still finite.
         has_players: True if the names of metrics begin with a player, as in
@@ -248,7 +248,7 @@ class Recorder:
         self._extra |= metrics
 
     def record_eval(self, step: int, metrics: Values) -> None:
-        """Stores and logs the metrics of an evaluation, named ``eval_name``."""
+        """Stores and logs an evaluation's metrics, with the prefix ``eval_``."""
         named = {f"eval_{name}": value for name, value in metrics.items()}
         self._evals.append(step, named)
         self.logger.log(step, named)
@@ -307,7 +307,7 @@ class Recorder:
     def _survived(self, row: Values) -> bool:
         """Returns True if the optimizer itself kept bad gradients out of the state."""
         if "skipped" in row or math.isfinite(row["grad_norm"]):
-            return False  # the step itself skips bad steps, or the loss is unknown
+            return False  # the step itself skips bad steps, or only the loss is bad
         return self.is_state_finite()
 
     def _raise(self, step: int, row: Values) -> None:
@@ -317,7 +317,7 @@ class Recorder:
         if self.skip_limit:
             before += (
                 f" It is bad step {self._num_bad} in a row, and SkipSteps(limit="
-                f"{self.skip_limit}) leaves out no more."
+                f"{self.skip_limit}) skips no more steps."
             )
         raise NonFiniteLossError(
             f"Step {step}{self._player(row)}: loss {row['loss']}, gradient norm "
@@ -368,7 +368,7 @@ class Tracer(contextlib.AbstractContextManager):
     _is_tracing: bool = False
 
     def step(self, step: int, state: Any) -> contextlib.AbstractContextManager:
-        """Names a step in the trace; starts or stops the trace if that is due.
+        """Names a step in the trace, and starts or stops the trace if that is due.
 
         ``state`` is the result of the previous step, which may not be finished.
         """

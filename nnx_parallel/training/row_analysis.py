@@ -1,9 +1,9 @@
 """Finds out from the traced program how a loss depends on the rows of its batch.
 
 The loss is traced for two batches. The second batch has twice the rows of the first,
-and both programs are read side by side. If the size of a dim doubles, the dim has rows
-in it. If a constant doubles, it counts rows. A primitive without a rule here gives an
-unknown value. A loss that depends on unknown values is not judged.
+and both programs are read side by side. If the size of a dim doubles, the dim contains
+rows. If a constant doubles, it counts rows. A primitive without a rule here gives an
+unknown value. Nothing is reported about a loss that depends on unknown values.
 """
 
 import math
@@ -29,15 +29,15 @@ class RowValue:
     """The known facts about a value of the program.
 
     Attributes:
-        kind: ``constant`` does not depend on the rows of the batch. In ``row``, each
-            entry depends on one row. ``sum`` is linear in sums over rows. ``joint`` is
-            a quotient, a root or another function of such sums, which is never a mean.
-            ``unknown`` is any other value.
+        kind: A ``constant`` does not depend on the rows of the batch. In a ``row``
+            value, each entry depends on one row. A ``sum`` is linear in sums over rows.
+            A ``joint`` value is a quotient, a root or another function of such sums,
+            which is never a mean. Any other value is ``unknown``.
         degrees: Exponents of the number of rows. The value is a sum of terms, and each
-            term is proportional to the number of rows to one of these powers. A sum
-            over rows has degree 1, and a mean has degree 0. ``None`` is an unknown
-            power. Zero has no terms, and so no degrees.
-        dims: The dims that are the rows of the batch.
+            term is proportional to the number of rows, raised to one of these
+            exponents. A sum over rows has degree 1, and a mean has degree 0. ``None``
+            is an unknown exponent. The value 0 has no terms, and so no degrees.
+        dims: The dims that contain the rows of the batch.
         pairs: True if the value was computed from comparisons or products of pairs of
             rows.
     """
@@ -63,8 +63,8 @@ def find_changes(
     """Returns texts for the user about values that microbatches certainly change.
 
     Args:
-        traces: Two traces of a function that returns means by name, and the variables
-            after it. The second trace has twice as many rows.
+        traces: Two traces of a function that returns means by name, and new variables.
+            The second trace has twice as many rows.
         inputs: The known facts about each array of the arguments.
         num_microbatches: Number of microbatches in a step.
 
@@ -78,7 +78,8 @@ def find_changes(
         for term in mean.terms if isinstance(mean, Mean) else ():
             total: Any = term.total
             weight: Any = term.weight
-            # The total and the weight must have the same power of the number of rows.
+            # The total and the weight must grow with the same power of the number of
+            # rows.
             is_known = len(weight.degrees) == 1 and None not in weight.degrees
             if is_known and total.degrees - weight.degrees - {None}:
                 found["size"].append(title)
@@ -97,14 +98,14 @@ def find_changes(
 _TEXTS = {
     "size": " depends on the number of rows, as a sum over rows does. A plain scalar "
     "is taken for a mean over rows, and the values of the microbatches are averaged: a "
-    "sum comes out divided by their number. Return Mean(losses.sum(), "
+    "sum would be divided by num_microbatches. Return Mean(losses.sum(), "
     "weights.sum()), or losses.mean().",
     "joint": " is a quotient, a root or another function of sums over the batch. Each "
-    "microbatch has its own sums, and the mean of such values is not the value of the "
-    "whole batch. Return a quotient as Mean(total, weight), which adds both up over "
-    "the microbatches, or use num_microbatches=1.",
-    "pairs": " compares rows with other rows, as contrastive losses do. Each row meets "
-    "only the rows of its own microbatch: it has fewer negatives. Use "
+    "microbatch has different sums, and the mean of such values is not the value of "
+    "the whole batch. Return a quotient as Mean(total, weight), which adds both up "
+    "over the microbatches, or use num_microbatches=1.",
+    "pairs": " compares rows with other rows, as contrastive losses do. Each row is "
+    "compared only with rows of its microbatch, so it has fewer negatives. Use "
     "num_microbatches=1 with a strategy other than Pipeline, such as FSDP, and remat "
     "to save memory; or accept the smaller groups and filter this warning.",
 }
@@ -123,7 +124,7 @@ class _Call:
         return self.eqn.primitive.name
 
     def growth(self, index: int = 0, *, of_input: bool = False) -> list[float | None]:
-        """Returns the power of the number of rows to which each dim is proportional."""
+        """Returns the power of the number of rows with which each dim's size grows."""
         a, b = (
             _shape((e.invars if of_input else e.outvars)[index])
             for e in (self.eqn, self.other)
@@ -145,7 +146,7 @@ def _shape(atom: Any) -> tuple[int, ...]:
 
 
 def _power(a: float, b: float) -> float | None:
-    """Returns the power p with ``b = a * 2**p``, since the number of rows doubles."""
+    """Returns the power p for which ``b = a * 2**p``, because the rows double."""
     if a == b:
         return 0
     if not a or not b or a * b < 0 or not math.isfinite(a * b):
@@ -157,7 +158,7 @@ def _power(a: float, b: float) -> float | None:
 
 
 def _constant(a: Any, b: Any) -> RowValue:
-    """Returns the facts about a constant of the program, given from both traces."""
+    """Returns the facts about a constant, given its values in both traces."""
     if a is b:
         return SHARED
     sizes = [np.size(x) for x in (a, b)]
@@ -243,7 +244,7 @@ def _meeting(values: Sequence[RowValue]) -> RowValue:
 
 
 def _joint(call: _Call) -> Kind:
-    """Returns the kind of a function of sums, which is ``unknown`` for an array."""
+    """Returns the kind of a function of sums: ``joint``, or ``unknown`` for arrays."""
     return "joint" if _shape(call.eqn.outvars[0]) == () else "unknown"
 
 
@@ -290,7 +291,7 @@ def _divide(call: _Call) -> RowValue:
 
 
 def _bend(call: _Call) -> RowValue:
-    """Returns the facts about a function of each entry that is not linear."""
+    """Returns the facts about a nonlinear elementwise function."""
     met = _meeting(call.ins)
     degrees = frozenset({0.0}).union(*(_curved(v.degrees) for v in call.ins))
     if None in degrees:
@@ -310,7 +311,7 @@ def _raise_to(call: _Call) -> RowValue:
 
 
 def _limit(call: _Call) -> RowValue:
-    """Returns the facts about a clipped value; a sum clipped to constants is a sum."""
+    """Returns the facts about a clipped value. A clipped sum still counts as a sum."""
     found = [v for v in call.ins if v.kind != "constant"]
     return found[0] if len(found) == 1 else _bend(call)
 
@@ -381,7 +382,7 @@ def _move(call: _Call) -> RowValue:
 
 
 def _order(call: _Call) -> RowValue:
-    """Returns the facts about cumulative sums and sorting, which are along one dim."""
+    """Returns the facts about an operation along one dim, such as a cumulative sum."""
     params, grows = call.eqn.params, call.growth(of_input=True)
     axis = params.get("axis", params.get("dimension", -1))
     return _bend(call) if grows[axis] == 0 else _unknown(call)
@@ -390,7 +391,7 @@ def _order(call: _Call) -> RowValue:
 def _gather(call: _Call) -> RowValue:
     operand, indices = call.ins[:2]
     kinds = {operand.kind, indices.kind}
-    # Whatever the indices are, the result has only numbers of the operand.
+    # Whatever the indices are, the result contains only numbers of the operand.
     degrees, pairs = operand.degrees, operand.pairs or indices.pairs
     if kinds == {"constant"}:
         return RowValue(degrees=degrees)
@@ -405,7 +406,7 @@ def _iota(call: _Call) -> RowValue:
 
 
 def _contract(call: _Call) -> RowValue:
-    """Returns the facts about `dot_general`; batch dims come first in its output."""
+    """Returns the facts about `dot_general`, whose output has the batch dims first."""
     a, b = call.ins
     contracted, batch = call.eqn.params["dimension_numbers"]
     sizes = call.growth(of_input=True), call.growth(1, of_input=True)
@@ -435,7 +436,7 @@ def _contract(call: _Call) -> RowValue:
 def _product_kind(
     values: list[RowValue], over: list[frozenset], is_aligned: bool, dims: frozenset
 ) -> Kind:
-    """Returns a product's kind; it sums ``over`` dims of rows and keeps ``dims``."""
+    """Returns the kind of a product that sums ``over`` rows and keeps ``dims``."""
     kinds = {v.kind for v in values}
     if kinds == {"row"}:
         is_sum = all(over)
@@ -518,7 +519,7 @@ class _Rows(Fold):
         return _joined(a, b)
 
     def decided(self, value: RowValue, by: RowValue) -> RowValue:
-        del by  # the facts about a branch hold whichever branch runs
+        del by  # the facts hold whichever branch runs
         return value
 
     def apply(self, inputs: list, *eqns: jex.JaxprEqn) -> list:

@@ -45,15 +45,15 @@ from nnx_parallel.training.verified import facts_to_verify, last_verified
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]
-"""The parameters of a model that the user is given; `Judged` computes ``"eval"``."""
+"""The parameters in a model that the user gets. `Judged` computes ``"eval"``."""
 
 
 class HandedModel:
     """A model that was given to the user, and the arrays that it had at that time."""
 
     def __init__(self, model: nnx.Module, arrays: Mapping[Path, jax.Array]) -> None:
-        # Both references are weak. The memory of arrays must be freed even if the user
-        # keeps the model, and this object must not keep the model.
+        # All references are weak. The memory of arrays must be freed even if the user
+        # keeps the model, and this object must not keep the model alive.
         self._model = weakref.ref(model)
         self._given = {path: weakref.ref(x) for path, x in arrays.items()}
         self._params, self._plain = _params_of(model), plain_attributes(model)
@@ -102,7 +102,7 @@ class HandedModel:
         }
 
     def end(self) -> None:
-        """Deletes the arrays that a step has donated, so that reading them raises."""
+        """Deletes the arrays that a step has donated; reading them raises an error."""
         for given in self._given.values():
             if (array := given()) is not None and array.is_deleted():
                 # The call is needed for jax 0.10, which can crash when it reads an
@@ -130,9 +130,9 @@ class RunState:
         judged: The parameters that are evaluated.
         callbacks: Callbacks; their states are saved with the run.
         metrics: Metrics of the step at which the fit paused last, and of its
-            evaluation; the number of the step is ``"step"``.
-        is_fresh: True if a fit has to look for a checkpoint to continue from. That is
-            so while the state is neither trained nor restored by the user.
+            evaluation. The entry ``"step"`` is the number of the step.
+        is_fresh: True if a fit has to look for a checkpoint to continue from. It stays
+            True until the state is trained, or the user restores a state.
         report: Function that is called with a line for the user.
     """
 
@@ -149,7 +149,7 @@ class RunState:
     report: Callable[[str], object] = str
     _read_step: int | None = None  # the step that the first use of `state` read
     _is_assigned: bool = False  # True if the user assigned arrays to a model
-    _excused: frozenset[str] | None = None  # arrays not finite when the fit began
+    _excused: frozenset[str] | None = None  # arrays that began the fit not finite
     _state: TrainState | None = None
     _aside: Callable[[], TrainState] | None = None  # restores a state set aside
     _is_counting: bool = False
@@ -166,18 +166,18 @@ class RunState:
         On first use it is read from the newest checkpoint of the run, or built.
         """
         self._take_back()
-        # The constructor does not build it, because a fit that resumes would drop it.
+        # The constructor builds no state, because a fit that resumes would discard it.
         if self._state is None:
             self._begin()
         assert self._state is not None
         if self._state.step.is_deleted():
             raise DonatedArrayError(
                 "The Trainer's state is gone: a step has taken its memory for the new "
-                "one. Pass the new state on in a custom loop: trainer.state, metrics = "
-                "trainer.train_step(trainer.state, batch)."
+                "state. Assign the new state in a custom loop: trainer.state, metrics "
+                "= trainer.train_step(trainer.state, batch)."
             )
-        # The average comes after the parameters: if parameters were assigned, it is
-        # restarted first, and then gets the values that were assigned to it.
+        # The average comes after the parameters: assigned parameters restart the
+        # average, and only then it gets the values that were assigned to it.
         for kind in get_args(Kind):
             if kind in self._models:
                 self._take_assigned(kind, self._models[kind][1])
@@ -190,8 +190,8 @@ class RunState:
             del self._models[kind]
             raise StateStructureError(
                 f"Assigned to trainer.eval_model: {sorted(map(dotted, paths))}. These "
-                "parameters are computed from the state at each call: assign to "
-                "trainer.model."
+                "parameters are computed from the state at each call. Assign to "
+                "trainer.model instead."
             )
         self._is_assigned, is_ema = True, kind == "ema"
         state: Any = self._state
@@ -217,11 +217,11 @@ class RunState:
 
     @contextlib.contextmanager
     def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
-        """Makes a context without the state on the devices, which is restored after it.
+        """Makes a context in which the state is not on the devices.
 
-        Arrays that others refer to, such as models, stay there. After an error the next
-        use of the state restores it: until then the traceback keeps arrays on the
-        devices.
+        After the context the state is restored. Arrays to which other objects refer,
+        such as models, stay on the devices. After an error, the traceback still keeps
+        arrays on the devices, so only the next use of the state restores it.
         """
         self._state, self._aside = None, restore
         yield
@@ -237,9 +237,9 @@ class RunState:
         return init_state(self.plan, self.source, rngs, self.seed)
 
     def _present_state(self) -> TrainState:
-        """Returns the state, or a new one if there is none.
+        """Returns the state, or a new state if there is no state yet.
 
-        It reads no checkpoint, because the caller replaces the state.
+        No checkpoint is read, because the caller replaces the state.
         """
         self._take_back()
         return self._first_state() if self._state is None else self.state
@@ -267,7 +267,10 @@ class RunState:
         self._state, self._models, self._read_step = state, {}, None
 
     def model(self, kind: Kind) -> nnx.Module:
-        """Returns the model with the state's arrays; the same object for each state."""
+        """Returns the model with the state's arrays.
+
+        For the same state it is always the same object.
+        """
         state = self.state
         self.check_models()
         if kind == "eval" and not callable(self.judged.choice):
@@ -293,7 +296,8 @@ class RunState:
         A step has donated the other arrays of such a model.
 
         Raises:
-            StateStructureError: Once; the message has the paths.
+            StateStructureError: If values were assigned. It is raised only once, and
+                the message has the paths.
         """
         used_up, self._used_up = self._used_up, []
         for handed in used_up:
@@ -301,8 +305,8 @@ class RunState:
                 raise StateStructureError(
                     f"Assigned to a model of an earlier step: {assigned}. The steps "
                     "since then have donated its other arrays, and do not see these "
-                    "values. Take trainer.model again after each step, and assign to "
-                    "that."
+                    "values. Read trainer.model again after each step, and assign to "
+                    "this new model."
                 )
         self._used_up = [handed for handed in used_up if handed.is_alive]
 
@@ -342,7 +346,10 @@ class RunState:
         )
 
     def excuse_arrays(self) -> None:
-        """Notes arrays that are not finite when a fit begins; they may stay so."""
+        """Notes the arrays that are not finite when a fit begins.
+
+        These arrays do not prevent a save.
+        """
         if self.checkpoints.options is not None:
             self._excused = frozenset(broken_arrays(self.state))
 
@@ -432,10 +439,10 @@ class RunState:
     def resume(self) -> str:
         """Continues from the newest checkpoint, if the state is fresh and there is one.
 
-        Returns a message that says so, or "".
+        Returns a message about it, or an empty text.
 
         Raises:
-            CheckpointError: If this would drop values that were assigned to `model`.
+            CheckpointError: If this would discard values that were assigned to `model`.
         """
         if not self.is_fresh:
             return ""
@@ -478,7 +485,7 @@ class RunState:
             )
 
     def _check_assigned(self) -> None:
-        """Raises an error if a fit would drop values that were assigned to `model`."""
+        """Raises an error if a fit would discard values assigned to `model`."""
         _ = self.state  # takes the assigned values
         step = self.checkpoints.latest_step if self._is_assigned else None
         if step is not None:
@@ -518,7 +525,7 @@ class RunState:
         return aligned([*facts.items()])
 
     def describe(self) -> Description:
-        """Returns the placement of every array, with reasons; traces nothing."""
+        """Returns the placement of every array, with reasons. Traces nothing."""
         plan = self.plan
         return describe_model(
             plan.model.copy(),
@@ -531,7 +538,10 @@ class RunState:
         )
 
     def facts(self) -> dict[str, str]:
-        """Returns the run in words, by name; builds no state and waits for no step."""
+        """Returns facts about the run, as texts by name.
+
+        It builds no state and does not wait for a step.
+        """
         run, options = self.checkpoints.description, self.checkpoints.options
         mesh, state = self.plan.layout.mesh, self._state
         described, trained = self.describe(), run["num_params"]
@@ -595,7 +605,7 @@ def describe_run(
         return False  # no node counts as a leaf, so inner nodes are visited too
 
     jax.tree.leaves(plan.abstract.opt_state, is_leaf=visit)
-    # Optax shows nothing more than the kinds of states, which are outermost first.
+    # Optax shows only the kinds of the optimizer's states. They are outermost first.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
         "strategy": strip_addresses(repr(strategy)),

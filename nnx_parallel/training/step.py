@@ -141,8 +141,9 @@ class Computed:
     """The results of a batch, from which the optimizer updates the state.
 
     Attributes:
-        assigned: Parameters that the loss has assigned; mostly empty.
-        grads: Gradients of the parameters; times the loss scale, if there is one.
+        assigned: Parameters that the loss has assigned; usually empty.
+        grads: Gradients of the parameters, multiplied by the loss scale if there is
+            one.
         variables: The other variables after the step.
         metrics: The loss and the other results of the loss, by name.
         found: Metrics that modules have computed in `finish_step`.
@@ -200,7 +201,7 @@ def hashed_arrays(plan: StatePlan) -> list[str]:
 
 
 class _Told:
-    """Remembers that a step has warned, for any number of traced shapes."""
+    """Remembers that a step has warned, so that it does not warn for each shape."""
 
     is_told = False
 
@@ -217,7 +218,7 @@ def _compute(
     offload = plan.offload and plan.offload.activations
     with using(plan.layout), default_remat(options.remat, offload):
         # The key depends on the step, so that a resumed run draws the same numbers as
-        # an uninterrupted one.
+        # an uninterrupted run.
         key = jax.random.fold_in(state.key, state.step)
         arguments = state, batch, key, options.num_microbatches
         always: list[bool] = []
@@ -258,7 +259,7 @@ def _compute(
 def call_loss(
     plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
-    """Calls a loss by its signature, with floating input of the right dtype."""
+    """Calls a loss by its signature, with floating-point inputs in the right dtype."""
     batch = unmarked(cast_floating(batch, plan.precision.inputs))
     # The key depends on the step and the microbatch but never on a device, so that the
     # numbers do not depend on the strategy.
@@ -273,7 +274,7 @@ def check_padding(
     """Raises an error if rows of weight 0 would change a loss or a model.
 
     The loss is only traced. A value that depends on the rows must also depend on the
-    weights. If it does not, it is certainly wrong; a trace cannot show more.
+    weights. If it does not, it is certainly wrong. If it does, it may still be wrong.
 
     Raises:
         LossError: If values would change; the message names them.
@@ -320,7 +321,7 @@ def check_padding(
 
 
 def _remedy_of_mixtures(plan: StatePlan, wrong: Sequence[str]) -> str:
-    """Returns the remedy if rows of weight 0 change routers' states, or empty text."""
+    """Returns a remedy if rows of weight 0 change routers' states, or an empty text."""
     routers = {
         f"`{dotted(path)}`"
         for path, leaf in nnx.to_flat_state(plan.model.state)
@@ -364,7 +365,7 @@ def changes_by_microbatches(
 
 
 def execution_of(plan: StatePlan) -> Execution:
-    """Returns how the strategy runs a step."""
+    """Returns the strategy's `Execution`; by default it accumulates microbatches."""
     return plan.layout.claims.execution or AccumulateMicrobatches()
 
 
@@ -426,8 +427,8 @@ class AccumulateMicrobatches(Execution):
 
         grads, (means, variables) = jax.grad(objective, has_aux=True)(state.params)
         if plan.offloads_optimizer:
-            # This undoes JAX's last cast of the gradients. Otherwise the loop of the
-            # update would read twice the bytes.
+            # This cast undoes JAX's last cast of the gradients. Without it, the loop of
+            # the update would read twice the bytes.
             grads = cast_floating(grads, plan.precision.compute)
         return grads, variables, means
 
@@ -460,8 +461,8 @@ def _accumulate(
         return forward(params, variables, microbatch, jax.random.fold_in(key, index))
 
     # If the loss assigns parameters, the next microbatch gets the new values, as with
-    # other variables. This traces the loss with the step's arrays instead of shapes, so
-    # that the scans can reuse the trace.
+    # other variables. The loss is traced here with the step's arrays instead of shapes,
+    # so that the scans can reuse the trace.
     first = partial(jax.tree.map, lambda x: x[0], indexed)
     _, after = jax.eval_shape(lambda: run(state.params, state.variables, first()))
     arrays = flatten(state.params) | flatten(state.variables)
@@ -608,13 +609,14 @@ def warn_of_statistics(
 def finish_step(
     plan: StatePlan, params: dict, variables: dict
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns variables and metrics after a step, from modules that have `finish_step`.
+    """Calls modules that have `finish_step`; returns variables and metrics afterwards.
 
     Such a module has a method ``finish_step() -> dict[str, Array | Mean]``, as `MoE`
-    does. It runs once for all layers of a `Stack`, on arrays that have a dim of layers.
-    If several modules give scalars of the same name, the largest is taken; a `Mean` is
-    taken over all modules. An array ``(layers,)`` is named after its module too,
-    ``name/blocks.layer.mlp``, and goes to loggers that show each layer.
+    does. It runs once for all layers of a `Stack`, on arrays with a ``layers`` dim. If
+    several modules give scalars of the same name, the largest is taken. If they give a
+    `Mean`, it is taken over all modules. The name of an array ``(layers,)`` includes
+    the path of its module, as in ``name/blocks.layer.mlp``. Only loggers that show each
+    layer get these arrays.
     """
     if not any(hasattr(module, "finish_step") for module in plan.modules):
         return variables, {}

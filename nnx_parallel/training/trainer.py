@@ -76,27 +76,27 @@ class Trainer:
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         names: Names of the model's dims by path, for a model that has no names.
-        precision: The dtypes.
+        precision: The dtypes of parameters, computation and gradients.
         remat: The values that a `Stack` keeps for the backward pass, unless the model
             chooses them itself.
         ema_decay: Decay of an exponential moving average of the parameters. If it is
             given, the average is used to evaluate, predict and rank checkpoints.
-        checkpoint: A directory or a `Checkpoint`; ``fit`` resumes from it without
-            being asked. ``None`` saves nothing.
+        checkpoint: A directory or a `Checkpoint`, from which ``fit`` resumes
+            automatically. ``None`` saves nothing.
         loggers: Loggers of the metrics; by default the console, and ``metrics.jsonl``
             in the checkpoint's directory.
         log_every: Steps between logged metrics.
         callbacks: Hooks of the fit.
         evaluation: The loss and the parameters of evaluations.
-        faults: Detection of bad losses, hanging steps, unequal copies and steps that do
-            not repeat.
+        faults: Detection of bad losses, hanging steps, unequal copies of arrays, and
+            steps that are not reproducible.
         debugging: Short runs and traces.
         backend: Mesh, host memory, and options of the compiler.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the number of
             devices.
-        ParallelError: If the strategy cannot place the model; the message says where.
+        ParallelError: If the strategy cannot place the model; the message says why.
 
     Example:
         >>> import numpy as np
@@ -154,8 +154,7 @@ class Trainer:
             compiler_options=backend.compiler_options,
             skip=faults.skip,
         )
-        # From here on there are only shapes: arrays are made when `state` is first
-        # used.
+        # From here on there are only shapes. The first use of `state` makes the arrays.
         self.strategy = strategy = strategy or DataParallel()
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
@@ -295,7 +294,8 @@ class Trainer:
         """Puts a host batch on the mesh, for `train_step`.
 
         Raises:
-            BatchShapeError: If the rows do not divide over devices and microbatches.
+            BatchShapeError: If the rows cannot be divided evenly over devices and
+                microbatches.
         """
         return self._programs.shard_batch(batch)
 
@@ -316,9 +316,9 @@ class Trainer:
     ) -> History:
         """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
 
-        Earlier updates count. If nothing has been trained yet and there is a
-        checkpoint, the fit starts from the newest one. It saves at the intervals of the
-        `Checkpoint`, and at the end.
+        Earlier updates of the run count. If nothing has been trained yet and there is a
+        checkpoint, the fit starts from the newest checkpoint. It saves at the intervals
+        of the `Checkpoint`, and at the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
@@ -332,7 +332,7 @@ class Trainer:
             eval_data: Batches to evaluate on; every evaluation iterates over them.
             eval_every: Steps between evaluations; ``None`` evaluates only at the end.
             last_batch: Treatment of a last batch with fewer rows. ``"drop"`` leaves it
-                out, and so does ``None``, with a warning. A `Pad` fills it up, and
+                out, and so does ``None``, with a warning. A `Pad` adds rows to it, and
                 ``"error"`` raises an error. Evaluations use all rows.
 
         Returns:
@@ -351,11 +351,11 @@ class Trainer:
             DataError: If data cannot be iterated over, has no length, or lasts for only
                 one pass.
             DataExhaustedError: If the data ends before ``num_steps``.
-            BatchShapeError: If the rows of a batch do not divide over devices and
-                microbatches, or if the shape of batches changes.
+            BatchShapeError: If the rows of a batch cannot be divided evenly over
+                devices and microbatches, or if the shape of batches changes.
         """
         self._run.begin("fit")
-        # `stop` uses the loop, because a callback may call `stop` during the fit.
+        # The loop is an attribute, because a callback may call `stop` during the fit.
         self._loop = self._new_loop(
             trainer=self,
             data=data,
@@ -378,8 +378,9 @@ class Trainer:
     def log(self, metrics: Mapping[str, float]) -> None:
         """Sends numbers to the loggers of the running fit, for the current `step`.
 
-        It is for callbacks. The numbers do not enter the history. Only process 0 logs;
-        all processes may call it. Without a running fit it does nothing.
+        This method is for callbacks. The numbers do not enter the history. All
+        processes may call it, but only process 0 logs. Without a running fit it does
+        nothing.
 
         Args:
             metrics: Scalars by name.
@@ -402,9 +403,10 @@ class Trainer:
         Args:
             data: Batches; they may have different numbers of rows.
             loss: The loss to compute. The default is the Trainer's ``Evaluation.loss``
-                or, if there is none, the Trainer's loss. With `Players` the default is
-                each player's loss, with its metrics named ``critic/loss``. It is
-                compiled once for each function object and shape.
+                or, if that is not given, the Trainer's loss. With `Players` the default
+                is each player's loss, and its metrics have names such as
+                ``critic/loss``. A loss is compiled once for each function object and
+                shape.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
@@ -429,15 +431,15 @@ class Trainer:
         seed: int = 0,
         ema: bool | None = None,
     ) -> Any:
-        """Returns outputs for all rows, in evaluation mode; warns like `evaluate`.
+        """Returns outputs for all rows, in evaluation mode. Warns like `evaluate`.
 
         Args:
             data: Batches.
             function: ``function(model, batch)``, which returns a pytree of arrays with
                 the rows along dim 0; by default ``model(batch)``. If it has a third
                 parameter ``rngs``, it gets random streams. It is compiled once for each
-                function object and shape; the last 8 functions are remembered.
-            seed: Seed of these streams.
+                function object and shape. The last 8 functions are remembered.
+            seed: Seed of the random streams.
             ema: True takes the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
@@ -455,24 +457,24 @@ class Trainer:
     def verify(self, batch: Batch) -> Verification:
         """Compares a step from the current state with the same step computed otherwise.
 
-        With `Players` it is a step of the player whose turn it is. The state does not
-        change. `Verification` says what is compared: the step run
-        again, its two halves, the step without the library's compiler options and
-        overlap, and one device or the fewest devices that have memory for it. Arrays
-        are compared relative to their size, within the effect of one rounding, which is
-        measured.
+        With `Players` the step belongs to the player whose turn it is. The state does
+        not change. The step is compared with itself, run again; with its two halves;
+        with the step without the library's compiler options and overlap; and with the
+        step on one device, or on the fewest devices that have memory for it. Arrays are
+        compared relative to their size, up to a multiple of the effect of one rounding,
+        which is measured.
 
         Args:
             batch: A host batch, as `fit` takes it. With ``last_batch=Pad(name)`` it
                 must have the weights: ``Pad(name).fill(batch, 0)`` adds them.
 
         Returns:
-            The report, which says for each array how far the programs are apart.
+            The report, which says for each array how much the programs differ.
 
         Raises:
-            VerificationError: If an array differs. The message names the first one and,
-                if one was found, a line that avoids the fault; ``error.report`` is the
-                report.
+            VerificationError: If an array differs. The message names the first such
+                array and, if one was found, a line that avoids the fault. The attribute
+                ``report`` of the error is the report.
         """
         self._run.begin("verify")
         return self._verifier(batch)
@@ -482,7 +484,7 @@ class Trainer:
 
         Raises:
             CheckpointNotFoundError: If the Trainer has no checkpoint directory.
-            CheckpointError: If this step or a later one is saved already.
+            CheckpointError: If this step or a later step is saved already.
             NonFiniteLossError: If a parameter is not finite.
         """
         self._run.begin("save")
@@ -497,7 +499,7 @@ class Trainer:
         weights_only: bool = False,
         rewind: bool = False,
     ) -> None:
-        """Replaces the state by a saved state; any strategy may have saved it.
+        """Replaces the state by a saved state, which any strategy may have saved.
 
         A state from another directory is only a starting point: once this run has saved
         checkpoints, the same program resumes from them.
@@ -546,7 +548,7 @@ class Trainer:
             CheckpointMismatchError: If an array differs, or is only in the model or
                 only in the checkpoint. The message lists each such array, and nothing
                 has changed.
-            CheckpointReadError: If it is not a plain checkpoint.
+            CheckpointReadError: If the directory is not a plain checkpoint.
         """
         meet("load_weights")
         self._run.load_weights(path, only or nnx.Not(nnx.RngState))

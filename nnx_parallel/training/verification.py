@@ -1,11 +1,11 @@
 """`verify`: one step of a run, compared between runs, programs and devices.
 
-The library promises the numbers of one device under every strategy. Its tests show this
-for its models on simulated devices. `verify` shows it for the user's model, compiler
-and devices.
+The library promises the numbers of one device under every strategy. The library's tests
+show this for its models on simulated devices. `verify` shows it for the user's model,
+compiler and devices.
 
-A step does not return gradients, so it is split in two halves to compare them. The
-updates are compared for equal gradients, because an optimizer such as Adam hides a
+A step does not return gradients, so it is split into two halves to compare gradients.
+The updates are compared for equal gradients, because an optimizer such as Adam hides a
 constant factor of a gradient, and turns the rounding of a tiny gradient into a large
 difference.
 """
@@ -90,9 +90,9 @@ class Verification:
     Attributes:
         step: The step of the verified state.
         comparisons: All comparisons.
-        remedy: How to avoid the fault, in one line of code; empty if there is no fault
-            or no such line was found.
-        seconds: Duration in seconds, with compilations.
+        remedy: A line of code that avoids the fault; empty if there is no fault, or if
+            no such line was found.
+        seconds: Duration in seconds, including compilations.
     """
 
     step: int
@@ -106,7 +106,7 @@ class Verification:
         return tuple(d for c in self.comparisons for d in c.differences)
 
     def __str__(self) -> str:
-        """The report as text."""
+        """Returns the report as text."""
         lines = [aligned([(c.name, c.result, c.note) for c in self.comparisons])]
         for comparison in self.comparisons:
             if comparison.differences:
@@ -143,9 +143,10 @@ def _updated_arrays(state: TrainState, metrics: Metrics) -> dict[str, jax.Array]
 
 
 def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
-    """Returns updated arrays; parameters, moments and averages as their changes.
+    """Returns updated arrays, with changes instead of most values of the state.
 
-    An error of a value would look small, because a step changes little of it.
+    A step changes parameters, moments and averages only a little. A wrong change would
+    look small, relative to the value.
     """
 
     def change(path: str | None, bounds: Bounds, part: Part) -> Part:
@@ -161,7 +162,7 @@ def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
 
 
 def _path_before(name: str) -> str | None:
-    """Returns the path in the state of an array that an update changes a little."""
+    """Returns an array's path in the state, if an update changes it only a little."""
     kind, *rest = name.split("`")
     groups = {f"{name} ": group for group, name in _GROUPS.items()}
     group = groups.get(kind)
@@ -169,7 +170,7 @@ def _path_before(name: str) -> str | None:
 
 
 def hashes_of(plan: StatePlan, hashes: jax.Array) -> dict[str, dict[str, int]]:
-    """Brings the hashes of `make_split_step` to the host, and names them."""
+    """Moves the hashes of `make_split_step` to the host, and names them."""
     shards = hashes.addressable_shards
     devices = [label(shard.device) for shard in shards]
     values = np.stack([np.asarray(shard.data).ravel() for shard in shards], axis=-1)
@@ -191,7 +192,7 @@ def _hashes(arrays: dict[str, jax.Array]) -> dict[str, dict[str, int]]:
 def replay(
     programs: Programs, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs a step whose gradients are computed twice; all processes call it.
+    """Runs a step whose gradients are computed twice. All processes must call this.
 
     Raises:
         ReplayError: On all processes, before the update, if any bit differs.
@@ -210,19 +211,19 @@ def replay(
             "faulty, or an operation is not deterministic (on GPUs, set "
             "XLA_FLAGS=--xla_gpu_deterministic_ops=true). The step was not done and "
             "nothing was saved. If a parameter differs, the memory of its devices is "
-            "faulty; if only gradients do, look at all devices of the first one."
+            "faulty. If only gradients differ, check all devices of the first gradient."
         )
     return update(state, computed)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """The halves of a step, for one set of programs, batch and state.
+    """The two halves of a step, for given programs, batch and state.
 
     Attributes:
         programs: The programs.
-        batch: The batch, on their mesh.
-        state: Function that returns the state on their mesh, as new arrays.
+        batch: The batch, on the programs' mesh.
+        state: Function that returns the state on the programs' mesh, as new arrays.
     """
 
     programs: Programs
@@ -247,15 +248,15 @@ class Run:
         return computed, hashes_of(self.programs.plan, hashes)
 
     def update(self, computed: Computed) -> dict[str, jax.Array]:
-        """Runs the second half for any results of the first."""
+        """Runs the second half for given results of the first half."""
         with _quietly():
             results = self.programs.split_step[1](self.state(), computed)
         return _updated_arrays(*results)
 
     def fits(self) -> bool:
-        """Returns False if the first half alone needs more memory than a device has.
+        """Returns False if the first half needs more memory than a device has.
 
-        True does not mean that everything fits.
+        True does not mean that both halves fit.
         """
         limit = bytes_limit(self.programs.plan.layout.mesh.local_devices[0])
         if limit is None:
@@ -272,7 +273,7 @@ class Run:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Hides warnings of programs that only a verification runs; the step gives them."""
+    """Hides the warnings of a verification's programs. The step itself gives them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -298,7 +299,7 @@ class _Whole:
         self._unit = math.prod(sizes) * options.num_microbatches
 
     def row_counts(self) -> Iterator[int]:
-        """Yields all rows, half of them, and so on, as they divide over the devices."""
+        """Yields the number of rows, half of it, and so on, as devices can share it."""
         count = self.num_rows
         while count:
             yield count
@@ -312,7 +313,7 @@ class _Whole:
         return self._join(arrays, shared)
 
     def run(self, programs: Programs, rows: int) -> Run:
-        """Returns the run of other programs on the first rows."""
+        """Returns a `Run` of other programs on the first rows."""
         shardings = programs.plan.whole.shardings
 
         def state() -> TrainState:
@@ -325,7 +326,7 @@ class _Whole:
 
 
 def _put(x: Any, sharding: Any) -> jax.Array:
-    """Puts an array that every process has entirely on devices."""
+    """Puts an array on devices. Every process must have the entire array."""
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -360,7 +361,7 @@ def _moved(computed: Computed, plan: StatePlan) -> Computed:
 def _nudged(tree: dict, dtype: Any) -> dict:
     """Moves each number up or down by a unit in the last place of a dtype.
 
-    This is about the effect of one rounding.
+    The effect is about as large as the effect of one rounding.
     """
     leaves, structure = jax.tree.flatten(tree)
     nudge = _nudge(tuple(x.sharding for x in leaves), dtype)
@@ -387,9 +388,9 @@ def _nudge(shardings: tuple[Any, ...], dtype: Any) -> Callable[[list], list]:
 
 
 def _floor(dtype: Any) -> float:
-    """Returns the relative error that is allowed for a dtype in any case.
+    """Returns the relative error that is always allowed for a dtype.
 
-    Different orders of a sum differ by some roundings. 16-bit numbers are usually added
+    Sums in different orders differ by some roundings. 16-bit numbers are usually added
     in float32, so fewer roundings to 16 bits occur.
     """
     if not jnp.issubdtype(dtype, jnp.inexact):
@@ -400,7 +401,7 @@ def _floor(dtype: Any) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Judge:
-    """Compares one run with others, within the effect of rounding on its arrays.
+    """Compares one run with others, up to the effect of rounding on its arrays.
 
     Attributes:
         own: The run.
@@ -412,7 +413,7 @@ class _Judge:
 
     @cached_property
     def updated(self) -> Arrays:
-        """The arrays after the second half, with changes of parameters."""
+        """The arrays after the second half, as `_changes` returns them."""
         return self.update(self.own, self.own.computed)
 
     def update(self, run: Run, computed: Computed) -> Arrays:
@@ -422,7 +423,7 @@ class _Judge:
     def of_gradients(
         self, name: str, right: Arrays, mine: Arrays | None = None
     ) -> Comparison:
-        """Compares the first half with another program's."""
+        """Compares the first half with the first half of another program."""
         computes = _floor(self._compute or jnp.int32)
         floors = {
             array: max(computes, floor) if (floor := _floor(x.dtype)) else 0.0
@@ -432,7 +433,7 @@ class _Judge:
         return compare(name, mine, right, noise=self._noise[0], floors=floors)
 
     def of_update(self, name: str, right: Arrays) -> Comparison:
-        """Compares the second half with another program's, for equal gradients."""
+        """Compares the second half with another program's, given equal gradients."""
         computed = self.own.computed
         moved = replace(computed, grads=_nudged(computed.grads, None))
         noise = sum_up(self.update(self.own, moved), self.updated)
@@ -459,7 +460,7 @@ class _Judge:
 
     @cached_property
     def _floors(self) -> dict[str, float]:
-        """The errors of updated arrays that rounding explains in any case."""
+        """The relative errors that are always allowed for updated arrays."""
         changes, floors = sum_up(self.updated, self.updated), dict[str, float]()
         values = sum_up(self.before, self.before)
         stored = _updated_arrays(self.own.programs.plan.whole.abstract, {})
@@ -480,8 +481,8 @@ class Verifier:
 
     Args:
         run: The run.
-        programs: Its programs.
-        strategy: Its strategy.
+        programs: The run's programs.
+        strategy: The run's strategy.
         warm_start: Directory of a plan, from which a fit would read the step.
     """
 
@@ -491,8 +492,8 @@ class Verifier:
         self._run, self._programs = run, programs
         self._strategy, self._warm_start = strategy, warm_start
         self._remedy = ""
-        # Compiled once, for all calls; by player, copy of the model and number of
-        # devices.
+        # These programs are compiled once for all calls. The keys are the player, the
+        # note about the layers of the model, and the number of devices.
         self._references: dict[tuple[str, str, int], Programs] = {}
 
     def __call__(self, batch: Batch) -> Verification:
@@ -521,7 +522,7 @@ class Verifier:
         return report
 
     def _note(self, report: Verification) -> None:
-        """Keeps the first comparison that failed, or the last one."""
+        """Records the first comparison with differences, or else the last one."""
         own, comparisons = self._run.checkpoints, report.comparisons
         options, _ = self._programs.compiler_options
         facts = facts_to_verify(own.description, self._programs.plan, options)
@@ -591,7 +592,7 @@ class Verifier:
         return Programs(view, programs.loss, changed)
 
     def _without_options(self, judge: _Judge) -> Comparison:
-        """Compares with the same strategy, without options and overlap."""
+        """Compares with the same strategy, without compiler options and overlap."""
         name, own = "the step without options", judge.own
         layout, options = own.programs.plan.layout, own.programs.compiler_options[0]
         plain = _without_overlap(layout)
@@ -624,7 +625,7 @@ class Verifier:
             whole, programs = _Whole(smaller.own), smaller.own.programs
             mesh = programs.plan.layout.mesh
             local = mesh.local_devices
-            # With all devices it would be the same program if the strategy is FSDP.
+            # Not all devices are used, because FSDP would be compared with itself.
             for count in _doubled(min(len(local), max(mesh.size - 1, 1))):
                 strategy = FSDP(count) if count > 1 else DataParallel(1)
                 key = programs.plan.player, note, count
@@ -660,7 +661,7 @@ class Verifier:
         except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
             # A loss may need the mesh of its strategy, for example.
             failure = str(error).partition("\n")[0]
-        # Processes have separate references, and go on only if all of them ran.
+        # Each process has a separate reference. All must have run before they go on.
         if any(failures := allgather_object("reference", failure)):
             if any(_NO_MEMORY in each for each in failures):
                 return None

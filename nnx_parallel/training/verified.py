@@ -1,4 +1,4 @@
-"""The record of the last successful `verify` of a run, beside its checkpoints."""
+"""The record of the last `verify` of a run, which is stored beside its checkpoints."""
 
 import json
 import os
@@ -23,7 +23,9 @@ _PARTS = ("model", "num_params", "strategy", "mesh", "num_microbatches", "optimi
 def facts_to_verify(
     description: Mapping[str, Any], plan: StatePlan, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns facts that decide how a step is computed; a later run compares them.
+    """Returns the facts that decide how a step is computed.
+
+    A later run compares its facts with the recorded facts.
 
     Args:
         description: The description of the run in its checkpoints.
@@ -39,9 +41,9 @@ def facts_to_verify(
 def note_verified(
     directory: Path | None, facts: Mapping[str, Any], step: int, result: str
 ) -> None:
-    """Writes the record; nothing without a local directory, or on other processes.
+    """Writes the record on process 0, if there is a local directory.
 
-    Warns if it cannot be written.
+    Warns if the record cannot be written.
     """
     if directory is None or jax.process_index() != 0:
         return
@@ -57,7 +59,7 @@ def note_verified(
 
 
 def last_verified(directory: Path, facts: Mapping[str, Any]) -> str:
-    """Returns when a step with these facts was verified last, or what has changed."""
+    """Says when a step with these facts was verified last, or which facts differ."""
     record = read_verified(directory)
     if record is None:
         return "never; trainer.verify(batch) compares a step with one device"
@@ -69,7 +71,7 @@ def last_verified(directory: Path, facts: Mapping[str, Any]) -> str:
 
 
 def read_verified(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Reads the record of a directory; ``None`` if there is none that can be read."""
+    """Returns the record in a directory, or ``None`` if there is no valid record."""
     kinds = {"date": str, "step": int, "result": str, "facts": dict}
     try:
         record = read_object(Path(directory) / NAME)
