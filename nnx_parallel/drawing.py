@@ -108,7 +108,7 @@ class Picture(Drawn):
 
 
 def _console(columns: int, **options: Any) -> Console:
-    """Makes a console without output that is alike in terminals, notebooks, pipes."""
+    """Makes a console that prints nothing and does not depend on the environment."""
     # In a notebook rich would display its output. In a dumb terminal it would use a
     # width of 80 if no height were given.
     options = {"force_terminal": False, "color_system": None, **options}

@@ -69,14 +69,14 @@ _HINTS = {
 }
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
-"""Classes that group options of the Trainer, and the prefix that options once had."""
+"""Classes that group options of the Trainer, and the former prefix of the options."""
 
 _KNOWN: dict[str, list[str]] = {}
 """Names of arguments, by the class or method that `suggests_names` decorates."""
 
 
 def suggests_names(taker: T) -> T:
-    """Makes a method's or class's errors for unknown arguments suggest valid ones.
+    """Makes errors about unknown arguments of a method or class suggest valid ones.
 
     For a name from another library, the error suggests our argument with the same
     purpose. For a keyword of another class, it names that class. For any other keyword,
@@ -330,7 +330,7 @@ class OptimizerError(ParallelError, ValueError):
 class OffloadError(ParallelError, ValueError):
     """Arrays can be kept in host memory if the devices can access it during a step.
 
-    Inputs of blocks can be kept there if the ``remat`` of a ``Stack`` says so, but not
+    The ``remat`` of a ``Stack`` can keep the inputs of its blocks there, but not
     together with FSDP's prefetch.
     """
 

@@ -47,10 +47,10 @@ from nnx_parallel.sharding.model import (
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FEW = 64
-"""Largest number of elements of an array that parts compute again instead of share."""
+"""Arrays of at most this many elements are computed again in each part."""
 
 _CACHED_BYTES = 2**20
-"""Most bytes of constants in a program that is cached for the next model."""
+"""A program is cached for the next model if its constants have at most these bytes."""
 
 Values = Mapping[jex.Var, Any]
 
@@ -245,7 +245,7 @@ def _is_small(var: jex.Var) -> bool:
 
 
 def _aval(var: jex.Var) -> Any:
-    return var.aval  # of an array: tokens and references occur only with effects
+    return var.aval  # always an array: others, such as tokens, need effects
 
 
 def _is_exact(var: jex.Var) -> bool:

@@ -98,7 +98,7 @@ class Mean:
         return sum(parts, jnp.float32(0))
 
     def merge(self, other: Mean) -> Mean:
-        """Returns the mean over the data of both means."""
+        """Returns the mean over the data of both."""
         # Totals and weights are added term by term. Both means come from the same loss,
         # so their terms have the same order.
         pairs = zip(self.terms, other.terms, strict=True)
@@ -313,8 +313,8 @@ def split_loss_output(
         if shape := getattr(output[1], "shape", ()):
             raise LossError(
                 f"The loss returned (loss, an array of shape {shape}). The second part "
-                "is a dict of metrics, such as {'accuracy': accuracy}. For outputs of "
-                "the model, such as logits, call trainer.predict."
+                "must be a dict of metrics, such as {'accuracy': accuracy}. For "
+                "outputs of the model, such as logits, call trainer.predict."
             )
         loss, metrics = output[0], _by_name(output[1])
         if "loss" in metrics and (same := metrics.pop("loss")) is not loss:

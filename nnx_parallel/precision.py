@@ -32,10 +32,11 @@ class Precision:
         params: Dtype of stored parameters, and so of the optimizer state. ``None``
             keeps the dtype that the model gives the parameters.
         compute: Dtype of parameters inside the loss. ``None`` means the stored dtype.
-        reduction: Dtype of gradients in the sum over microbatches, in the norm, and in
-            the optimizer. ``None`` means float32, or the parameter's dtype if it is
-            wider. Plain NNX passes bfloat16 gradients of bfloat16 parameters to the
-            optimizer, so its losses differ from this library's by about 1e-4.
+        reduction: Dtype in which gradients are summed over microbatches, their norm is
+            computed, and they are passed to the optimizer. ``None`` means float32, or
+            the parameter's dtype if it is wider. Plain NNX passes bfloat16 gradients of
+            bfloat16 parameters to the optimizer, so its losses differ from this
+            library's by about 1e-4.
         inputs: Dtype of a batch's floating-point arrays in the loss or a prediction.
             ``None`` does not cast them, because a cast would also round targets and
             weights. A layer that does not cast its inputs computes in their dtype.

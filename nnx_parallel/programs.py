@@ -39,7 +39,7 @@ _CALLS = (
 
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
-    """A function of arrays, traced to equations of which a part can be run."""
+    """A traced function of arrays. A part of its equations can be run separately."""
 
     eqns: Eqns
     consts: dict[jex.Var, Any]  # the arrays that the function closes over

@@ -107,14 +107,14 @@ class StatePlan:
     Attributes:
         model_name: Name of the model's class.
         layout: The mesh and the strategy's claims on it.
-        model: The model's structure. Its modules are in training or evaluation mode as
-            the user passed them.
+        model: The model's structure. Its modules keep the training or evaluation mode
+            that they have in the user's model.
         eval_model: The model's structure, with all modules in evaluation mode.
         placements: Placement of each array of the model, by path.
         param_placements: Placements of all parameters, trained or frozen.
         trained_paths: Paths of the trained parameters.
-        abstract: The state with a `jax.ShapeDtypeStruct`, which has the sharding, in
-            place of each array.
+        abstract: The state, with shapes, dtypes and shardings (`jax.ShapeDtypeStruct`)
+            instead of arrays.
         ema_decay: Decay of the moving average, or ``None``.
         offload: The arrays that are kept in host memory, or ``None``.
         shares: The players' shares by name; empty if there is only one loss.
@@ -328,8 +328,8 @@ class StatePlan:
             raise StateStructureError(
                 f"The loss changed the model's structure: {'; '.join(problems)}. A "
                 "model keeps the names and shapes of its Variables from step to step: "
-                "create them all in __init__, and return the values that a step "
-                "produces as metrics."
+                "create all of them in __init__. If a step computes other values, "
+                "return them as metrics."
             )
         # If the loss has not assigned an array, the stored array is kept. The model had
         # a cast copy of it, and the cast must not cost a frozen parameter any bits.
@@ -351,7 +351,7 @@ class StatePlan:
     def assign(
         self, state: TrainState, arrays: dict[Path, Any], *, ema: bool
     ) -> tuple[TrainState, dict[Path, jax.Array]]:
-        """Returns a state with some arrays replaced, and the new arrays as placed.
+        """Returns a state with some arrays replaced, and the new placed arrays by path.
 
         Args:
             state: The state, which does not change.

@@ -63,7 +63,7 @@ MODEL: Any = Net
 SGD = optax.sgd(0.1)
 IS = "It must be "
 LINEN = (
-    f"which Flax Linen has made. {IS}an NNX module: nnx.bridge.ToNNX(model, "
+    f"which is from Flax Linen. {IS}an NNX module: nnx.bridge.ToNNX(model, "
     "rngs=rngs).lazy_init(x) converts it, and "
     "https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says how to port "
     "it."

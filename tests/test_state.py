@@ -326,7 +326,7 @@ class Changing(nnx.Module):
 
 REMEDY = (
     " A model keeps the names and shapes of its Variables from step to step: create "
-    "them all in __init__, and return the values that a step produces as metrics."
+    "all of them in __init__. If a step computes other values, return them as metrics."
 )
 
 

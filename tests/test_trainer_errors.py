@@ -156,8 +156,8 @@ def test_devices_and_mesh_agree() -> None:
 
 def test_devices_and_mesh_raise() -> None:
     message = (
-        "Trainer got devices= and Backend(mesh=). A mesh names its devices already: "
-        "pass one of the two."
+        "Trainer got devices= and Backend(mesh=). A mesh already has devices: pass "
+        "only one of the two."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         make_trainer(

@@ -1,4 +1,4 @@
-"""Loggers of metrics to terminal, JSON lines, TensorBoard, Weights & Biases."""
+"""Loggers that write metrics to a terminal, a file, TensorBoard, Weights & Biases."""
 
 from nnx_parallel.loggers.console import ConsoleLogger as ConsoleLogger
 from nnx_parallel.loggers.logger import JSONLinesLogger as JSONLinesLogger

@@ -96,7 +96,7 @@ class LoggerGroup:
                 self._call(logger, logger.shorten, num_steps)
 
     def finish(self) -> None:
-        """Finishes every logger, even if one of them raises."""
+        """Finishes every logger, even if one of them raises an error."""
         with contextlib.ExitStack() as stack:
             for logger in reversed(self._active()):  # the stack reverses them again
                 stack.callback(self._call, logger, logger.finish)

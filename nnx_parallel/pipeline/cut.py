@@ -72,8 +72,8 @@ def record(call: StackCall) -> tuple[Any, dict, None]:
     if call.has_out:
         raise PipelineError(
             "The blocks of the Stack return a value of each layer besides their output "
-            "(stack.scan). A Pipeline sends on only the output: add the value to it, "
-            "for instance stack((x, total)), whose blocks return (x, total + value)."
+            "(stack.scan). A Pipeline sends only the output: make the value a part of "
+            "it, as in stack((x, total)), whose blocks return (x, total + value)."
         )
     # Under `vmap` or `grad` the primitive's rule raises an error. `_find_stack` finds
     # other primitives, such as `scan` and `cond`, that contain the equation.
@@ -229,7 +229,7 @@ class PartitionedJaxpr:
         # The weights are summed before any stack or epilogue runs.
         if self._uses(wanted) & {*self.leaving, *late}:
             raise PipelineError(
-                "The weight of the loss depends on the output of the Stack, of this "
+                "The weight of the loss depends on the output of the Stack, for this "
                 "microbatch or an earlier one. Under a Pipeline the weights of a Mean "
                 "must come from the batch: they are summed over all microbatches "
                 "before the first one is run."
@@ -364,7 +364,7 @@ class PartitionedJaxpr:
         The epilogue computes other values again: values that depend only on parameters
         are cheap, and values that do not depend on a parameter cost nothing.
         """
-        # Only values that the prologue needs itself are kept. The epilogue computes all
+        # Only values that the prologue itself needs are kept. The epilogue computes all
         # others.
         prologue = needed(self.traced.eqns, self.entering)
         made = (v for eqn in prologue for v in eqn.outvars)

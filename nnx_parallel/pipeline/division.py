@@ -78,7 +78,7 @@ class Division:
         """Arranges layers for the stages: ``(layers, ...)`` to ``(places, ...)``.
 
         Once per step, each device sends its part of all layers to the stages of these
-        layers. The stored layers are split along another dim than ``layers``.
+        layers. The stored arrays are split along a dim other than ``layers``.
         """
         # In the stored sharding every device has its part of all layers. Without this
         # constraint the partitioner splits the gather by its indices, and sends twice.
@@ -122,7 +122,7 @@ def check_stacks(model: nnx.Module, wanted: str | None, parts: tuple[int, int]) 
         raise PipelineError(
             f"Pipeline(stack={wanted!r}), but {name} has Stacks "
             f"{sorted(map(dotted, stacks))}. Give the path of one of them, or leave "
-            "stack out: the one with most parameters then runs in stages."
+            "stack out: the Stack with most parameters then runs in stages."
         )
     path, stack = found
     for other in stacks:

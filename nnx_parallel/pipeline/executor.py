@@ -1,4 +1,6 @@
-"""Runs the slots of all stages in a tick, in regions manual over the pipe axis.
+"""Runs the slots of all stages in a tick.
+
+The slots run in regions that are manual over the ``pipe`` axis.
 
 In a tick a stage has at most one forward, one backward input and one backward weight
 slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices:

@@ -90,8 +90,8 @@ class Chunks:
         """Replaces the layers of one chunk, unless the chunk is -1."""
 
         def put(x: jax.Array, part: jax.Array, old: jax.Array) -> jax.Array:
-            # The update is masked, which copies the state, instead of using a spare
-            # chunk. The state is small.
+            # A masked update copies the state, but the state is small. So no spare
+            # chunk is needed.
             part = jnp.where(chunk >= 0, part, old)
             start = jnp.maximum(chunk, 0) * part.shape[0]
             return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis=0)
@@ -171,7 +171,7 @@ class LayerPermutation(NamedTuple):
         return LayerPermutation(sender, self.put, self.taken)
 
     def move(self, x: jax.Array, axis: str) -> jax.Array:
-        """Moves a stage's layers by the transfers. Must run inside a manual region."""
+        """Moves a stage's layers by the transfers, inside a manual region."""
         stage = jax.lax.axis_index(axis)
         size = x.shape[0] // len(self.receiver)
         moved = x  # (layers, ...) of this stage

@@ -223,7 +223,7 @@ class PrologueEpilogue:
     def go_back(
         self, microbatch: jax.Array, state: TickState, cotangents: list
     ) -> Arrays:
-        """Adds the prologue's gradients of a microbatch whose cotangents came back.
+        """Adds the prologue's gradients for a microbatch whose cotangents came back.
 
         The prologue is run again, because its residuals would otherwise be kept as long
         as the skips.

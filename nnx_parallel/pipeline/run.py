@@ -63,7 +63,7 @@ Gather = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Execution):
-    """Runs a step in stages that send microbatches to the next stage.
+    """Runs a step in stages, each of which sends microbatches to the next stage.
 
     Attributes:
         axis: Mesh axis of the stages.
@@ -189,7 +189,7 @@ class PipelinedFunction:
         table, schedule = self.table, self.pipeline.schedule
         found = (table.num_stages, table.num_microbatches, table.num_chunks)
         wanted = (layout.mesh.shape[axis], len(self.inputs.keys), schedule.chunks)
-        # A user's schedule may have made any table.
+        # A user's schedule may make any table.
         if found != wanted:
             raise ScheduleError(
                 f"{schedule} made a table of {found} stages, microbatches and chunks; "

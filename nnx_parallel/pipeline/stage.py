@@ -241,8 +241,8 @@ class Stage:
         if any(isinstance(x, Tracer) for x in self._layer.consts.values()):
             raise PipelineError(
                 "A block of the Stack, or the step of stack.scan, uses an array of the "
-                "loss that is not passed to it. A layer runs on its own stage: pass "
-                "the array as an argument of the Stack's call."
+                "loss that is not passed to it. A layer runs on one stage: pass the "
+                "array as an argument of the Stack's call."
             )
 
     def _check_indices(self) -> None:
@@ -264,8 +264,8 @@ class Stage:
         if found := indices.found:
             raise PipelineError(
                 "A block of the Stack indexes an array by computed indices (JAX's "
-                f"{sorted(found)}, as x[indices], jnp.take or x.at[indices].set "
-                "make them). Inside a pipeline stage that is also split over "
+                f"{sorted(found)}, from x[indices], jnp.take or x.at[indices].set). "
+                "Inside a pipeline stage that is also split over "
                 f"{others}, XLA's partitioner would abort the process. Replace the "
                 "indexing by a product with jax.nn.one_hot(indices, size), or do it "
                 "before the Stack and pass the result as an argument of the blocks, or "

@@ -162,7 +162,7 @@ class ZeroBubble(Schedule):
     stage keeps the same values as with ``OneFOneB``, and in addition the values of at
     most ``S - 1`` microbatches that wait for their weight gradient. The two halves may
     compute more than a joint backward pass. Choose this schedule for many stages and
-    few microbatches, and measure.
+    few microbatches, and measure whether it is faster.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2 (ZB-H1),

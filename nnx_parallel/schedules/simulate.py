@@ -100,7 +100,7 @@ class Simulation:
         peak_stage_inputs: Maximum number of chunk inputs that a stage keeps at once
             between forward and backward.
         peak_residual_bytes: Bytes of all buffers on one device.
-        costs: Seconds of one microbatch on one stage, by kind of slot.
+        costs: Costs of one microbatch on one stage, by kind of slot.
         timeline: The times of all slots. If a chunk has one layer less than other
             chunks, its slot ends before the tick does.
     """

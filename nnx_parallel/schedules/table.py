@@ -304,7 +304,7 @@ def plan_buffers(table: Table) -> Buffers:
     counts = {name: int(own.max(initial=0)) + 1 for name, own in slots.items()}
 
     def at(when: str, name: str, rows: slice = slice(None)) -> Ints:
-        """Returns the memory slot of the value that starts or ends in each tick."""
+        """Places memory slots at the ticks where live ranges ``start`` or ``end``."""
         ranges = live[name]
         cells = np.full((table.num_ticks, table.num_stages), -1, np.int32)
         cells[getattr(ranges, when)[rows], ranges.stage[rows, None]] = slots[name][rows]
@@ -416,8 +416,8 @@ def _check_ticks(ticks: Ticks) -> None:
 def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     """Yields rules: the kind of slots, their earliest ticks, a step, and the reason.
 
-    The reason is a sentence for an error. It names a virtual stage, whose number is the
-    slot's virtual stage plus the step.
+    The reason is a part of the error message. It names a virtual stage, whose number is
+    the slot's virtual stage plus the step.
     """
     forward, *both_backward = ticks.by_kind.values()
     # All arrays are (chunks * stages, microbatches). A neighbour's output arrives in
@@ -444,7 +444,7 @@ def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
 
 
 def _assign(ranges: LiveRanges) -> Ints:
-    """Assigns memory slots. Values that are alive at the same time do not share one."""
+    """Assigns memory slots. Values with overlapping live ranges get different ones."""
     start, end, stages = ranges
     slots = np.full_like(start, -1, dtype=np.int32)
     for stage in np.unique(stages):

@@ -115,7 +115,7 @@ class Evaluation:
 
     Raises:
         TypeError: If the loss is not a function.
-        ValueError: If ``params`` is none of these.
+        ValueError: If ``params`` is not one of these values.
 
     Example:
         >>> Evaluation(params="ema")
@@ -345,8 +345,8 @@ def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
     backend = arguments["backend"]
     if arguments["devices"] is not None and backend is not None and backend.mesh:
         raise ValueError(
-            "Trainer got devices= and Backend(mesh=). A mesh names its devices "
-            "already: pass one of the two."
+            "Trainer got devices= and Backend(mesh=). A mesh already has devices: pass "
+            "only one of the two."
         )
     least = ", which logs every step; loggers=() logs nothing"
     check_count("log_every", arguments["log_every"], 1, least)
@@ -437,7 +437,7 @@ def _check_model(model: object) -> None:
         inspect.isclass(model) and linen and issubclass(model, linen)
     ):
         raise TypeError(
-            f"model is {kind_of(model)}, which Flax Linen has made. It must be an NNX "
+            f"model is {kind_of(model)}, which is from Flax Linen. It must be an NNX "
             "module: nnx.bridge.ToNNX(model, rngs=rngs).lazy_init(x) converts it, "
             "and https://flax.readthedocs.io/en/latest/guides/linen_to_nnx.html says "
             "how to port it."

@@ -71,7 +71,7 @@ class EarlyStopping(Callback):
     Args:
         metric: Name of the metric in the history. An ``"eval_..."`` metric is judged
             after each evaluation, a metric of training after each step.
-        patience: Number of values in a row without a better one, after which the fit
+        patience: Number of values in a row that are not better, after which the fit
             ends.
         min_delta: Improvement that a value must exceed to count as better.
         mode: ``"min"`` (the default) if the smallest value is the best, ``"max"`` if
@@ -201,7 +201,7 @@ def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
 def restore_states(callbacks: Sequence[Callback], states: Sequence[Any]) -> None:
     """Gives callbacks their saved states.
 
-    Callbacks of the same class get their states in the order in which they were saved.
+    If several callbacks have the same class, the order of the saved states decides.
     """
     left = [*states]
     for callback in callbacks:

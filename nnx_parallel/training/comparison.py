@@ -81,7 +81,7 @@ class Comparison:
         errors: The error of each array by its name, as in `Difference`. If bits were
             compared, the error is 0.0 for equal arrays and infinite for others.
         differences: The arrays that differ, in the order in which a step computes them.
-        skipped: Arrays that are not compared, because rounding moves them too far.
+        skipped: Arrays that are not compared, because rounding changes them too much.
     """
 
     name: str

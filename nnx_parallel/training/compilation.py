@@ -7,9 +7,9 @@ can write to it or to its directory. If a file is not used, the step is compiled
 the reason is logged.
 
 By default a TPU's TensorCore waits while parameters are gathered and gradients are
-summed. The compiler can overlap these transfers with other work, but does not by
-default. `TABLE` has the options that turn this on, each with its reason and its source.
-Options that the installed compiler refuses are left out.
+summed. The compiler can overlap these transfers with other work. `TABLE` has the
+options that turn this on, each with its reason and its source. Options that the
+installed compiler refuses are left out.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def watching_wrapped(model: nnx.Module) -> Iterator[None]:
 
 
 def check_model(model: object, *losses: Callable | None) -> None:
-    """Raises an error if a model's arrays were donated, or if a loss uses the model."""
+    """Raises an error if a model was donated, or if a loss refers to this model."""
     given = [loss for loss in losses if loss is not None]
     for loss in given:
         check_loss(loss)
@@ -299,7 +299,7 @@ def agree_on_batch(batch: Any) -> None:
                     "equal must read the same data in the same order."
                 )
             # Equal rows in different parts are not an error, because data may repeat.
-            # Only one process warns, so each pair is not reported.
+            # Only the pair of processes 0 and 1 is reported, not each pair.
             if part != other_part and value == other_value and process == 1:
                 warn_user(
                     f"Processes {other} and {process} gave the same rows as different "
@@ -330,7 +330,7 @@ def check_replicas(state: Any, step: int) -> None:
 def _are_sound(
     finite: dict[str, jax.Array], numbers: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-    """Tests that arrays in ``finite`` are finite and arrays in ``numbers`` lack NaN."""
+    """Tests that ``finite`` arrays are finite, and that ``numbers`` have no NaN."""
     sound = {path: jnp.isfinite(x).all() for path, x in finite.items()}
     return sound | {path: ~jnp.isnan(x).any() for path, x in numbers.items()}
 
@@ -340,7 +340,7 @@ def broken_arrays(state: TrainState) -> list[str]:
 
     All processes call this. Parameters, their averages and their moments must be
     finite. Other variables, such as a mask, may be infinite but not NaN. The same holds
-    for single numbers of the optimizer, such as the best value so far.
+    for scalars in the optimizer's state, such as the best value so far.
     """
     moments = {f"opt_state.{p}": x for p, x in flatten_pure(state.opt_state).items()}
     averages = {f"ema.{p}": x for p, x in flatten_pure(state.ema or {}).items()}

@@ -78,7 +78,7 @@ class Judged:
         plan, choice = self.plan, self.choice
         if isinstance(choice, str):
             if choice == "ema":
-                params_of(plan.abstract, ema=True)  # raises an error without average
+                params_of(plan.abstract, ema=True)  # fails if no average is kept
             return
         given = jax.eval_shape(choice, plan.abstract)
         found, wanted = _shapes_of(given), _shapes_of(plan.abstract.params)
@@ -289,7 +289,7 @@ class Programs:
 
     @property
     def compiler_options(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """The accepted compiler options, and the reasons against refused options."""
+        """The accepted compiler options, and the compiler's errors about the others."""
         given = self.options.compiler_options
         return accepted_options(self.plan.layout.mesh, given)
 
@@ -497,7 +497,8 @@ class Programs:
     def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
         """Returns the ranges of the labels and tokens in a batch.
 
-        This library's losses report labels, and tables of the model give tokens.
+        The library's losses report the labels. Integers in the batch are taken for
+        tokens if the model has an embedding table.
         """
         # The step is traced again here, because losses report their labels only while
         # this function listens.

@@ -44,7 +44,7 @@ from nnx_parallel.training.step import Batch, Metrics
 from nnx_parallel.training.verification import replay
 
 SIGTERM = "SIGTERM, which a machine sends before it is taken away"
-_SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
+_SIGNALS = (SIGTERM, INTERRUPT)  # they leave no time for an evaluation
 
 _STEPS_TO_FIRST_METRICS = 4
 """After this many steps the first metrics are known. Metrics are up to 2 steps late."""
@@ -171,7 +171,7 @@ class Loop:
             self.num_steps = min(self.num_steps, run.step + 2)
             if self.eval_data is not None:
                 self.eval_data = list(itertools.islice(self.eval_data, 1))
-        # A resumed run gets its warning when batches are skipped.
+        # A resumed run warns later, when it skips batches.
         if checkpoints.options and run.step == 0:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:
@@ -244,7 +244,7 @@ class Loop:
                 if step == first_step:
                     # The compile time must not count in the step's time and limit.
                     self._compile(item.batch)
-                    # Until here, a Ctrl-C can end the fit at once and lose nothing.
+                    # Before this line, Ctrl-C may end the fit at once: nothing is lost.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
@@ -400,7 +400,7 @@ class Loop:
 
     @property
     def _stop_reason(self) -> str | None:
-        """The reason why the fit ends after this step, on which processes agree."""
+        """The reason why the fit ends after this step. All processes agree on it."""
         return self._requested_stop() if self._is_alone else self._agreed_stop
 
     def _ends(self, step: int) -> bool:

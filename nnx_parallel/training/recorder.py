@@ -35,7 +35,7 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Dense bfloat16 FLOP/s from vendors' data sheets, by the start of ``device_kind``."""
+"""Dense bfloat16 FLOP/s from vendors' data sheets, by a prefix of ``device_kind``."""
 
 
 def peak_flops(device: Device) -> float | None:

@@ -134,7 +134,7 @@ class _Call:
         return [_power(x, y) for x, y in zip(a, b, strict=True)]
 
     def out(self, value: RowValue, index: int = 0) -> RowValue:
-        """Returns the value, without dims that do not grow with the number of rows."""
+        """Returns the value, with only those dims that grow with the number of rows."""
         grows = self.growth(index)
         dims = frozenset(d for d in value.dims if d < len(grows) and grows[d] == 1)
         is_lost = value.kind == "row" and len(dims) < len(value.dims)
@@ -234,7 +234,7 @@ def _meeting(values: Sequence[RowValue]) -> RowValue:
     dims = frozenset[int]().union(*(v.dims for v in values))
     crossed = any(v.dims - w.dims and w.dims - v.dims for v in values for w in values)
     pairs = crossed or any(v.pairs for v in values)
-    # A constant without dims of rows is broadcast over the rows of the other value.
+    # A constant has no dims of rows. It is broadcast over the rows of the other value.
     others = [v for v in values if v.kind != "constant"]
     kind: Kind = others[0].kind if others else "constant"
     are_alike = len({(v.kind, v.dims) for v in others}) <= 1

@@ -149,7 +149,7 @@ class RunState:
     report: Callable[[str], object] = str
     _read_step: int | None = None  # the step that the first use of `state` read
     _is_assigned: bool = False  # True if the user assigned arrays to a model
-    _excused: frozenset[str] | None = None  # arrays that began the fit not finite
+    _excused: frozenset[str] | None = None  # not finite when the fit began
     _state: TrainState | None = None
     _aside: Callable[[], TrainState] | None = None  # restores a state set aside
     _is_counting: bool = False

@@ -281,7 +281,7 @@ def check_padding(
     """
     state, forward = plan.narrow(state), in_context(plan.layout, _forward(plan, loss))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the trace of the step will show them
+        warnings.simplefilter("ignore")  # the step itself will give the warnings
         key = jax.random.fold_in(state.key, state.step)
         traced = trace(
             forward, state.params, state.variables, batch, key, inlined=is_call
@@ -357,7 +357,7 @@ def changes_by_microbatches(
         return trace(forward, state.params, state.variables, join(some, shared), key)
 
     with warnings.catch_warnings(), using_runner(run_one_layer):
-        warnings.simplefilter("ignore")  # the trace of the step will show them
+        warnings.simplefilter("ignore")  # the step itself will give the warnings
         traces = [with_rows(2), with_rows(4)]
     given = state.params, state.variables, join([ROWS] * len(rows), shared), key
     known = [x if x is ROWS else SHARED for x in jax.tree.leaves(given)]

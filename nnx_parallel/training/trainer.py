@@ -488,7 +488,7 @@ class Trainer:
             NonFiniteLossError: If a parameter is not finite.
         """
         self._run.begin("save")
-        with self._run.checkpoints:  # leaving it waits for the save
+        with self._run.checkpoints:  # the end of this block waits for the save
             self._run.save(once=False)
 
     def restore(

@@ -143,10 +143,10 @@ def _updated_arrays(state: TrainState, metrics: Metrics) -> dict[str, jax.Array]
 
 
 def _changes(before: Arrays, after: Arrays) -> dict[str, dict[Bounds, Part]]:
-    """Returns updated arrays, with changes instead of most values of the state.
+    """Returns updated arrays. Parameters, moments and averages are given as changes.
 
-    A step changes parameters, moments and averages only a little. A wrong change would
-    look small, relative to the value.
+    A step changes these values only a little, so the error of a change would look small
+    relative to the value.
     """
 
     def change(path: str | None, bounds: Bounds, part: Part) -> Part:
@@ -299,7 +299,7 @@ class _Whole:
         self._unit = math.prod(sizes) * options.num_microbatches
 
     def row_counts(self) -> Iterator[int]:
-        """Yields the number of rows, half of it, and so on, as devices can share it."""
+        """Yields numbers of rows that devices can share: all, half, and so on."""
         count = self.num_rows
         while count:
             yield count
@@ -661,7 +661,7 @@ class Verifier:
         except (jax.errors.JaxRuntimeError, ValueError, TypeError) as error:
             # A loss may need the mesh of its strategy, for example.
             failure = str(error).partition("\n")[0]
-        # Each process has a separate reference. All must have run before they go on.
+        # Each process has a separate reference. They go on only if all references ran.
         if any(failures := allgather_object("reference", failure)):
             if any(_NO_MEMORY in each for each in failures):
                 return None
@@ -685,7 +685,7 @@ class Verifier:
             try:
                 programs = self._vary(judge.own.programs, layout)
                 computed = whole.run(programs, rows).computed
-            except (ParallelError, ValueError):  # such as rows that do not divide
+            except (ParallelError, ValueError):  # such as for an indivisible batch
                 continue
             found = cut(_gather(_computed_arrays(computed)), right)
             if not judge.of_gradients("", right, found).differences:
