@@ -231,7 +231,7 @@ def _cut_lines(path: Path, last_step: int) -> None:
                 file.flush()
                 os.fsync(descriptor)
         except OSError:
-            os.unlink(temporary)  # it takes space on a disk that may be full
+            os.unlink(temporary)  # the file takes space on a disk that may be full
             raise
         os.chmod(temporary, path.stat().st_mode)  # `mkstemp` lets only the owner read
         os.replace(temporary, path)

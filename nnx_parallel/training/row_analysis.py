@@ -60,7 +60,7 @@ _POWERS = {"sqrt": 0.5, "rsqrt": -0.5, "square": 2.0}
 def find_changes(
     traces: Sequence[TracedFunction], inputs: Sequence[RowValue], num_microbatches: int
 ) -> list[str]:
-    """Returns texts for the user about values that microbatches certainly change.
+    """Returns warnings about values that certainly depend on microbatches.
 
     Args:
         traces: Two traces of a function that returns means by name, and new variables.

@@ -344,7 +344,7 @@ def changes_by_microbatches(
     key: jax.Array,
     num_microbatches: int,
 ) -> list[str]:
-    """Returns texts about values of a loss that microbatches certainly change.
+    """Returns warnings about a loss whose values certainly depend on microbatches.
 
     The loss is only traced, once with the rows of two microbatches and once with four.
     """

@@ -72,7 +72,7 @@ from nnx_parallel.training.step import Batch, Computed, Metrics, hashed_arrays
 from nnx_parallel.training.verified import facts_to_verify, note_verified
 
 _NO_MEMORY = "RESOURCE_EXHAUSTED"
-"""The word for a lack of memory in the runtime's errors."""
+"""The runtime's errors contain this word if memory is exhausted."""
 
 _GROUPS = {
     "params": "parameter",
