@@ -34,7 +34,7 @@ def show_start(corpus: Corpus, trainer: Trainer) -> None:
 
 def show_bits(corpus: Corpus, held_out: list[np.ndarray], bits: float) -> None:
     """Prints the held-out loss beside the losses of models that only count bytes."""
-    print("\nBits per byte of the held-out files, fewer are better:\n")
+    print("\nBits per byte of the held-out files (lower is better):\n")
     _show("unigram", f"{unigram_bits(corpus.train, held_out):.4f}  counts bytes")
     _show("bigram", f"{bigram_bits(corpus.train, held_out):.4f}  counts pairs")
     _show("GPT", f"{bits:.4f}")

@@ -107,7 +107,7 @@ def test_adapters_keep_weights_from_folder() -> None:
 
 
 def test_adapters_are_written_in_peft_format(tmp_path: Path) -> None:
-    """`merge_lora` adds the product of the factors, as PEFT multiplies them."""
+    """`merge_lora` adds the same product of factors to a kernel as PEFT."""
     base, folder = GOLDENS / "llama", tmp_path / "adapters"
     adapted = lora(
         GPT.from_pretrained(base), targets=r"query|out|down", rank=4, alpha=8

@@ -192,7 +192,7 @@ def test_wrong_backend_types_raise(options: dict[str, Any], message: str) -> Non
         Backend(**options)
 
 
-def test_evaluation_loss_that_is_no_function_raises() -> None:
+def test_evaluation_loss_of_wrong_type_raises() -> None:
     message = (
         f"Evaluation.loss is 'mse'. {IS}a function loss(model, batch), like the "
         "Trainer's loss."

@@ -181,7 +181,7 @@ class TestTPUText:
     def test_kernels_without_flops_are_listed(self):
         assert audit(TPU_TEXT).custom_calls == {"tpu_custom_call": 1}
 
-    def test_memory_is_unknown(self):
+    def test_text_has_no_memory_statistics(self):
         report = audit(TPU_TEXT)
         assert report.temporary_bytes is None
         assert report.argument_bytes is None

@@ -211,7 +211,9 @@ def bytes_read() -> int:
     return int(re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())[0])
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts bytes")
+@pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="only Linux counts bytes"
+)
 def test_describe_and_mismatch_read_no_arrays(options):
     noise = jax.random.normal(jax.random.key(0), (8, 1 << 18))
     groups = place({"params": {"w": noise}})

@@ -79,7 +79,7 @@ def test_training_matches_one_device(build: Any, num_microbatches: int) -> None:
 
 def test_remat_of_model_is_kept() -> None:
     def num_products(build: Any) -> int:
-        """Products of a step, with a loop's body counted once."""
+        """Number of products in a step; the body of a loop counts once."""
         trainer = make_trainer(build, loss, FSDP(4, min_size=0), num_microbatches=1)
         arguments = trainer.state, trainer.shard_batch(BATCH)
         traced = jax.make_jaxpr(trainer.train_step)(*arguments)

@@ -245,7 +245,7 @@ def test_plain_and_sharded_checkpoints_interchange(tmp_path: Path) -> None:
         np.testing.assert_array_equal(before, after)
 
 
-# Settings, where one device has all.
+# Settings, on one device
 
 PARAMS = {
     "stacked": jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 2, 4))),
@@ -401,7 +401,7 @@ def test_six_gpt_layers_are_optimally_packed() -> None:
     assert sum(loads) > 8 * 42
 
 
-# Errors.
+# Errors
 
 
 def test_invalid_dimension_numbers_raise() -> None:

@@ -1,4 +1,4 @@
-"""Players: several losses that take turns, compared with loops written by hand."""
+"""Players, which are losses that take turns, compared with handwritten loops."""
 
 import json
 import re
@@ -65,11 +65,11 @@ def generator_loss(model: Any, batch: Any) -> Any:
 
 
 class Normed(nnx.Module):
-    """Arrays that move without a gradient: u and sigma, statistics, streams."""
+    """Arrays that change without gradients: u and sigma, statistics, streams."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.generator = nnx.Sequential(
-            # A bias has no gradient there: Adam would make steps of its rounding.
+            # A bias here would have no gradient, and Adam would amplify its rounding.
             Dense({"embed": 4}, {"mlp": 8}, rngs=rngs),
             nnx.BatchNorm(8, rngs=rngs),
             nnx.Dropout(0.5, rngs=rngs),
@@ -204,7 +204,7 @@ def test_losses_are_traced_once_for_each_player() -> None:
 
 
 class Shared(nnx.Module):
-    """A trunk that two losses train, and a head for each."""
+    """A trunk that two losses train, and a head for each loss."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.trunk = nnx.Linear(4, 8, rngs=rngs)
@@ -308,7 +308,7 @@ def test_evaluation_has_each_players_loss() -> None:
 
 
 class Seen(Callback):
-    """The names of the metrics that hooks get, by step."""
+    """Records the names of the metrics that hooks get, by step."""
 
     def __init__(self) -> None:
         self.steps: dict[int, list[str]] = {}
@@ -391,7 +391,7 @@ def test_custom_loop_chooses_players() -> None:
         )
     assert_close(trainer.model, hand.model)
     state, batch = trainer.state, trainer.shard_batch(DATA[0])
-    trainer.state, metrics = trainer.train_step(state, batch)  # update 5: a critic's
+    trainer.state, metrics = trainer.train_step(state, batch)  # update 5 is a critic's
     assert "critic/loss" in metrics
     with pytest.raises(DonatedArrayError):
         trainer.train_step(state, batch)

@@ -1,4 +1,4 @@
-"""Rows that go to the device of their expert and come back."""
+"""The ragged exchange: rows are sent to their expert's device and return."""
 
 import math
 from collections.abc import Iterator

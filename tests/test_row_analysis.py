@@ -66,7 +66,7 @@ def errors(m: Model, b: Any) -> jax.Array:
 
 
 def rows(m: Model, b: Any) -> jax.Array:
-    """(rows, DIM)"""
+    """Returns one vector per row: (rows, DIM)."""
     z = m.inner(b["x"].mean(1))
     return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
 

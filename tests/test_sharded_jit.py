@@ -170,7 +170,7 @@ def test_each_static_value_compiles_separately(mesh: Mesh) -> None:
         jitted(1.0, [2])
 
 
-# Methods, stages and keywords, as `jax.jit` has them
+# Methods, stages and keywords, as in `jax.jit`
 
 
 class Scale:

@@ -215,7 +215,7 @@ def test_alternating_layers_stack_by_period(x: jax.Array) -> None:
         Stack.of(blocks, period=4)
 
 
-# Loops as others write them
+# Loops in other people's style
 
 
 class Decoder(nnx.Module):
@@ -268,7 +268,7 @@ class Memory(nnx.Module):
 
 
 class Remembering(nnx.Module):
-    """A layer of Qwen 3: ``(x, cache, segments)``."""
+    """A layer of Qwen 3, which is called with ``(x, cache, segments)``."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)

@@ -194,7 +194,7 @@ def test_other_directories_are_kept(run: Path) -> None:
     assert main(["inspect", str(run), "--verify"]) == 0
 
 
-# Steps of which a part is left
+# Partly deleted steps
 
 
 def empty(step: Path) -> None:
@@ -271,7 +271,7 @@ def test_undeletable_old_step_warns(run: Path, monkeypatch: pytest.MonkeyPatch) 
         assert resume(run) == (bits(make_groups(6)), [])
 
 
-# Files of a stranger
+# Files from untrusted sources
 
 
 def replace(path: Path) -> Path:
@@ -434,7 +434,7 @@ def test_inspect_prints_no_escape_codes(
     assert "name: größer" in text
 
 
-# One clear message
+# A single clear message
 
 
 READ = """

@@ -664,7 +664,7 @@ def test_late_average_starts_from_parameters(tmp_path: Path) -> None:
         np.testing.assert_allclose(x, expected, rtol=1e-5)
 
 
-# A run that does not fit
+# Uses of a Trainer before its first fit
 
 
 def test_first_use_reads_the_newest_step(run: tuple, capsys: Any) -> None:

@@ -154,7 +154,7 @@ def test_devices_and_mesh_agree() -> None:
     assert set(kernel.sharding.device_set) == set(devices)
 
 
-def test_devices_and_mesh_raise() -> None:
+def test_devices_with_mesh_raise() -> None:
     message = (
         "Trainer got devices= and Backend(mesh=). A mesh already has devices: pass "
         "only one of the two."

@@ -74,7 +74,7 @@ def make_trainer(model: Any, **options: Any) -> Trainer:
     return Trainer(model, TX, squares, **settings)
 
 
-# Variables that hold no single array
+# Variables with other values than one array
 
 
 class Held(nnx.Module):
@@ -202,7 +202,7 @@ def test_changed_structure_of_variable_raises() -> None:
         trainer.fit(make_batches(1), 1)
 
 
-# Arrays in no Variable
+# Arrays outside of Variables
 
 
 class Constants(nnx.Module):

@@ -184,7 +184,7 @@ class Grouped(nnx.Module):
         self.out = nnx.Linear(16, 16, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, positions, 16) -> the same."""
+        """Maps ``(batch, positions, 16)`` to the same shape."""
         return self.out(nnx.gelu(self.conv(x)))
 
 
@@ -300,7 +300,7 @@ def test_invalid_step_counts_raise(value: Any) -> None:
         Faults(verify_every=value)
 
 
-def test_old_spelling_names_the_group() -> None:
+def test_ungrouped_argument_names_its_group() -> None:
     with pytest.raises(TypeError, match=r"faults=Faults\(verify_every=...\)"):
         Trainer(MLP, optax.sgd(0.1), squares, verify_every=100)  # pyright: ignore
 
@@ -402,7 +402,7 @@ class Wide(nnx.Module):
         self.linear = nnx.Linear(16, 16, param_dtype=np.float64, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, 16) -> (batch, 16)."""
+        """Maps ``(batch, 16)`` to ``(batch, 16)``."""
         return self.linear(x)
 
 
@@ -498,7 +498,9 @@ trainer.fit([{"x": x, "y": y}] * 3, num_steps=3, last_batch=Pad("w"))
     ],
     ids=["right", "no-fit", "no-script", "exits", "fails", "no-data", "padded"],
 )
-def test_command(tmp_path: Path, script: str | None, code: int, expected: str) -> None:
+def test_verify_command(
+    tmp_path: Path, script: str | None, code: int, expected: str
+) -> None:
     file = tmp_path / "train.py"
     if script:
         file.write_text(script)

@@ -190,7 +190,7 @@ def make(name: str, seed: int) -> bool:
 
 
 def main() -> None:
-    """Makes the families on the command line, or all families."""
+    """Makes the families that the command line names, or all families."""
     file = HERE / "versions.json"
     versions = json.loads(file.read_text())
     for name in sys.argv[1:] or FAMILIES:

@@ -42,7 +42,7 @@ class Plan:
 
 
 def fsdp(size: int, shard: ZeroKind = "params", rules: tuple[Rules, ...] = ()) -> FSDP:
-    """FSDP that splits the smallest arrays too."""
+    """FSDP that also splits the smallest arrays."""
     return FSDP(size, shard=shard, min_size=0, rules=rules)
 
 
