@@ -55,11 +55,12 @@ HELP = {
         "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
     ),
     "MeshAxisTypeError": Help(
-        "A mesh from `jax.make_mesh`, whose axes are Explicit by default; or a model "
-        "that places its arrays itself.",
-        "Build the mesh with `make_mesh`, or pass `axis_types`; build the model "
-        "without shardings.",
-        "Mesh axes ['data'] are not Auto. Build the mesh with nnx_parallel.make_mesh ...",
+        "The mesh comes from the body of a `shard_map`; or a model calls "
+        "`jax.sharding.explicit_axes`.",
+        "Pass the mesh from outside of the `shard_map`; call the function without "
+        "`explicit_axes`.",
+        "The model makes the mesh axes ['fsdp'] Explicit. The axes of a Trainer's mesh "
+        "stay Auto ...",
     ),
     "UnknownAxisError": Help(
         "A model or a rule names a dim or a mesh axis that does not exist, often by "

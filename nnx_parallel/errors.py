@@ -230,7 +230,11 @@ class MeshShapeError(ParallelError, ValueError):
 
 
 class MeshAxisTypeError(ParallelError, ValueError):
-    """Mesh axes must be ``AxisType.Auto``. ``jax.make_mesh`` makes Explicit axes."""
+    """Mesh axes must be Auto or Explicit, and are used as Auto axes.
+
+    A mesh of ``jax.make_mesh``, whose axes are Explicit, is accepted. Manual axes are
+    not, and a model must not make axes Explicit.
+    """
 
 
 class UnknownAxisError(ParallelError, ValueError):

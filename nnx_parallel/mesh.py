@@ -311,48 +311,69 @@ def is_without_mesh(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explaining_axes() -> Iterator[None]:
-    """Turns JAX's errors about shardings that a model requests into named errors.
+    """Explains JAX's error about the axes of a sharding that a model makes.
 
-    The messages of jax 0.10 to 0.12 are recognised. Other errors pass unchanged.
+    It knows the message of jax 0.10 to 0.12; other errors pass unchanged.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        found = str(error)
-        if "is not found in mesh" in found:
-            raise UnknownAxisError(
-                f"{found} The model names axes of another mesh. In place of "
-                "jax.lax.with_sharding_constraint call nnx_parallel.constrain, which "
-                "understands names such as tp and dp, and ignores an axis that the "
-                "mesh lacks. Or build the model without shardings."
-            ) from error
-        if "of type Auto" in found or is_without_mesh(error):
-            raise MeshAxisTypeError(
-                f"{found} The model places its arrays itself, as code for Explicit "
-                "axes does (out_sharding=, reshard), but a strategy's axes are Auto. "
-                "Build the model without shardings (with no_sharding(), use_tp=False "
-                "or the like), and name its dims by path: Trainer(..., "
-                "names=TRANSFORMER_NAMES) or names=PathNames(...)."
-            ) from error
-        raise
+        if "is not found in mesh" not in str(error):
+            raise
+        raise UnknownAxisError(
+            f"{error} The model makes a NamedSharding of the mesh that it finds, with "
+            "axes of another mesh. Pass the spec itself: with_sharding_constraint(x, "
+            "P(...)) and out_sharding=P(...) translate names such as tp and dp."
+        ) from error
+
+
+@contextlib.contextmanager
+def leaving_mesh(mesh: Mesh | None = None) -> Iterator[None]:
+    """Clears the mesh of JAX's context, which a caller has set by ``jax.set_mesh``.
+
+    The context has no effect on what runs inside, whatever its axes, their types or its
+    devices are. If the context already has ``mesh`` itself, it does not change.
+    """
+    found = jax.sharding.get_abstract_mesh()
+    if found.empty or (mesh is not None and found == mesh.abstract_mesh):
+        yield
+        return
+    try:
+        # This also clears the devices of the context.
+        cleared = jax.set_mesh(None)
+    except ValueError:  # inside a trace, in which devices have no effect
+        cleared = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with cleared:
+        yield
+
+
+def auto_mesh(mesh: Mesh) -> Mesh:
+    """Returns the mesh with Auto axes: the same devices and names.
+
+    Raises:
+        MeshAxisTypeError: If an axis is Manual, as in the body of a ``shard_map``.
+
+    Example:
+        >>> auto_mesh(jax.make_mesh((8,), ("fsdp",))).axis_types
+        (Auto,)
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if manual := [axis for axis, kind in kinds.items() if kind == AxisType.Manual]:
+        raise MeshAxisTypeError(
+            f"Mesh axes {manual} are Manual. Axes are Auto or Explicit: pass the mesh "
+            "from outside of jax.shard_map, or build one with nnx_parallel.make_mesh."
+        )
+    types = (AxisType.Auto,) * len(kinds)
+    return mesh if mesh.axis_types == types else mesh.update(axis_types=types)
 
 
 def check_mesh(mesh: Mesh, axis_sizes: Mapping[str, int | None]) -> None:
     """Checks a user's mesh against the axes of a strategy.
 
     Raises:
-        MeshAxisTypeError: If an axis is not ``AxisType.Auto``.
         UnknownAxisError: If the strategy and the mesh have different axes.
         MeshShapeError: If a size that the strategy states differs from the mesh's.
     """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    wrong = {axis: kind for axis, kind in kinds.items() if kind != AxisType.Auto}
-    if wrong:
-        raise MeshAxisTypeError(
-            f"Mesh axes {wrong} are not Auto. Build the mesh with nnx_parallel."
-            "make_mesh, or with jax.make_mesh(..., axis_types=(AxisType.Auto,) * "
-            f"{len(mesh.axis_names)})."
-        )
     if set(mesh.axis_names) != set(axis_sizes):
         raise UnknownAxisError(
             f"The mesh has axes {list(mesh.axis_names)} but the strategy uses "

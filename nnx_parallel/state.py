@@ -37,6 +37,7 @@ from nnx_parallel.sharding.model import (
     placed_copies,
     stored_shardings,
 )
+from nnx_parallel.sharding.model_specs import building_on
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import Offload, check_host_memory
@@ -552,15 +553,16 @@ def init_state(
         rngs: Random streams for the function.
         seed: Seed of the state's key.
     """
-    if isinstance(source, nnx.Module | ReadsArrays):
-        shardings = stored_shardings(plan.placements, plan.layout)
-        args = first_arrays(source, rngs, shardings), jnp.asarray(seed)
-        # The arrays may be used without a copy, because nothing else refers to them.
-        return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
-    make_arrays, streams = arrays_from(source, rngs)
+    with building_on(plan.layout):
+        if isinstance(source, nnx.Module | ReadsArrays):
+            shardings = stored_shardings(plan.placements, plan.layout)
+            args = first_arrays(source, rngs, shardings), jnp.asarray(seed)
+            # The arrays need no copy, because nothing else refers to them.
+            return compute_in_shards(plan.build, args, plan.shardings, owns_args=True)
+        make_arrays, streams = arrays_from(source, rngs)
 
-    def build_all(streams: dict, seed: jax.Array | int) -> TrainState:
-        return plan.build(make_arrays(streams), seed)
+        def build_all(streams: dict, seed: jax.Array | int) -> TrainState:
+            return plan.build(make_arrays(streams), seed)
 
-    args = streams, jnp.asarray(seed)
-    return compute_in_shards(build_all, args, plan.shardings)
+        args = streams, jnp.asarray(seed)
+        return compute_in_shards(build_all, args, plan.shardings)

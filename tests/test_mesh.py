@@ -130,10 +130,10 @@ def test_composite_size_error_names_every_axis() -> None:
     ("mesh", "error", "message"),
     [
         (
-            lambda: jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,)),
+            lambda: jax.make_mesh((8,), ("data",), axis_types=(AxisType.Manual,)),
             MeshAxisTypeError,
-            "are not Auto. Build the mesh with nnx_parallel.make_mesh, or with "
-            "jax.make_mesh(..., axis_types=(AxisType.Auto,) * 1).",
+            "Mesh axes ['data'] are Manual. Axes are Auto or Explicit: pass the mesh "
+            "from outside of jax.shard_map, or build one with nnx_parallel.make_mesh.",
         ),
         (
             lambda: make_mesh({"batch": 8}),
@@ -162,11 +162,12 @@ def test_mesh_of_another_strategy_raises(
         DataParallel(4).layout(mesh())  # pyright: ignore[reportCallIssue]
 
 
-def test_explicit_axes_raise() -> None:
-    with pytest.raises(
-        MeshAxisTypeError, match=re.escape("Mesh axes {'data': Explicit}")
-    ):
-        DataParallel().layout(jax.make_mesh((8,), ("data",)))
+def test_explicit_axes_become_auto() -> None:
+    explicit = jax.make_mesh((4, 2), ("fsdp", "tensor"))
+    layout = Composite(TensorParallel(2), FSDP()).layout(explicit)
+    assert layout.mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert layout.mesh.shape == explicit.shape
+    assert (layout.mesh.devices == explicit.devices).all()
 
 
 def test_missing_size_takes_size_of_mesh(devices: list) -> None:

@@ -222,14 +222,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "The strategy asks for fsdp=8 but the mesh has fsdp=4. Make the two equal, or "
         "leave the strategy's size out to take the mesh's size.",
     ),
-    "a mesh as JAX makes it": (
-        lambda: make(
-            strategy=FSDP(), backend=Backend(mesh=jax.make_mesh((8,), ("fsdp",)))
-        ),
-        "Mesh axes {'fsdp': Explicit} are not Auto. Build the mesh with "
-        "nnx_parallel.make_mesh, or with jax.make_mesh(..., "
-        "axis_types=(AxisType.Auto,) * 1).",
-    ),
     "no parts": (
         Composite,
         "Composite() has no strategies. Give it at least one.",

@@ -20,7 +20,7 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.errors import MeshAxisTypeError, UnknownAxisError
+from nnx_parallel.errors import UnknownAxisError
 from nnx_parallel.layers import Stack
 
 X = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
@@ -81,45 +81,36 @@ def test_bare_spec_applies_in_pipeline_stage() -> None:
     assert re.search(r'sharding_constraint.*\{"fsdp"', lowered(staged))
 
 
+def test_bare_spec_with_usual_name_of_axis_is_translated() -> None:
+    placing = trainer(lambda rngs: Placing(rngs, P("dp", "tp")), FSDP_TP)
+    assert re.search(r'sharding_constraint.*\{"fsdp"\}, \{"tensor"\}', lowered(placing))
+
+
 def test_bare_spec_of_unknown_axis_raises() -> None:
-    placing = trainer(lambda rngs: Placing(rngs, P(None, "tp")), TensorParallel())
+    placing = trainer(lambda rngs: Placing(rngs, P(None, "cols")), TensorParallel())
     message = (
-        "Resource axis: tp of P(None, 'tp') is not found in mesh: ('tensor',). The "
-        "model names axes of another mesh. In place of "
-        "jax.lax.with_sharding_constraint call nnx_parallel.constrain"
+        "Name 'cols' of `P(None, 'cols')` in `with_sharding_constraint` is neither a "
+        "logical axis nor a mesh axis. Map it with rules=(LogicalRules({'cols': "
+        "'tensor'}),), or to None to replicate."
     )
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         placing.fit([X], num_steps=1)
 
 
-class Explicit(nnx.Module):
-    """Written for Explicit axes, either in the call or in the constructor."""
-
-    def __init__(self, rngs: nnx.Rngs, *, is_built_so: bool) -> None:
-        zeros = jnp.zeros(64, out_sharding=P("fsdp")) if is_built_so else jnp.zeros(64)
-        self.w = nnx.Param(rngs.params.normal((64, 64)))
-        self.b = nnx.Param(zeros)
+class Sharding(Placing):
+    """Places its output by a sharding of the mesh that it finds."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return jnp.einsum("bi,io->bo", x, self.w[...], out_sharding=P("fsdp")) + self.b
+        mesh = jax.sharding.get_abstract_mesh()
+        sharding = jax.sharding.NamedSharding(mesh, P("tp"))
+        return jax.lax.with_sharding_constraint(self.linear(x), sharding)
 
 
-EXPLICIT = (
-    "The model places its arrays itself, as code for Explicit axes does "
-    "(out_sharding=, reshard), but a strategy's axes are Auto. Build the model without "
-    "shardings "
-)
-
-
-def test_model_for_explicit_axes_raises() -> None:
-    strategy = FSDP(min_size=0)
-    explicit = trainer(lambda rngs: Explicit(rngs, is_built_so=False), strategy)
-    for run in (lambda: explicit.fit([X], num_steps=1), lambda: explicit.evaluate([X])):
-        with pytest.raises(MeshAxisTypeError, match=re.escape(EXPLICIT)):
-            run()
-    assert explicit.step == 0
-    with pytest.raises(MeshAxisTypeError, match=re.escape(EXPLICIT)):
-        trainer(lambda rngs: Explicit(rngs, is_built_so=True), strategy)
+def test_sharding_of_unknown_axis_raises() -> None:
+    placing = trainer(Sharding, TensorParallel())
+    message = "The model makes a NamedSharding of the mesh that it finds, with axes of"
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        placing.fit([X], num_steps=1)
 
 
 class Caching(nnx.Module):

@@ -23,7 +23,6 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import (
     IndivisibleDimError,
-    MeshAxisTypeError,
     ParallelError,
     ParallelWarning,
     PlacementTreeError,
@@ -255,8 +254,8 @@ def test_strategy_may_replace_mesh() -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         resolve_shardings(abstract(8), P(), None)  # pyright: ignore[reportArgumentType]
     explicit = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(MeshAxisTypeError, match="are not Auto"):
-        resolve_shardings(abstract(8), P(), explicit)
+    found = resolve_shardings(abstract(8), P("x"), explicit)
+    assert found.mesh.axis_types == (AxisType.Auto,)
 
 
 # Constraints

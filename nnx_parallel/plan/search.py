@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
@@ -38,6 +39,7 @@ _DOUBT = 0.5
 _ERROR = 0.25
 
 
+@leaving_mesh()
 def plan(
     trainer: Trainer | Parts,
     *,

@@ -12,7 +12,6 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,9 +22,11 @@ from nnx_parallel.errors import (
     suggest,
     warn_user,
 )
-from nnx_parallel.mesh import explaining_axes, is_without_mesh
+from nnx_parallel.mesh import explaining_axes, is_without_mesh, leaving_mesh
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model_specs import placing_specs
 from nnx_parallel.sharding.names import LOGICAL_AXES, MeshAxes
+from nnx_parallel.sharding.nnx_arrays import plain_variables
 from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.specs import dim_axes, is_spec
 from nnx_parallel.sharding.tree import constrain_tree
@@ -44,24 +45,29 @@ def using(layout: Layout | None) -> Iterator[None]:
     """Makes ``layout`` active in this thread; with ``None``, no layout is active."""
     token = _active.set(layout)
     try:
-        yield
+        with placing_specs(layout):
+            yield
     finally:
         _active.reset(token)
 
 
 def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that its trace can find the mesh in JAX's context.
+    """Wraps a function so that its trace finds only the layout's mesh.
 
-    Models of other libraries need this for ``jax.shard_map``, for
-    ``with_sharding_constraint`` with a bare spec, and similar calls. The mesh is set
-    only if a trace without it fails.
+    A mesh that the caller has set has no effect. Specs of the model are translated
+    (`sharding.model_specs`). Models of other libraries may also look for the mesh in
+    JAX's context, for ``jax.shard_map`` and similar calls. It is set only if a trace
+    without it fails.
     """
 
     @wraps(function)  # the program gets the function's name
     def traced(*args: Any) -> Any:
-        # With eager sharding, Flax would place each new Variable that has names, and
-        # would need a mesh whose axes have these names.
-        with nnx.use_eager_sharding(False), explaining_axes():
+        with (
+            leaving_mesh(layout.mesh),
+            plain_variables(),
+            placing_specs(layout),
+            explaining_axes(),
+        ):
             try:
                 return function(*args)
             except (RuntimeError, ValueError) as error:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.sharding import Mesh
 
 from nnx_parallel.errors import DonatedArrayError
+from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.sharding.names import path_of
 
 _is_deleted = methodcaller("is_deleted")
@@ -23,13 +26,19 @@ class Donating:
     devices may wait for it in a collective (docs/library-notes.md, "Arrays and
     buffers").
 
-    Arguments are passed by position.
+    Arguments are passed by position. With ``mesh``, the function runs on this mesh, and
+    a mesh that the caller has set by ``jax.set_mesh`` has no effect.
     """
 
     def __init__(
-        self, jitted: Any, names: Sequence[str], donated: Sequence[int]
+        self,
+        jitted: Any,
+        names: Sequence[str],
+        donated: Sequence[int],
+        mesh: Mesh | None = None,
     ) -> None:
         self._jitted, self._names, self._donated = jitted, names, donated
+        self._mesh = mesh
         self._kept = [i for i in range(len(names)) if i not in donated]
 
     def __call__(self, *values: Any) -> Any:
@@ -51,14 +60,24 @@ class Donating:
             is_free = False
         if not is_free:
             self._check(values)
-        return self._jitted(*values)
+        with self._context():
+            return self._jitted(*values)
+
+    def lower(self, *values: Any) -> jax.stages.Lowered:
+        """Lowers the program, as ``jax.jit`` does."""
+        with self._context():
+            return self._jitted.lower(*values)
 
     def running(self, program: Any) -> Donating:
         """Returns the same checks for another program, which is already compiled."""
-        return Donating(program, self._names, self._donated)
+        return Donating(program, self._names, self._donated, self._mesh)
+
+    def _context(self) -> contextlib.AbstractContextManager:
+        mesh = self._mesh
+        return contextlib.nullcontext() if mesh is None else leaving_mesh(mesh)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns attributes of the ``jax.jit``, such as ``lower`` and ``trace``."""
+        """Returns attributes of the ``jax.jit``, such as ``trace``."""
         return getattr(self._jitted, name)
 
     def _check(self, values: tuple) -> None:

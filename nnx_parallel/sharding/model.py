@@ -19,7 +19,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from nnx_parallel.errors import ModelError, ParallelWarning, warn_user
-from nnx_parallel.mesh import explaining_axes
+from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.programs import reached, trace, variables_in
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import dotted
@@ -27,11 +27,14 @@ from nnx_parallel.sharding.nnx_arrays import (
     Constant,
     FollowsNames,
     array_info,
+    check_variables,
+    drop_meshes,
     holds_one_array,
     inner_variables,
     is_inexact,
     is_inside,
     name_layers,
+    plain_variables,
     stacks_of,
     variables_of,
 )
@@ -164,7 +167,8 @@ def abstract_model(
             x = variable.get_value()
             return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
-        with nnx.use_eager_sharding(False):
+        check_variables(source)
+        with plain_variables():
             # The attributes and metadata of a copy may be changed.
             copied = wrap_constants(nnx.merge(*nnx.split(source), copy=True))
             graphdef, state = nnx.split(copied)
@@ -177,8 +181,7 @@ def abstract_model(
 
         # If the context had a mesh, Flax would add shardings to the shapes, by the
         # names of their dims.
-        no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-        with no_mesh, nnx.use_eager_sharding(False), explaining_axes():
+        with leaving_mesh(), plain_variables():
             model = nnx.eval_shape(build)
     name_layers(model)
     _check_names(model)
@@ -230,6 +233,8 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
         raise TypeError(
             f"model={model_fn} returns a {found}, not an nnx.Module. {remedy}"
         )
+    check_variables(model)
+    drop_meshes(model)
     wrap_constants(model)
     for text, remedy in _hidden_arrays(model):
         raise ModelError(
@@ -505,7 +510,7 @@ def arrays_from(
     graphdef, state = nnx.split(rngs)
 
     def build(state: dict) -> dict:
-        with nnx.use_eager_sharding(False):
+        with plain_variables():
             model = build_model(model_fn, nnx.merge(graphdef, state))
         return nest(arrays_of(model))
 

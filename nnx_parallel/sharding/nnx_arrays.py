@@ -1,5 +1,6 @@
 """The arrays of an NNX model: Variables, their metadata, and the names of dims."""
 
+import contextlib
 from collections.abc import Hashable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -8,14 +9,50 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import (
-    SpecRankError,
-)
+from nnx_parallel.errors import ModelError, SpecRankError
 from nnx_parallel.sharding.names import ArrayInfo, MeshAxes, as_tuple, dotted, path_of
 
 
 class Constant(nnx.Variable):
     """An array that a module holds outside of Variables; it is not trained."""
+
+
+@contextlib.contextmanager
+def plain_variables() -> Iterator[None]:
+    """Makes new Variables plain: Flax does not place them, whatever modes are set.
+
+    With eager sharding, Flax would place a Variable that has names, and would need a
+    mesh whose axes have these names. The arrays of hijax and ref Variables are not part
+    of a state.
+    """
+    with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
+        yield
+
+
+def check_variables(model: nnx.Module) -> None:
+    """Refuses Variables in the modes hijax and ref.
+
+    Raises:
+        ModelError: If there are such Variables; the message names the first.
+    """
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(leaf, nnx.Variable) and (leaf.hijax or leaf.ref):
+            raise ModelError(
+                f"The Variable `{dotted(path)}` has hijax={leaf.hijax}, ref={leaf.ref}."
+                " A step carries the arrays of a model as its state, so Variables must "
+                "have hijax=False and ref=False. Pass a function that builds the "
+                "model, on which nnx.var_defaults has no effect; or build the model "
+                "inside nnx.var_defaults(hijax=False, ref=False)."
+            )
+
+
+def drop_meshes(model: nnx.Module) -> None:
+    """Removes meshes from the metadata of Variables: the mesh is the strategy's."""
+    # `nnx.eval_shape` would place the shapes on such a mesh, and fails if the names are
+    # a NamedSharding (docs/library-notes.md, "Flax NNX").
+    for _, leaf in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(leaf, nnx.Variable) and leaf.get_metadata().get("mesh"):
+            leaf.set_metadata(mesh=None)
 
 
 def variables_of(

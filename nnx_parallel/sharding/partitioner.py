@@ -1,10 +1,13 @@
-"""Rewrites convolutions of a traced program so that XLA partitions them correctly.
+"""Rewrites a traced program so that XLA partitions it correctly, and as its specs say.
 
 XLA's partitioner has two faults: it multiplies sums by the size of mesh axes that do
 not split them, and on some layouts it aborts the process. Neither gives a warning
 (docs/library-notes.md, "What the partitioner computes wrongly"). So the program is
 traced together with its derivatives, and each convolution is replaced before XLA
 compiles the program.
+
+XLA does not see the specs that a model passes by ``out_sharding=``. The output of each
+such equation gets a constraint (`sharding.model_specs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +21,9 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.mesh import free_axes, manual_region, mesh_here
+from nnx_parallel.programs import run
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model_specs import constrain_output, spec_in
 
 
 def partition_correctly(
@@ -43,7 +48,7 @@ def partition_correctly(
 
 
 def correct(layout: Layout, program: Any, *, is_complete: bool = True) -> Any:
-    """Rewrites a closed jaxpr so that XLA partitions its convolutions correctly.
+    """Rewrites a closed jaxpr so that XLA partitions it correctly (see this module).
 
     Args:
         layout: The layout of the program.
@@ -52,13 +57,13 @@ def correct(layout: Layout, program: Any, *, is_complete: bool = True) -> Any:
             convolutions of these derivatives are correct too.
 
     Returns:
-        The new jaxpr, or ``program`` itself if it has no convolution.
+        The new jaxpr, or ``program`` itself if nothing changes.
     """
     return _Corrector(layout, is_complete).correct(program)
 
 
 class _Corrector:
-    """Replaces convolutions in a program and in the programs nested in it."""
+    """Replaces equations in a program and in the programs nested in it."""
 
     def __init__(self, layout: Layout, is_complete: bool) -> None:
         self._layout, self._is_complete = layout, is_complete
@@ -98,21 +103,45 @@ class _Corrector:
                 return eqn
             with jax.sharding.use_abstract_mesh(mesh):
                 return self._correct_nested(eqn)
+        if found := spec_in(eqn):
+            return self._with_constraint(eqn, *found)
         if eqn.primitive.name != "conv_general_dilated":
             return self._correct_nested(eqn)
         convolution = _Convolution(eqn, self._layout, self._is_complete)
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]  # pyright: ignore[reportAttributeAccessIssue]
-        # `jit` makes one equation of the new convolution. This equation gets the inputs
-        # and outputs of the old one.
-        call = jax.make_jaxpr(jax.jit(convolution.run))(*shapes).eqns[0]
-        return call.replace(
-            invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
-        )
+        return _call_in_place_of(eqn, convolution.run)
+
+    def _with_constraint(self, eqn: jex.JaxprEqn, name: str, spec: P) -> jex.JaxprEqn:
+        """Moves the spec of an equation from a parameter to constraints of outputs."""
+        plain = eqn.replace(params=eqn.params | {name: None})
+        plain = None if name == "dst_sharding" else self._correct_equation(plain)
+
+        def constrained(*args: jax.Array) -> list[jax.Array]:
+            outputs = list(args)  # `reshard` only moves its operand
+            if plain is not None:
+                pairs = zip(plain.invars, args, strict=True)
+                values = {v: x for v, x in pairs if isinstance(v, jex.Var)}
+                outputs = run([plain], plain.outvars, values)
+            return [constrain_output(self._layout, x, spec) for x in outputs]
+
+        return _call_in_place_of(eqn, constrained)
 
     def _correct_nested(self, eqn: jex.JaxprEqn) -> jex.JaxprEqn:
         params = {name: self.correct(value) for name, value in eqn.params.items()}
         changed = any(params[name] is not eqn.params[name] for name in params)
         return eqn.replace(params=params) if changed else eqn
+
+
+def _call_in_place_of(eqn: jex.JaxprEqn, function: Callable) -> jex.JaxprEqn:
+    """Makes one equation that calls a function of an equation's inputs."""
+    avals: list[Any] = [v.aval for v in eqn.invars]
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals
+    ]
+    # `jit` makes one equation, which gets the inputs and outputs of the old one.
+    call = jax.make_jaxpr(jax.jit(function))(*shapes).eqns[0]
+    return call.replace(
+        invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info
+    )
 
 
 def _mesh_inside(eqn: jex.JaxprEqn) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.errors import ParallelWarning, PlacementTreeError, warn_user
-from nnx_parallel.mesh import check_mesh
+from nnx_parallel.mesh import auto_mesh
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import ArrayInfo, path_of
 from nnx_parallel.sharding.nnx_arrays import array_info, holds_one_array
@@ -45,13 +45,11 @@ MeshLike = Mesh | Layout | HasLayout
 
 
 def layout_of(where: MeshLike) -> Layout:
-    """Returns the layout for an argument ``mesh``, whose axes must be Auto."""
+    """Returns the layout for an argument ``mesh``; Explicit axes become Auto."""
     if isinstance(where, Layout):
         return where
     if isinstance(where, Mesh):
-        # Sizes are compared with themselves, so only the types of axes can be wrong.
-        check_mesh(where, where.shape)
-        return Layout(mesh=where)
+        return Layout(mesh=auto_mesh(where))
     if isinstance(where, HasLayout):
         return where.layout()
     raise TypeError(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.init import first_arrays
-from nnx_parallel.mesh import MESH_AXES, Device, check_mesh, make_mesh
+from nnx_parallel.mesh import MESH_AXES, Device, auto_mesh, check_mesh, make_mesh
 from nnx_parallel.sharding.layout import Claims, Layout
 from nnx_parallel.sharding.model import (
     ModelDef,
@@ -24,6 +24,7 @@ from nnx_parallel.sharding.model import (
     stored_shardings,
     stored_specs,
 )
+from nnx_parallel.sharding.model_specs import building_on
 from nnx_parallel.sharding.rules import Rules, check_rules
 from nnx_parallel.sharding.specs import is_spec
 from nnx_parallel.visualize.describe import (
@@ -95,12 +96,15 @@ class Strategy(abc.ABC):
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """Returns the strategy's claims on a mesh, by default one over all devices.
 
+        The axes of the layout's mesh are Auto, also if the axes of ``mesh`` are
+        Explicit.
+
         Raises:
             MeshShapeError: If the sizes of the mesh differ from the strategy's.
             UnknownAxisError: If the axes of the mesh differ from the strategy's.
-            MeshAxisTypeError: If an axis of the mesh is not Auto.
+            MeshAxisTypeError: If an axis of the mesh is Manual.
         """
-        mesh = self.make_mesh() if mesh is None else mesh
+        mesh = self.make_mesh() if mesh is None else auto_mesh(mesh)
         claims = replace(self.claims(), owner=repr(self))  # messages name this owner
         check_mesh(mesh, claims.axis_sizes)
         return Layout(mesh=mesh, claims=claims.on(mesh))
@@ -114,7 +118,6 @@ class Strategy(abc.ABC):
         the specs that `specs` returns. The random numbers come from ``nnx.Rngs`` or a
         seed, and do not depend on the strategy.
         """
-        rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
         return self._placed(model_fn, rngs, mesh)
 
     def split(
@@ -125,19 +128,23 @@ class Strategy(abc.ABC):
         Arrays with another placement are copied; ``model`` itself does not change.
         """
         # The model has been built, so it draws no random numbers from these streams.
-        return nnx.split(self._placed(model, nnx.Rngs(0), mesh))
+        return nnx.split(self._placed(model, 0, mesh))
 
-    def _placed(self, source: Source, rngs: nnx.Rngs, mesh: Mesh | None) -> nnx.Module:
+    def _placed(
+        self, source: Source, rngs: nnx.Rngs | int, mesh: Mesh | None
+    ) -> nnx.Module:
         layout = self.layout(mesh)
         # Placements are written into the metadata of an abstract copy, so that the
         # user's model stays unchanged. The copy's graphdef carries them, and keeps tied
         # weights tied.
-        abstract = abstract_model(source, rngs)
-        placements = place_model(abstract, layout)
-        warn_idle_parts(abstract, layout, placements)
-        shardings = stored_shardings(placements, layout)
-        arrays = first_arrays(source, rngs, shardings)
-        return ModelDef.of(abstract).merge(flatten(arrays))
+        with building_on(layout):
+            rngs = nnx.Rngs(rngs) if isinstance(rngs, int) else rngs
+            abstract = abstract_model(source, rngs)
+            placements = place_model(abstract, layout)
+            warn_idle_parts(abstract, layout, placements)
+            shardings = stored_shardings(placements, layout)
+            arrays = first_arrays(source, rngs, shardings)
+            return ModelDef.of(abstract).merge(flatten(arrays))
 
     def merge(self, graphdef: nnx.GraphDef, state: nnx.State) -> nnx.Module:
         """``nnx.merge``: the model with the arrays of ``state``."""
@@ -169,8 +176,10 @@ class Strategy(abc.ABC):
             per device: parameters 2.25 KiB, gradients 2.25 KiB
             replicated: bias (64,) 256 B (64 elements < min_size 1024)
         """
-        abstract = abstract_model(model, nnx.Rngs(0))
-        return describe_model(abstract, self.layout(mesh), optimizer)
+        layout = self.layout(mesh)
+        with building_on(layout):
+            abstract = abstract_model(model, nnx.Rngs(0))
+            return describe_model(abstract, layout, optimizer)
 
 
 @suggests_names

@@ -132,7 +132,7 @@ def make_train_step(
         donate_argnums=0,
         out_shardings=(plan.whole.shardings, None),
     )
-    return Donating(step, ("state", "batch"), (0,))
+    return Donating(step, ("state", "batch"), (0,), plan.layout.mesh)
 
 
 @jax.tree_util.register_dataclass

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -19,9 +19,11 @@ from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
-from nnx_parallel.mesh import Device
+from nnx_parallel.mesh import Device, leaving_mesh
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
+from nnx_parallel.sharding.model_specs import building_on
+from nnx_parallel.sharding.nnx_arrays import plain_variables
 from nnx_parallel.sharding.path_names import PathNames
 from nnx_parallel.state import TrainState, plan_state
 from nnx_parallel.strategies.base import Strategy
@@ -46,12 +48,32 @@ from nnx_parallel.training.step import Batch, Metrics, StepOptions
 from nnx_parallel.training.verification import Verification, Verifier
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _in_own_context(
+    method: Callable[Concatenate["Trainer", _P], _R],
+) -> Callable[Concatenate["Trainer", _P], _R]:
+    """Wraps a method: meshes and modes of Variables in the context have no effect."""
+
+    @wraps(method)
+    def run(self: "Trainer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # The constructor runs before there is a layout.
+        layout = vars(self).get("layout")
+        with leaving_mesh(layout and layout.mesh), plain_variables():
+            return method(self, *args, **kwargs)
+
+    return run
+
 
 class Trainer:
     """Trains an NNX model under a strategy: runs steps, evaluates, saves checkpoints.
 
     To move a run from one device to many, change only ``strategy``; the losses stay
-    equal.
+    equal. Everything runs on the Trainer's mesh, whose axes are Auto, also inside
+    ``jax.set_mesh`` of another mesh. Specs in the model (``out_sharding=``,
+    ``reshard``, ``with_sharding_constraint``) become constraints on the Trainer's mesh.
 
     Args:
         model: A function, or a class, that takes ``nnx.Rngs`` and returns a model; the
@@ -112,6 +134,7 @@ class Trainer:
     """
 
     @suggests_names
+    @_in_own_context
     def __init__(
         self,
         model: nnx.Module | ModelFn | tuple[nnx.GraphDef, nnx.State],
@@ -158,7 +181,7 @@ class Trainer:
         self.strategy = strategy = strategy or DataParallel()
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
-        with raising_interrupts():
+        with raising_interrupts(), building_on(layout):
             shapes = abstract_model(source, nnx.Rngs(seed), names)
             strategy.check(shapes, layout.mesh)
             kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
@@ -223,6 +246,7 @@ class Trainer:
         return data_share(self.layout)
 
     @property
+    @_in_own_context
     def state(self) -> TrainState:
         """The training state. A step donates and replaces it.
 
@@ -237,6 +261,7 @@ class Trainer:
         return self._run.state
 
     @state.setter
+    @_in_own_context
     def state(self, state: TrainState) -> None:
         self._run.state = state
 
@@ -246,6 +271,7 @@ class Trainer:
         return self._run.step
 
     @property
+    @_in_own_context
     def model(self) -> nnx.Module:
         """The model with its current arrays, global and sharded, in evaluation mode.
 
@@ -257,12 +283,14 @@ class Trainer:
         return self._run.model("params")
 
     @property
+    @_in_own_context
     def ema_model(self) -> nnx.Module:
         """`model` with the moving average; raises a `ValueError` if none is kept."""
         params_of(self.state, ema=True)  # raises an error if there is no average
         return self._run.model("ema")
 
     @property
+    @_in_own_context
     def eval_model(self) -> nnx.Module:
         """`model` with the parameters that are evaluated, for export or sampling.
 
@@ -273,6 +301,7 @@ class Trainer:
         return self._run.model("eval")
 
     @property
+    @_in_own_context
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The compiled step, ``(state, batch) -> (state, metrics)``, for custom loops.
 
@@ -290,6 +319,7 @@ class Trainer:
         """The players, or ``None`` if there is one loss."""
         return self._programs.players
 
+    @_in_own_context
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a host batch on the mesh, for `train_step`.
 
@@ -299,11 +329,13 @@ class Trainer:
         """
         return self._programs.shard_batch(batch)
 
+    @_in_own_context
     def describe(self) -> Description:
         """Returns the placement of every array, with reasons and bytes per device."""
         return self._run.describe()
 
     @suggests_names
+    @_in_own_context
     def fit(
         self,
         data: Iterable[Batch],
@@ -388,6 +420,7 @@ class Trainer:
         if self._loop is not None:
             self._loop.log(metrics)
 
+    @_in_own_context
     def evaluate(
         self,
         data: Iterable[Batch],
@@ -423,6 +456,7 @@ class Trainer:
         self._run.begin("evaluate")
         return self._programs.evaluate(self.state, data, loss=loss, ema=ema)
 
+    @_in_own_context
     def predict(
         self,
         data: Iterable[Batch],
@@ -454,6 +488,7 @@ class Trainer:
         self._run.begin("predict")
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 
+    @_in_own_context
     def verify(self, batch: Batch) -> Verification:
         """Compares a step from the current state with the same step computed otherwise.
 
@@ -479,6 +514,7 @@ class Trainer:
         self._run.begin("verify")
         return self._verifier(batch)
 
+    @_in_own_context
     def save(self) -> None:
         """Saves the current state under its step, and waits until it is on disk.
 
@@ -491,6 +527,7 @@ class Trainer:
         with self._run.checkpoints:  # the end of this block waits for the save
             self._run.save(once=False)
 
+    @_in_own_context
     def restore(
         self,
         step: int | Literal["best"] | None = None,
@@ -527,6 +564,7 @@ class Trainer:
         meet("restore")
         self._run.restore(step, directory, weights_only=weights_only, rewind=rewind)
 
+    @_in_own_context
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
         """Replaces weights by the weights of a plain Orbax checkpoint.
 
