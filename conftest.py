@@ -35,8 +35,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The earlier passes (the partitioner, fusion) still run, so the HLO programs are the
 # same.
 jax.config.update("jax_disable_most_optimizations", True)
-# Programs do not record the Python lines that they come from. Looking these up slows
-# the lowering down.
+# Programs do not record the Python lines that they come from. Looking up these lines
+# would slow down the lowering.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 # Programs are not cached on disk. With the cache enabled, jax hashes each program to
 # name its file.

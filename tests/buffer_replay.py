@@ -90,7 +90,7 @@ def _words(value: Value | None) -> str:
 
 
 def checked_buffers(table: Table) -> Buffers:
-    """The buffers of a table, after a replay that checks them."""
+    """Plans the buffers of a table, and checks the plan with a replay."""
     buffers = plan_buffers(table)
     check_buffers(table, buffers)
     return buffers
@@ -169,7 +169,7 @@ def _value(slots: Slots, tick: int, stage: int) -> Value | None:
 def _arrival(
     table: Table, slots: Slots, tick: int, stage: int, direction: int
 ) -> Value | None:
-    """The value that a neighbour sent in the previous tick; direction -1 is back."""
+    """The value that a neighbour sent in the last tick; direction -1 is backward."""
     if tick == 0:
         return None
     sent = _value(slots, tick - 1, (stage - direction) % table.num_stages)

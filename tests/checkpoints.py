@@ -72,7 +72,7 @@ def damage(step: Path, name: str, how: Any) -> None:
 
 
 def rewrite(file: Path, change: Callable[[dict], Any]) -> None:
-    """Changes the content of a JSON file in place, or writes the value returned."""
+    """Lets ``change`` edit a JSON file's content, or return new content."""
     content = json.loads(file.read_text())
     content = change(content) or content
     file.write_text(json.dumps(content))

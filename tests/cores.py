@@ -1,4 +1,4 @@
-"""Gives each worker of a test run separate cores, and adapts compilation to one."""
+"""Gives each worker of a test run separate cores; tunes compilation for one core."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def keep_to_own_cores() -> None:
-    """Divides the cores among the workers of pytest-xdist, if there is one for each.
+    """Divides the cores among the workers of pytest-xdist, if there are enough cores.
 
     When the threads of two compilers share all cores, each takes up to a fifth longer.
     Processes that a test starts stay on its worker's cores.

@@ -55,7 +55,8 @@ def test_run_resumes_from_adapters_and_base(tmp_path: Path) -> None:
     after = second.fit(BATCHES, 4)["loss"]
     np.testing.assert_allclose([*before, *after], expected, rtol=1e-5)
     assert len(after) == 2
-    # The state has two Adam moments per adapter and a count, then step and key.
+    # The checkpoint has the adapters, two Adam moments per adapter with a count, and
+    # the progress.
     num = sum(x.size for x in jax.tree.leaves(nnx.state(first.model, nnx.LoRAParam)))
     assert num_bytes(first.state.opt_state) == 8 * num + 4
     stored = read_stored(tmp_path / "run")

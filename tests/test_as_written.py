@@ -168,7 +168,7 @@ def test_loss_that_bypasses_quantized_method_raises() -> None:
     for name, loss in (("hidden", through_hidden), ("__call__", squares)):
         found = make_trainer(quantize(model, name), loss).fit([batch], 1)["loss"]
         np.testing.assert_allclose(found, [expected], rtol=1e-5)
-    # A user's subclass with the same name as its base is not taken for quantized.
+    # A user's subclass with the same name as its base is not reported as quantized.
     make_trainer(_same_name(), through_hidden).fit([batch], 1)
 
 

@@ -1,4 +1,4 @@
-"""Blockwise attention: exact forward and backward, without queries x keys arrays."""
+"""Blockwise attention is exact in both passes, and never holds all scores."""
 
 import itertools
 from functools import partial

@@ -165,7 +165,7 @@ def test_muon_warns_only_without_dimension_numbers(make: Any) -> None:
 
 
 def test_factors_of_large_matrices_are_compared() -> None:
-    """Adafactor factors dims from 128 on; the number of layers plays no part."""
+    """Adafactor factors dims of at least 128; the number of layers does not matter."""
 
     def model(rngs: nnx.Rngs) -> nnx.Module:
         return Stack(lambda r: nnx.Linear(300, 300, rngs=r), 3, rngs=rngs)

@@ -87,7 +87,7 @@ def gradient_bytes(step: CompiledStep, config: GPTConfig) -> int:
 
 
 def product_bytes(config: GPTConfig) -> int:
-    """Bytes of all kernels, with the head's, which backward products need again."""
+    """Bytes of the kernels and the head, which products of the backward pass reuse."""
     return config.num_product_params * 4
 
 
@@ -182,9 +182,9 @@ def test_tensor_parallel_reduces_twice_per_block(config: GPTConfig):
     sharded = sum(
         bool(any(x.sharding.spec)) for x in jax.tree.leaves(step.plan.abstract.params)
     )
-    # The five reduce: the embedded tokens; each token's maximum, sum, and label's
-    # logit; the gradient of the head's input; and the split arrays' shares of the
-    # gradient norm.
+    # The five collectives reduce the embedded tokens; each token's maximum, sum, and
+    # label's logit; the gradient of the head's input; and the split arrays' shares of
+    # the gradient norm.
     assert len(edges) == 5
     assert sum(each.bytes for each in edges) == (
         2 * activation + 3 * per_token + sharded * SCALAR
@@ -207,7 +207,7 @@ def test_no_strategy_repeats_computation(config: GPTConfig, strategy: Strategy):
 @CONFIGS
 @ALL_STRATEGIES
 def test_no_all_to_all_or_permute_is_sent(config: GPTConfig, strategy: Strategy):
-    """No array is split along another dim, or moves to another device."""
+    """No collective splits an array along another dim, or moves it elsewhere."""
     report = compiled(config, strategy).report
     assert kinds(report) <= {"all-gather", "all-reduce", "reduce-scatter"}
 

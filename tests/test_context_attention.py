@@ -256,8 +256,8 @@ def sent(exchange: str, *, causal: bool, is_trained: bool) -> dict[str, int]:
     for each in audit(
         compiled(exchange, causal=causal, is_trained=is_trained)
     ).collectives:
-        # The audit counts an all-gather's result; of that, a device sends 3 times its
-        # shard.
+        # The audit counts an all-gather's result, which has 4 shards. A device sends
+        # its shard 3 times.
         share = 3 / 4 if each.kind != "collective-permute" else 1
         found[each.kind] += int(each.bytes * share)
     # Drops scalars, such as a sum over all devices in the loss.
@@ -270,8 +270,8 @@ KEYS = 2 * KV_HEADS_OF_LONG * SHARD  # bytes of one device's keys and values
 @pytest.mark.parametrize(
     ("exchange", "is_trained", "expected"),
     [
-        # A device receives n - 1 of n shards, in the backward pass again, with the
-        # gradients.
+        # A device receives n - 1 of n shards. The backward pass receives them again,
+        # with their gradients.
         ("ring", False, {"collective-permute": 3 * KEYS}),
         ("ring", True, {"collective-permute": 3 * 3 * KEYS}),
         # The backward pass gathers again, and scatters the gradients.
@@ -307,7 +307,8 @@ def test_no_array_holds_all_scores(exchange):
     assert text is not None
     shapes = re.findall(r"(?:f|s|u|pred)\d*\[([\d,]+)\]", text)
     largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in shapes)
-    # The largest array has one block's scores of all heads, or one device's scores.
+    # The largest array has the scores of one block for all heads, or the scores of one
+    # device.
     assert largest <= HEADS * 256 * 512 < LONG * LONG * HEADS // 4
 
 

@@ -227,7 +227,7 @@ def test_stock_attention_matches_one_device():
     case = Case(build=Stock, loss=token_loss, make_batch=token_batch)
     runs = []
     for strategy in (DataParallel(1), Composite(ContextParallel(4), FSDP(2))):
-        # Without optimizations, the first step of a shard with one row is rounded
+        # Without optimizations, initial values in a shard of one row are rounded
         # differently.
         with compiling(optimized=True):
             runs.append(measure(case, strategy, devices_of(strategy), 1))

@@ -200,7 +200,7 @@ def test_transient_error_is_not_damage(
             gc.collect()
 
         with monkeypatch.context() as patch:
-            # Garbage collection of half-made event loops raises errors, and pytest's
+            # Garbage collection of incomplete event loops raises errors, and pytest's
             # hook would open files to report them.
             patch.setattr(sys, "unraisablehook", lambda _: None)
             for spare in range(16):  # each number makes it fail at another place

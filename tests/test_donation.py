@@ -45,7 +45,7 @@ def test_array_donated_earlier_raises(jitted: Any, mesh: Mesh) -> None:
         "`params.b.0`, of shape (8,), is gone: it was donated to an earlier call, or "
         "deleted. Pass the output of that call, or give it a copy: jnp.copy(x)."
     )
-    for _ in range(3):  # a repeated program is tried without a look-up
+    for _ in range(3):  # later calls are tried without a look-up
         with pytest.raises(DonatedArrayError, match=re.escape(message)):
             jitted(gone, batch)
     with pytest.raises(RuntimeError, match=re.escape("`params.b.0`, of shape")):

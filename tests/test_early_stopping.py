@@ -90,7 +90,7 @@ def test_min_delta_and_mode_define_improvement() -> None:
     assert [fine.observe(i, x) for i, x in enumerate((3, 2.4, 2.0))] == [0, 0, 1]
     large = EarlyStopping("eval_accuracy", mode="max", patience=1, min_delta=0.1)
     assert [large.observe(i, x) for i, x in enumerate((0.5, 0.7, 0.79))] == [0, 0, 1]
-    # Stopping on a training metric decides at each step; rate 0 keeps the loss
+    # A criterion on a training metric is checked at each step. Rate 0 keeps the loss
     # constant.
     stopping = EarlyStopping("loss", patience=2)
     trainer = make_trainer(stopping)

@@ -1,4 +1,4 @@
-"""Split experts: the numbers of a loop over tokens, and a share of the experts each."""
+"""Split experts: the numbers of a loop over tokens; each device has its share."""
 
 import itertools
 import json

@@ -207,7 +207,7 @@ PUBLISHED = {
 
 
 def test_presets_have_published_sizes() -> None:
-    """Sizes of the language models only, with the rows of the tables in the files."""
+    """Sizes of the language models only; tables have as many rows as in the files."""
     found = {name: GPTConfig.preset(name).num_params for name in PRESETS}
     # Its size differs from DeepSeek-V3's, which has latent attention.
     del found["deepseek-v3-like"]

@@ -137,7 +137,7 @@ def test_mask_is_split_along_its_dims(shape: tuple[int, int]):
 
 
 class Block(nnx.Module):
-    """Attention whose kernel runs per shard, or once for all."""
+    """Attention whose kernel runs per shard, or directly."""
 
     def __init__(self, is_split: bool, rngs: nnx.Rngs) -> None:
         embed, head = {"embed": 16}, {"head_dim": 4}

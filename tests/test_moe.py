@@ -295,11 +295,12 @@ def test_bias_moves_by_counts():
     np.testing.assert_array_equal(metrics["expert_loads"], metrics["expert_load"][None])
     assert counts_of(moe) == [0] * 8
     before = moe.bias[...]
-    # Fits in 31 bits after times 8, but not after times 64.
+    # The product with 8 fits in 31 bits, but the product with 64 does not.
     moe.counts[...] = jnp.full(8, 2**27)
     moe.finish_step()
     np.testing.assert_array_equal(moe.bias[...], before)
-    moe.counts[...] = jnp.zeros(8, jnp.int32).at[0].set(2**29)  # also after times 8
+    # This product with 8 fits too.
+    moe.counts[...] = jnp.zeros(8, jnp.int32).at[0].set(2**29)
     assert moe.finish_step()["expert_load"] == 8
 
 

@@ -95,7 +95,7 @@ def host_leaves(state: Any) -> list[jax.Array]:
 
 
 def assert_close(one: np.ndarray, other: np.ndarray) -> None:
-    """Compares in float32; in bfloat16, few entries may differ by one last bit.
+    """Compares in float32; in bfloat16, few entries may differ, by their last bit.
 
     Where a float32 value is halfway between two bfloat16 values, its last bit decides.
     """

@@ -76,7 +76,7 @@ def compiled(
 
 
 def slot_flops(report: Report) -> dict[str, float]:
-    """Returns the FLOPs per device of each kind of slot and each outer part."""
+    """FLOPs per device of each kind of slot, and of each part around the stack."""
     return {each.scope: max(each.branch_flops) for each in report.conditionals}
 
 

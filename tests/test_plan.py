@@ -57,7 +57,7 @@ def facts(parts: Parts) -> Facts:
 
 
 def memory_of(parts: Parts, candidate: Candidate) -> tuple[int, int, int]:
-    """State bytes by formula; compiled bytes of arguments, and with temporaries."""
+    """Returns bytes by formula, and compiled bytes without and with temporaries."""
     strategy, count = candidate.strategy, candidate.num_microbatches
     layout = strategy.layout()
     state, batch = parts.on(layout), parts.batch_on(layout, count)
@@ -442,7 +442,7 @@ def test_formulas_drop_only_hopeless_candidates(parts: Parts) -> None:
 
 @pytest.mark.slow
 def test_choice_is_fastest_compiled_candidate(parts: Parts, tmp_path) -> None:
-    """The choice has the least estimated time; formulas keep it among the compiled."""
+    """The choice has the least estimated time, and formulas do not drop it."""
     fix = {"pipe": 1, "microbatches": 1, "remat": "none"}
     fix |= {"shard": "params", "sequence": True}
     few = plan(parts, topology=CPUS, fix=fix, compile=3, cache=tmp_path)

@@ -22,7 +22,7 @@ COMPILED = 4  # of the best candidates by formulas, as in `plan`
 
 @pytest.fixture
 def optimized(topology: Topology, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiles TPU programs with the optimizations that users have and `plan` times."""
+    """Compiles TPU programs with all optimizations, as users and `plan` do."""
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     jax.config.update("jax_disable_most_optimizations", topology is CPUS)
     yield

@@ -401,7 +401,7 @@ def test_derivative_of_compiled_convolution_matches_one_device() -> None:
 
 
 def main() -> None:
-    """Prints what plain JAX computes wrongly; each operation runs in a process."""
+    """Prints what plain JAX computes wrongly, with one process per operation."""
 
     def write(row: str) -> None:
         sys.stdout.write(f"| {row} |\n")

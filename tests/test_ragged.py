@@ -322,5 +322,5 @@ def test_tpu_program_exchanges_only_rows():
     # its forward pass, except for returning the first product's result.
     assert next(numbers) == exchanges + 5
     assert next(numbers) == products + 3 + num_grouped
-    # jaxlib can also print the program, or is too old for it, and the error says so.
+    # jaxlib prints the program too. If jaxlib is too old for that, the error says so.
     assert next(numbers)

@@ -1,8 +1,9 @@
 """Makes the folders in ``vision``: tiny random models of images, by transformers.
 
-Like `make_goldens.py`, with models of images. ``logits.npz`` has ``images``, float32
-(2, 3, 16, 16), in the layout of transformers, and ``logits``, float32 (2, classes),
-computed in evaluation mode. The statistics of the norms are random too.
+The script works like `make_goldens.py`, for models of images. ``logits.npz`` has
+``images``, float32 (2, 3, 16, 16), in the layout of transformers, and ``logits``,
+float32 (2, classes), computed in evaluation mode. The statistics of the norms are
+random too.
 
 The tests do not run this script. To make the folders again: ``pip install torch
 transformers safetensors``, then ``python make_vision.py``.

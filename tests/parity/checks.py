@@ -83,7 +83,7 @@ def assert_placed(state: TrainState, description: Description) -> None:
 
 
 def assert_parts(tree: object, parts: int | None) -> None:
-    """Checks that every device holds one of ``parts`` parts of non-scalar arrays."""
+    """Checks that every device holds 1 in ``parts`` bytes of non-scalar arrays."""
     if parts is None:
         return
     arrays = [x for x in jax.tree.leaves(tree) if x.ndim]

@@ -1,4 +1,4 @@
-"""A run that signals end at random moments gives the same bits as another run."""
+"""A run that signals interrupt at random moments gives the bits of a normal run."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A training run that tests start as processes; a tiny GPT breaks where it is told.
+"""Trains a tiny GPT in processes that tests start, with faults where a test asks.
 
 ``python -m nnx_parallel launch ... tests/processes/worker.py '{"steps": 4, ...}'``
 """
@@ -110,7 +110,7 @@ def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
 
 
 class Batches:
-    """This process's share of the global batches; may have a fault at one step."""
+    """This process's share of the global batches, with a fault at one step if given."""
 
     def __init__(self, settings: Settings, index: int, count: int) -> None:
         self._settings = settings
@@ -153,7 +153,7 @@ class Fault(Callback):
 
     def __init__(self, settings: Settings) -> None:
         self._fault = active_fault(settings)
-        self._slow_step = settings.fault.get("slow_step")  # on all processes
+        self._slow_step = settings.fault.get("slow_step")  # applies to all processes
 
     def on_fit_start(self, trainer: Any) -> None:
         if self._fault.get("kind") == "disk":  # longer files cannot be written

@@ -64,7 +64,7 @@ class Case:
 
 
 def stacked(case: Case, rngs: nnx.Rngs) -> nnx.Module:
-    """The model with its blocks in a `Stack`; the list of blocks has this one entry."""
+    """The model with its blocks in a `Stack`, the only entry of the list of blocks."""
     model = case.build(rngs)
     parent, name = _find(model, case.blocks)
     setattr(parent, name, nnx.List([Stack.of(getattr(parent, name))]))
