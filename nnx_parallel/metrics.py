@@ -275,7 +275,7 @@ def _by_name(aux: Any) -> dict[str, Any]:
 
 
 def _check_aux(aux: Any) -> None:
-    """Raises a `LossError` for outputs of the model beside a dict of metrics."""
+    """Raises a `LossError` for outputs of the model next to a dict of metrics."""
     parts = aux if isinstance(aux, tuple | list) else ()
     dicts = [i for i, part in enumerate(parts) if isinstance(part, Mapping)]
     shapes = [jnp.shape(x) for x in parts if isinstance(x, get_args(ArrayLike))]
@@ -294,8 +294,8 @@ def split_loss_output(
     """Checks a loss function's output and returns its loss and metrics.
 
     The output is ``loss``, ``(loss, metrics)``, or a dict of metrics with a ``"loss"``.
-    Plain scalars are returned as a `Mean` with ``weight``. If metrics beside the loss
-    have another ``"loss"``, it is named ``aux.loss``.
+    Plain scalars are returned as a `Mean` with ``weight``. A metric that is also named
+    ``"loss"`` is renamed to ``aux.loss``, unless it is the loss itself.
     """
     loss, metrics = output, {}
     if isinstance(output, Mapping) and "loss" in output:

@@ -94,7 +94,7 @@ class Share:
 
     Attributes:
         tx: The player's optimizer.
-        paths: Paths of the parameters that it updates.
+        paths: Paths of the parameters that the player's optimizer updates.
     """
 
     tx: Optimizer
@@ -120,7 +120,7 @@ class StatePlan:
         offload: The arrays that are kept in host memory, or ``None``.
         shares: The players' shares by name; empty if there is only one loss.
         player: The player of a `view`, or an empty name.
-        whole: The plan of the entire state; this plan, unless it is a `view`.
+        whole: The plan of the entire state. It differs from this plan in a `view`.
     """
 
     model_name: str
@@ -147,8 +147,8 @@ class StatePlan:
     def view(self, player: str) -> StatePlan:
         """Returns the plan of the state as one player sees it.
 
-        The parameters of the other players are variables there, which its step does not
-        train.
+        In this plan, the parameters of other players are among the variables, which a
+        step of this player does not train.
         """
         share = self.shares[player]
         view = dataclasses.replace(
@@ -469,7 +469,7 @@ def plan_state(
 
 
 def _trained(model: nnx.Module, filters: Mapping[str, Any], name: str) -> frozenset:
-    """Returns the paths that a player's filter selects; they must not be empty."""
+    """Returns the paths that a player's filter selects; there must be at least one."""
     wrt = filters[name]
     paths = frozenset(path for path, _ in variables_of(model, wrt))
     if not paths:

@@ -381,7 +381,7 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
 
 
 def check_update(optimizer: object, loss: object) -> None:
-    """Raises a `TypeError` if an optimizer or a loss is something else."""
+    """Raises a `TypeError` if an optimizer or a loss has the wrong type."""
     if _is_transformation(loss) and callable(optimizer):
         raise TypeError(
             "loss is an Optax transformation and optimizer a function: they are "

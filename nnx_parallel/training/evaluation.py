@@ -219,7 +219,7 @@ class Programs:
 
     @cached_property
     def turns(self) -> dict[str, "Programs"]:
-        """The programs of each player; without players, these under an empty name."""
+        """The programs of each player. Without players, the only name is empty."""
         if self.players is None:
             return {"": self}
         return {
@@ -431,7 +431,7 @@ class Programs:
         return {f"{name}/": _Known(each) for name, each in losses.items()}
 
     def _warn_of_copies(self, functions: Iterable[_Known], call: str) -> None:
-        """Warns, once, of a function that the user makes again for each call."""
+        """Warns once about a function that the user makes again for each call."""
         for known in functions:
             if (code := getattr(known.function, "__code__", None)) is None:
                 continue

@@ -371,7 +371,7 @@ class Loop:
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
 
     def _trace_turns(self, batch: Batch) -> None:
-        """Traces the steps of all players: their errors come before any compilation."""
+        """Traces the steps of all players, so that errors come before a compilation."""
         for player, programs in self.programs.turns.items():
             step: Any = programs.train_step
             try:

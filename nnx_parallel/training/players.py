@@ -1,7 +1,7 @@
-"""Several losses of one model that take turns, each with its optimizer.
+"""Several losses of one model, which take turns. Each has a separate optimizer.
 
 A step belongs to one player. It computes the gradients of this player's loss for the
-parameters that the player trains; all other arrays of the model are shared.
+parameters that the player trains. All players share the arrays of the model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Player:
 
     Attributes:
         optimizer: An Optax transformation, or a function of the abstract model that
-            returns one. It counts only the steps of this player, so a schedule does
-            too.
+            returns one. It counts only the steps of this player, and so does a
+            schedule.
         loss: The loss, like the loss of a `Trainer`. Its gradient passes through the
             entire model; parameters that ``wrt`` leaves out do not change.
         wrt: Filter of the Variables that this player trains; by default the parameters
@@ -49,11 +49,11 @@ class Player:
 class Players(Mapping[str, Player]):
     """Players that train one model in turns: a GAN, an actor and a critic.
 
-    It takes the place of the optimizer and the loss of a `Trainer`. A turn is one or
-    more steps of a player; the players take turns in the order in which they are given.
-    The number of the step decides whose step it is, so a resumed run continues within a
-    turn. Each step takes the next batch: for a batch that all players see, the data
-    yields it several times.
+    Pass `Players` to a `Trainer` instead of an optimizer and a loss. A turn is one or
+    more steps of a player. The players take turns in the order in which they are given.
+    The number of the step decides whose step it is, so a resumed run can continue
+    within a turn. Each step takes the next batch. If all players should see the same
+    batch, the data must yield it once for each of them.
 
     All players share one model; several networks are attributes of one module. They
     also share one step counter and one checkpoint, which has an optimizer state for
@@ -174,15 +174,15 @@ class Players(Mapping[str, Player]):
 def by_player(
     optimizer: Any, loss: LossFn | None, wrt: Any
 ) -> tuple[Players | None, Any, list[LossFn | None], Any]:
-    """Checks these arguments of a Trainer, and takes players apart.
+    """Checks the optimizer, loss and filter of a Trainer, and takes players apart.
 
     Returns:
-        The players, or ``None``; then optimizer, losses and filter. With players,
-        optimizer and filter are dicts by player.
+        The players or ``None``, the optimizer, the losses, and the filter. With
+        players, optimizer and filter are dicts by player.
 
     Raises:
-        TypeError: If an optimizer or a loss is something else, or if there are players
-            beside a loss or a filter.
+        TypeError: If an optimizer or a loss has the wrong type, or if players are given
+            together with a loss or a filter.
     """
     if not isinstance(optimizer, Players):
         check_update(optimizer, loss)

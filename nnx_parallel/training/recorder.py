@@ -112,7 +112,7 @@ class Throughput:
 
 
 _OF_PLAYERS = ("loss", "grad_norm", "learning_rate")
-"""Metrics that each player also has by name."""
+"""Metrics that each player also reports under the player's name."""
 
 Values = Mapping[str, float]
 """Metrics by name, on the host."""

@@ -309,8 +309,9 @@ class Trainer:
         `shard_batch`. A state that an earlier step has donated raises a
         `DonatedArrayError`.
 
-        With `Players` the number of the step decides whose step it is, which waits for
-        the step before. ``(state, batch, "critic")`` runs a step of a given player.
+        With `Players` the number of the step in the state decides whose step it is.
+        Reading this number waits for the previous step. ``(state, batch, "critic")``
+        runs a step of a given player.
         """
         return self._programs.train_step
 
