@@ -311,9 +311,9 @@ def is_without_mesh(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def explaining_axes() -> Iterator[None]:
-    """Explains JAX's error about the axes of a sharding that a model makes.
+    """Turns JAX's error about the axes of a model's sharding into a named error.
 
-    It knows the message of jax 0.10 to 0.12; other errors pass unchanged.
+    The message of jax 0.10 to 0.12 is recognised. Other errors pass unchanged.
     """
     try:
         yield
@@ -321,9 +321,10 @@ def explaining_axes() -> Iterator[None]:
         if "is not found in mesh" not in str(error):
             raise
         raise UnknownAxisError(
-            f"{error} The model makes a NamedSharding of the mesh that it finds, with "
-            "axes of another mesh. Pass the spec itself: with_sharding_constraint(x, "
-            "P(...)) and out_sharding=P(...) translate names such as tp and dp."
+            f"{error} The model makes a NamedSharding from the mesh that it finds, but "
+            "names axes of another mesh. Pass only the spec: "
+            "with_sharding_constraint(x, P(...)) and out_sharding=P(...) translate "
+            "names such as tp and dp."
         ) from error
 
 
@@ -331,8 +332,8 @@ def explaining_axes() -> Iterator[None]:
 def leaving_mesh(mesh: Mesh | None = None) -> Iterator[None]:
     """Clears the mesh of JAX's context, which a caller has set by ``jax.set_mesh``.
 
-    The context has no effect on what runs inside, whatever its axes, their types or its
-    devices are. If the context already has ``mesh`` itself, it does not change.
+    The caller's mesh then has no effect, whatever its axes, their types or its devices
+    are. If the context already has ``mesh``, nothing changes.
     """
     found = jax.sharding.get_abstract_mesh()
     if found.empty or (mesh is not None and found == mesh.abstract_mesh):
@@ -348,7 +349,7 @@ def leaving_mesh(mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh with Auto axes: the same devices and names.
+    """Returns the mesh with Auto axes, and with the same devices and names.
 
     Raises:
         MeshAxisTypeError: If an axis is Manual, as in the body of a ``shard_map``.

@@ -108,7 +108,7 @@ class Sharding(Placing):
 
 def test_sharding_of_unknown_axis_raises() -> None:
     placing = trainer(Sharding, TensorParallel())
-    message = "The model makes a NamedSharding of the mesh that it finds, with axes of"
+    message = "The model makes a NamedSharding from the mesh that it finds, but names"
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         placing.fit([X], num_steps=1)
 

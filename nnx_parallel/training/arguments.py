@@ -245,8 +245,8 @@ class Backend:
     """Mesh, host memory and compiler of a run; ``Trainer(backend=...)``.
 
     Attributes:
-        mesh: A mesh that replaces the strategy's mesh. It has the same axes. Explicit
-            axes are used as Auto axes.
+        mesh: A mesh that replaces the strategy's mesh. It must have the same axes.
+            Explicit axes are used as Auto axes.
         offload: An `Offload`, which selects the arrays that are kept in host memory.
         compiler_options: Options of XLA by name. They override the options that the
             library sets for TPUs and GPUs (`compiler_options`); the value ``None``

@@ -55,7 +55,7 @@ _R = TypeVar("_R")
 def _in_own_context(
     method: Callable[Concatenate["Trainer", _P], _R],
 ) -> Callable[Concatenate["Trainer", _P], _R]:
-    """Wraps a method: meshes and modes of Variables in the context have no effect."""
+    """Wraps a method so that the caller's mesh and Variable modes have no effect."""
 
     @wraps(method)
     def run(self: "Trainer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
