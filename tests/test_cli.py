@@ -312,7 +312,7 @@ def test_deleted_step_is_not_damaged(run: Path, tmp_path: Path) -> None:
     _, verdict = _judge(saved, 2, verify=True)
     assert verdict == "deleted by the run meanwhile"
     _, verdict = _judge(saved, 4, verify=True)
-    assert verdict.startswith("whole")
+    assert verdict.startswith("complete")
 
 
 def test_step_in_deletion_is_checked_again(run: Path, tmp_path: Path) -> None:
