@@ -31,6 +31,7 @@ NAMES = {
     "peers": "steps by hand, with nnx.jit and scalax (needs the extra `bench`)",
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
     "gpu": "a GPT on one GPU against PyTorch (needs both; --tiny needs neither)",
+    "strangers": "public models, unchanged, beside plain nnx.jit; --rounds of them",
     "grouped": "experts on one GPU against PyTorch's grouped products, likewise",
 }
 

@@ -35,6 +35,8 @@ def make_batches() -> list[dict]:
             "past": normal(12, 3),
             "future": normal(4),
             "rows": normal(scanned.WIDTH),
+            "video": normal(2, 8, 8, 1),
+            "patches": rng.uniform(size=(ROWS, 8)).astype(np.float32),
         }
 
     return [batch(seed) for seed in range(NUM_STEPS)]

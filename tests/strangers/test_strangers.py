@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from nnx_parallel import (
     FSDP,
@@ -27,8 +26,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PipelineError
 from tests.parity.checks import assert_params_close
-from tests.parity.models import Arrays
-from tests.parity.runs import to_host
+from tests.strangers import runs
 from tests.strangers.cases import (
     CASES,
     NUM_STEPS,
@@ -38,6 +36,7 @@ from tests.strangers.cases import (
     table,
     unstacked,
 )
+from tests.strangers.runs import Run, variables
 
 # Some gradients are zero up to rounding, for example of a bias before batch statistics
 # or of an attention key's bias. Adam would turn that rounding into full steps. This eps
@@ -84,29 +83,9 @@ def _as_others_run_them() -> Iterator[None]:
 
 
 @cache
-def plain(name: str) -> tuple[list[float], Arrays]:
+def plain(name: str) -> Run:
     """Losses and all variables after training with plain NNX."""
-    case = CASES[name]
-    model: Any = case.build(rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, TX, wrt=case.wrt)
-
-    @nnx.jit
-    def step(model: Any, optimizer: Any, batch: Any) -> Any:
-        def scalar(model: Any) -> jax.Array:
-            out = case.loss(model, batch)
-            return out[0] if isinstance(out, tuple) else out
-
-        diff = nnx.DiffState(0, case.wrt)
-        loss, grads = nnx.value_and_grad(scalar, argnums=diff)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    losses = [float(step(model, optimizer, batch)) for batch in BATCHES]
-    return losses, variables(model)
-
-
-def variables(model: nnx.Module) -> Arrays:
-    return to_host(nnx.to_pure_dict(nnx.state(model)))
+    return runs.plain(CASES[name], TX)
 
 
 def make_trainer(case: Case, name: str, build: Any = None) -> Trainer:
@@ -140,11 +119,11 @@ def test_training_matches_plain_nnx(name: str, strategy: str) -> None:
     is_stacked = strategy == "pipeline"
     build = partial(stacked, case) if is_stacked else case.build
     trainer = make_trainer(case, strategy, build)
-    losses, expected = plain(name)
+    expected = plain(name)
     found = trainer.fit(BATCHES, NUM_STEPS)["loss"]
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(found, expected.losses, rtol=1e-5)
     model = unstacked(case, trainer.model) if is_stacked else trainer.model
-    assert_params_close(variables(model), expected)
+    assert_params_close(variables(model), expected.arrays)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,0 +1,60 @@
+"""Public models train unchanged to the numbers of plain `nnx.jit`.
+
+`make test` has small ones, `make test-deep` trains all under FSDP and restores them on
+another mesh, and the product with the other strategies is marked ``slow``. A case that
+waits for a feature is expected to fail: once it passes, its `waits` goes.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from nnx_parallel.errors import ParallelError
+from tests.parity.checks import assert_all_below
+from tests.strangers import runs
+from tests.strangers.public.cases import PUBLIC
+
+LIMIT = 2e-6
+QUICK = {("flax counter", "FSDP"), ("flax surgery", "FSDP")}
+
+# Flax and this library give their authors advice, which others need not follow.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_others_run_them() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@cache
+def plain(name: str) -> runs.Run:
+    return runs.plain(PUBLIC[name])
+
+
+def pairs() -> Iterator[Any]:
+    for name, case in PUBLIC.items():
+        for strategy in runs.STRATEGIES:
+            mark = pytest.mark.deep if strategy == "FSDP" else pytest.mark.slow
+            marks = [] if (name, strategy) in QUICK else [mark]
+            if case.waits:
+                raises = (ParallelError, ValueError)
+                marks.append(pytest.mark.xfail(raises=raises, reason=case.waits))
+            yield pytest.param(name, strategy, marks=marks, id=f"{name}-{strategy}")
+
+
+@pytest.mark.parametrize(("name", "strategy"), [*pairs()])
+def test_public_model_trains_and_restores_unchanged(
+    name: str, strategy: str, tmp_path: Path
+) -> None:
+    run, state = runs.trained(PUBLIC[name], strategy, tmp_path)
+    assert runs.loss_difference(run, plain(name)) <= LIMIT
+    assert_all_below(runs.array_differences(run, plain(name)), LIMIT)
+    assert runs.same_bits(runs.restored(PUBLIC[name], tmp_path), state)
