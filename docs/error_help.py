@@ -83,7 +83,8 @@ HELP = {
         "A collective matmul got arrays whose dims do not fit, or a dim to shard that "
         "the matmul contracts.",
         "Choose one of the dims in the message.",
-        "dim=1 of x ..., whose dims [1] are contracted. Choose a dim that is kept ...",
+        "dim=1 is invalid for x ..., whose dims [1] are contracted. Choose a dim that "
+        "is not contracted ...",
     ),
     "AttentionKernelError": Help(
         "`implementation=` asks for a fused kernel that cannot compute this attention.",
@@ -133,7 +134,7 @@ HELP = {
         "The blocks of a `Stack` differ, or share a Variable.",
         "Make the blocks alike (`period=` for layers that alternate), and keep shared "
         "Variables outside of the stack.",
-        "A block of the stack holds Variables from outside of it: ['table'] ...",
+        "A block of the stack holds Variables from outside the block: ['table'] ...",
     ),
     "ProgramTextError": Help(
         "`audit` got a program compiled for TPUs, and jaxlib cannot print it: it is "
@@ -158,7 +159,7 @@ HELP = {
         "Files of weights are damaged, or their names or shapes differ from the model's.",
         "Fetch the files again; compare `config.json` with the model; complete the "
         "table of names, or pass `ignored=`.",
-        "The files lack 'model.norm.weight', which is `norm.scale`. ...",
+        "The files have no array 'model.norm.weight', which is needed for ...",
     ),
     "StateStructureError": Help(
         "A loss created a Variable or changed a shape; or a model of an earlier step "

@@ -275,25 +275,33 @@ INTS = jnp.ones((2, 8), jnp.int32)
 WRONG = [
     (
         {"segments": INTS[:, :7]},
-        "Segments of queries have shape (2, 7); each token has",
+        "Segments of queries have shape (2, 7); they must be int (2, 8)",
     ),
-    ({"segments": INTS * 1.0}, "Segments of queries have dtype float32; ids of"),
+    (
+        {"segments": INTS * 1.0},
+        "Segments of queries have dtype float32; they must be integers",
+    ),
     (
         {"segments": INTS, "key": LONGER, "value": LONGER},
-        "takes a pair, int (2, 8) and",
+        "needs a pair of arrays, int (2, 8) and",
     ),
     (
         {"window": 0},
-        "window is 0; it must be an int of at least 1, the number of keys that a",
+        "window is 0; it must be None, for no limit, or an int of at least 1: the "
+        "number of keys that a",
     ),
-    ({"window": 2.5}, "window is 2.5; it must be an int of at least 1"),
+    (
+        {"window": 2.5},
+        "window is 2.5; it must be None, for no limit, or an int of at least 1",
+    ),
     (
         {"softcap": 0.0},
-        "softcap is 0.0; it must be a number above 0, the bound of the scores",
+        "softcap is 0.0; it must be None, for no bound, or a number above 0: the bound "
+        "of the scores",
     ),
     (
         {"sinks": jnp.zeros(3)},
-        "Sinks of shape (3,) for 4 query heads; each head has one",
+        "sinks has shape (3,) for 4 query heads; it must be (4,), one number for each",
     ),
     (
         {"mask": jnp.ones((2, 4, 8, 7), bool)},
@@ -301,7 +309,7 @@ WRONG = [
     ),
     (
         {"mask": jnp.ones((1, 1, 8, 8))},
-        "A mask of shape (1, 1, 8, 8) and dtype float32",
+        "The mask has shape (1, 1, 8, 8) and dtype float32",
     ),
     ({"key": X[:, :, :3], "value": X[:, :, :3]}, "kv_heads must divide heads"),
 ]

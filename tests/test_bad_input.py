@@ -552,8 +552,8 @@ def test_loss_without_balance_loss_warns() -> None:
         devices=jax.devices()[:1],
     )
     message = (
-        "The loss leaves out the losses that balance the experts, "
-        "Experts(balance_loss, z_loss): logits do not include them. Take "
+        "The loss does not include the losses of the experts, "
+        "Experts(balance_loss, z_loss), because it is computed from logits. Use "
         "next_token_loss, or add the mean"
     )
     with pytest.warns(UserWarning, match=re.escape(message)):

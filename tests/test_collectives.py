@@ -304,7 +304,7 @@ class TestErrors:
             all_gather_matmul(self.X, self.W, "tensor", dim=1)
 
     def test_missing_mesh_raises(self):
-        message = "No mesh axis 'tensor' here. Axes: []. Pass mesh="
+        message = "There is no mesh axis 'tensor' here. Axes: []. Pass mesh="
         with pytest.raises(errors.UnknownAxisError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=1)
 
@@ -315,7 +315,7 @@ class TestErrors:
             in_specs=(P(None, None, "tensor"), P("tensor")),
             out_specs=P(None, "tensor"),
         )
-        message = "The code is manual over 'tensor' already. Call all_gather_matmul"
+        message = "The code is already manual over 'tensor'. Call all_gather_matmul"
         with pytest.raises(errors.UnknownAxisError, match=re.escape(message)):
             region(self.X, self.W)
 
@@ -333,8 +333,8 @@ class TestErrors:
 
     def test_gathering_contracted_dim_raises(self):
         message = (
-            "dim=-1 of x with shape (2, 8, 6), whose dims [2] are contracted. Choose a "
-            "dim that is kept: one of [0, 1]."
+            "dim=-1 is invalid for x with shape (2, 8, 6), whose dims [2] are "
+            "contracted. Choose a dim that is not contracted: one of [0, 1]."
         )
         with pytest.raises(errors.CollectiveProductError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=-1, mesh=ring_mesh(2))
@@ -342,7 +342,7 @@ class TestErrors:
     def test_different_sizes_raise(self):
         message = (
             "contracting=2 does not fit x of shape (2, 8, 6) and w of shape (6, 4). "
-            "Give the number of last dims of x and first dims of w"
+            "Give a number n, to contract the last n dims of x with the first n dims"
         )
         with pytest.raises(errors.CollectiveProductError, match=re.escape(message)):
             row_parallel_matmul(
@@ -351,8 +351,8 @@ class TestErrors:
 
     def test_indivisible_axis_raises(self):
         message = (
-            "Cannot split dim 1 of x with shape (2, 8, 6) over the mesh axis 'tensor' "
-            "of size 3: it does not divide 8. Pad the dim to 9."
+            "Cannot split dim 1 of x with shape (2, 8, 6) over the mesh axis 'tensor', "
+            "because its size 3 does not divide 8. Pad the dim to 9."
         )
         with pytest.raises(errors.IndivisibleDimError, match=re.escape(message)):
             row_parallel_matmul(self.X, self.W, "tensor", dim=1, mesh=ring_mesh(3))

@@ -207,7 +207,8 @@ def test_unbalanced_length_warns(monkeypatch):
     layout = layout_of(ContextParallel(8))
     message = (
         "Causal attention of 24 tokens over context=8 is not balanced: the last device "
-        "has 15 times the work of the first. Take sequences of a multiple of 16."
+        "has 15 times the work of the first. Use a sequence length that is a multiple "
+        "of 16."
     )
     query, key, value, _ = operands(8, 24)
     with using(layout), pytest.warns(ParallelWarning, match=re.escape(message)):
@@ -324,8 +325,8 @@ def attend(strategy: Strategy, seq: int, kv_heads: int = 8, **rules: Any) -> Arr
 def test_indivisible_length_raises():
     message = (
         "Cannot split dim 1 of the queries of an attention with shape (4, 30, 8, 8) "
-        "over the mesh axis 'context' of size 4: it does not divide 30. Pad the dim "
-        "to 32."
+        "over the mesh axis 'context', because its size 4 does not divide 30. Pad the "
+        "dim to 32."
     )
     with pytest.raises(IndivisibleDimError, match=re.escape(message)):
         attend(ContextParallel(4), 30)
@@ -336,9 +337,9 @@ def test_indivisible_length_raises():
     [
         (
             ContextParallel(3, "all_to_all"),
-            "exchange='all_to_all' shares the heads of attention over context=3, which "
-            "does not divide 8 heads. Take a size among [1, 2, 4, 8], or "
-            "exchange='ring' or 'gather', which share none.",
+            "exchange='all_to_all' splits the heads of attention over context=3, which "
+            "does not divide 8 heads. Use a size among [1, 2, 4, 8], or "
+            "exchange='ring' or 'gather', which do not split heads.",
         ),
         (
             Composite(ContextParallel(8, "all_to_all"), DataParallel(1)),

@@ -94,7 +94,8 @@ def test_explicit_settings_override_environment() -> None:
         (
             {"num_processes": 2, "process_id": 0, "coordinator_address": "h:1"},
             "initialize() came too late: JAX has started and found 8 devices. Call it "
-            "first in the script, before anything that touches an array or a device.",
+            "at the start of the script, before any code that uses an array or a "
+            "device.",
         ),
     ],
 )
@@ -109,12 +110,13 @@ def test_late_initialize_raises(given: dict[str, Any], message: str) -> None:
     [
         (
             "num_processes=2",
-            "initialize() knows coordinator_address=None, num_processes=2, "
-            "process_id=None. Give all three, or none to have them found.",
+            "initialize() got coordinator_address=None, num_processes=2, "
+            "process_id=None. Give all three arguments, or none: then they are read "
+            "from the environment.",
         ),
         (
             "'h:1', 2, 2",
-            "process_id=2 of num_processes=2. Valid: 0 to 1.",
+            "process_id=2 is invalid for num_processes=2. It must be from 0 to 1.",
         ),
     ],
 )
@@ -235,14 +237,14 @@ def test_swallowing_handler_warns_once(recwarn: pytest.WarningsRecorder) -> None
         termination.check()
         assert len(recwarn) == 0
         before = signal.signal(signal.SIGTERM, mine)
-        with pytest.warns(UserWarning, match="swallows the notice of a preemption"):
+        with pytest.warns(UserWarning, match="a preemption will end the run"):
             termination.check()
         termination.check()
         signal.signal(signal.SIGTERM, before)
 
 
 def test_invalid_step_timeout_raises() -> None:
-    message = "step_timeout=0. It must be a positive number of seconds, or None"
+    message = "step_timeout=0 is invalid. It must be a positive number of seconds, None"
     with pytest.raises(ValueError, match=re.escape(message)):
         Watchdog(0)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -355,7 +357,7 @@ def test_missing_processes_are_named() -> None:
         assert json.loads(peer.recv_bytes()) == {
             "op": "lost",
             "process": 0,
-            "reason": "it did not join within 1 s. Processes that are missing: [0, 2]",
+            "reason": "it did not join within 1 s. Missing processes: [0, 2]",
         }
 
 

@@ -115,7 +115,7 @@ COUNTS = [
     ("llama", "num_attention_heads", 10**9, "from 1 to 65,536"),
     ("llama", "vocab_size", 10**15, "from 1 to 2,147,483,647"),
     ("llama", "vocab_size", 2**31 - 1, "Config and files disagree"),
-    ("llama", "rope_parameters", [1], "has a setting of the wrong kind"),
+    ("llama", "rope_parameters", [1], "has a setting with a wrong type"),
     ("mixtral", "num_local_experts", 65_536, "Config and files disagree"),
 ]
 

@@ -59,6 +59,6 @@ def test_generation_matches_one_device(plan: str) -> None:
 
 def test_generating_with_another_model_raises() -> None:
     model: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    message = "generate got an object of type Linear. It continues prompts of a GPT"
+    message = "generate got a Linear, but it needs a GPT, which has a cache"
     with pytest.raises(TypeError, match=message):
         generate(model, jax.numpy.ones((1, 2), int), max_new_tokens=2)

@@ -313,7 +313,7 @@ def test_interrupted_fit_prints_no_traceback(
 def test_ctrl_c_without_checkpoint_promises_no_save(capfd: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         make_trainer(At(2, interrupt)).fit(Data(), 12)
-    said = "Ctrl-C: the fit ends after this step. It saves no checkpoint. A second one"
+    said = "Ctrl-C: the fit ends after this step. It saves no checkpoint. A second"
     assert said in capfd.readouterr().err
 
 

@@ -282,22 +282,22 @@ class TestErrors:
         [
             (
                 {"kernel": jnp.ones((4, 16, 1))},
-                "A kernel of shape (4, 16, 1) with vocab_dim=1; it must be (embed, "
+                "The kernel has shape (4, 16, 1) with vocab_dim=1; it must be (embed, "
                 "vocab), or (vocab, embed) with vocab_dim=0.",
             ),
             (
                 {"vocab_dim": 0},
-                "Hidden states of shape (2, 8, 4) for a kernel of shape (4, 16) with "
-                "vocab_dim=0; they must be (batch, seq, 16).",
+                "Hidden states have shape (2, 8, 4); for a kernel of shape (4, 16) "
+                "with vocab_dim=0 they must be (batch, seq, 16).",
             ),
             (
                 {"labels": jnp.ones((2, 7), jnp.int32)},
-                "Labels of shape (2, 7) for hidden states of shape (2, 8, 4); each "
-                "token has one: (2, 8).",
+                "Labels have shape (2, 7); for hidden states of shape (2, 8, 4) they "
+                "must be (2, 8).",
             ),
             (
                 {"weights": jnp.ones((2,))},
-                "Weights of shape (2,) for hidden states of shape (2, 8, 4)",
+                "Weights have shape (2,); for hidden states of shape (2, 8, 4)",
             ),
             ({"chunk_size": 0}, "chunk_size is 0; it must be at least 1."),
         ],

@@ -236,8 +236,8 @@ def test_factors_inherit_dim_names_of_kernel() -> None:
 
 class TestErrors:
     def test_unmatched_target_lists_layers(self) -> None:
-        text = "lora(targets='q_proj') matches no layer that can be adapted (Dense, "
-        text += "Linear, LinearGeneral) of Classifier. It has: "
+        text = "lora(targets='q_proj') matches no layer of Classifier that can be "
+        text += "adapted (Dense, Linear, LinearGeneral). Layers that can be adapted: "
         with pytest.raises(ModelError, match=re.escape(text) + ".*attention.query"):
             lora(Classifier(nnx.Rngs(0)), targets="q_proj")
 
@@ -253,7 +253,7 @@ class TestErrors:
 
     def test_adapting_twice_raises(self) -> None:
         model = lora(Classifier(nnx.Rngs(0)), targets="up")
-        with pytest.raises(ModelError, match=r"`up` has adapters already\. Merge them"):
+        with pytest.raises(ModelError, match=r"`up` already has adapters\. Merge them"):
             lora(model, targets="up|down")
 
     def test_layer_with_batch_axis_raises(self) -> None:

@@ -283,8 +283,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a timeout in words": (
         lambda: make(faults=Faults(step_timeout="5m")),  # pyright: ignore[reportArgumentType]
-        "step_timeout='5m'. It must be a positive number of seconds, or None to watch "
-        "nothing, or 'auto'.",
+        "step_timeout='5m' is invalid. It must be a positive number of seconds, None "
+        "for no limit, or 'auto'.",
     ),
     "one step to profile": (
         lambda: make(debugging=Debugging(profile=5)),  # pyright: ignore[reportArgumentType]

@@ -507,14 +507,14 @@ def test_generation_on_mesh_matches_one_device(
         ({"remat": "all"}, "Unknown remat policy 'all'."),
         (
             {"num_heads": 5},
-            "GPTConfig.embed_dim is 64 and num_heads 5, which does not divide it. Give "
-            "embed_dim a multiple of 5, or say head_dim.",
+            "GPTConfig.num_heads is 5, which does not divide embed_dim=64. Set "
+            "embed_dim to a multiple of 5, or set head_dim.",
         ),
         (
             {"num_kv_heads": 3},
-            "GPTConfig.num_kv_heads is 3 and num_heads 4: each key head serves the "
-            "same number of query heads. num_kv_heads must divide num_heads: one of "
-            "[1, 2, 4].",
+            "GPTConfig.num_kv_heads is 3, which does not divide num_heads=4. Each key "
+            "head must be shared by the same number of query heads. Set num_kv_heads "
+            "to one of [1, 2, 4].",
         ),
         (
             {"positions": "rope", "head_dim": 7},
@@ -545,8 +545,8 @@ def test_invalid_classifier_config_raises(overrides: dict, message: str) -> None
 
 def test_sequence_beyond_learned_positions_raises() -> None:
     message = (
-        "A sequence of 17 tokens, but learned positions end at GPTConfig.seq_len=16. "
-        "Shorten it, raise seq_len, or use positions='rope'."
+        "A sequence has 17 tokens, but there are only GPTConfig.seq_len=16 learned "
+        "positions. Shorten the sequence, raise seq_len, or use positions='rope'."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         build(GPT2)(random_tokens(1, 17))
@@ -567,13 +567,13 @@ def test_sequence_beyond_learned_positions_raises() -> None:
         ),
         (
             {"max_new_tokens": 1},
-            "Sampling at temperature 1.0 without a key. Pass key=jax.random.key(0), or "
-            "temperature=0 for the likeliest token.",
+            "Sampling at temperature 1.0 needs a key. Pass key=jax.random.key(0), or "
+            "temperature=0 to choose the likeliest token.",
         ),
         (
             {"max_new_tokens": 1, "temperature": 0, "top_k": 65},
-            "top_k is 65; it must be from 1 to the 64 tokens of the vocabulary, or "
-            "None for all.",
+            "top_k is 65; it must be from 1 to 64, the number of tokens in the "
+            "vocabulary, or None for all tokens.",
         ),
     ],
 )
@@ -587,13 +587,13 @@ def test_invalid_generation_arguments_raise(arguments: dict, message: str) -> No
     [
         (
             jnp.zeros((4,), jnp.int32),
-            "Tokens of shape (4,); they must be (batch, seq + 1), the input and the "
-            "last label, with seq at least 1.",
+            "Tokens have shape (4,); they must be (batch, seq + 1), the input and one "
+            "more label, with seq at least 1.",
         ),
         (
             {"tokens": jnp.zeros((2, 5), jnp.int32), "weights": jnp.ones((2, 4))},
-            "Weights of shape (2, 4) for tokens of shape (2, 5); each token has one, "
-            "the first one too.",
+            "Weights have shape (2, 4), but tokens have shape (2, 5); the shapes must "
+            "be equal.",
         ),
     ],
 )

@@ -624,8 +624,8 @@ def test_muon_orthogonalises_each_expert_separately():
         ),
         (
             {"num_groups": 8, "top_groups": 1},
-            "Experts.top_groups is 1: 1 of 8 groups leave a token 1 experts, and it "
-            "takes top_k=2. top_groups must be at least 2.",
+            "Experts.top_groups is 1: 1 of 8 groups have only 1 experts, but a token "
+            "goes to top_k=2. top_groups must be at least 2.",
         ),
         ({"scores": "tanh"}, "Experts.scores is 'tanh'; it must be one of"),
         (
@@ -638,8 +638,8 @@ def test_muon_orthogonalises_each_expert_separately():
         ({"top_k": 0}, "Experts.top_k is 0; it must be 1 to num_experts=8."),
         (
             {"top_k": 1},
-            "Experts.normalise is True with top_k=1: the weight of a token's one "
-            "expert would always be 1, and no gradient of it would reach the router. "
+            "Experts.normalise is True with top_k=1: the weight of a token's only "
+            "expert would always be 1, and the router would get no gradient from it. "
             "Set normalise=False, or top_k to 2 or more.",
         ),
         ({"scores": ("softmax",)}, "Experts.scores is a tuple; it must be one of"),
@@ -722,7 +722,7 @@ def test_input_of_wrong_shape_raises(shape):
     ],
 )
 def test_invalid_segments_raise(segments, found):
-    message = f"MoE got segments {found}; each token has the id of its document: int"
+    message = f"MoE got segments {found}; they must be int (2, 8), the id of each token"
     with pytest.raises(errors.ExpertsError, match=re.escape(message)):
         make(MIXTRAL)(jnp.ones((2, 8, 16)), segments=segments)
 
@@ -747,8 +747,8 @@ def test_dense_layers_of_wrong_type_raise():
 
 def test_mlp_dim_with_experts_raises():
     message = (
-        "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: experts "
-        "have a separate mlp_dim."
+        "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: the width "
+        "of experts is Experts.mlp_dim."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, mlp_dim=64)

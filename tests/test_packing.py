@@ -183,7 +183,7 @@ def test_loss_counts_labels_within_document():
     weights = jnp.ones((4, 17)).at[0].set(0.0)  # drops one row
     given = {"weights": weights, **{k: jnp.asarray(x) for k, x in packed.items()}}
     assert loss(model, given).weight == count - sum(LENGTHS[0]) + 3
-    text = "Segments of shape (2, 17) for tokens of shape (4, 17); each token has"
+    text = "Segments have shape (2, 17), but tokens have shape (4, 17); the shapes"
     with pytest.raises(ValueError, match=re.escape(text)):
         next_token_loss(model, {**given, "segments": jnp.ones((2, 17), jnp.int32)})
 

@@ -189,9 +189,9 @@ class Tied(nnx.Module):
 def test_shared_variable_within_block_raises() -> None:
     message = (
         "A block of the stack holds the same Variable in several places: ['up.kernel'] "
-        "also occur elsewhere in it. Stacked blocks would silently untie them. Give "
-        "each module a separate Variable, or keep the shared one outside the stack and "
-        "pass it to the blocks as an argument."
+        "also occur elsewhere in the block. Stacking would silently untie them. Give "
+        "each module a separate Variable, or keep the shared Variable outside the "
+        "stack and pass it to the blocks as an argument."
     )
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Tied, 2, rngs=nnx.Rngs(0))
@@ -208,8 +208,9 @@ def test_shared_variable_outside_block_raises() -> None:
             self.blocks = Stack(make_block, 2, rngs=rngs)
 
     message = (
-        "A block of the stack holds Variables from outside of it: ['layers.1.bias', "
-        "'layers.1.scale']. Each stacked block would silently train its copy."
+        "A block of the stack holds Variables from outside the block: "
+        "['layers.1.bias', 'layers.1.scale']. Each stacked block would silently train "
+        "a separate copy."
     )
     for build in (lambda: Model(nnx.Rngs(0)), lambda: FSDP().describe(Model)):
         with pytest.raises(StackError, match=re.escape(message)):
@@ -233,7 +234,7 @@ def test_blocks_may_share_a_constant() -> None:
 
 
 def test_empty_stack_and_unknown_policy_raise() -> None:
-    message = "A stack of 0 layers: it needs at least 1."
+    message = "num_layers=0. A Stack needs at least 1 layer."
     with pytest.raises(StackError, match=re.escape(message)):
         Stack(Block, 0, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="Unknown remat policy 'half'"):

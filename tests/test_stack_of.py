@@ -156,13 +156,13 @@ def windows(*sizes: int) -> list[Any]:
     ("blocks", "found"),
     [
         (windows(4, 4, 8), "Blocks 0 and 2 of the stack differ: `window` is 4 in the"),
-        (windows(4, 8, 4, 8), r"0 and 1 .*`window`.*repeat after 2: pass period=2\."),
+        (windows(4, 8, 4, 8), r"0 and 1 .*`window`.*with period 2: pass period=2\."),
         ([*windows(4), narrow()], "`linear.bias` is .*float32[8].* and .*float32[4]"),
         ([*windows(4), headless()], "`linear.bias`"),
         ([*windows(4), named()], "`linear.kernel` is .*None.*('embed', 'mlp')"),
         ([*windows(4), Wide(nnx.Rngs(0))], "the block is 'Windowed' .* 'Wide'"),
         ([with_lambda(1.0), with_lambda(2.0)], "`activation` is <function"),
-        ([], "A stack of 0 blocks with period 1: it needs at least 1 block"),
+        ([], "Cannot stack 0 blocks with period 1: there must be at least 1 block"),
         ([*windows(4), len], "Element 1 of the blocks is a builtin_function_or_method"),
         (Windowed(nnx.Rngs(0)), "Stack.of got one Windowed. It takes a list of blocks"),
     ],
@@ -182,10 +182,10 @@ def test_equivalent_functions_can_be_stacked() -> None:
 def test_shared_variable_between_blocks_raises() -> None:
     first, second = windows(4, 4)
     second.linear = first.linear
-    message = "Blocks 0 and 1 of the stack hold the same Variable: `linear.bias`."
+    message = "Blocks 0 and 1 of the stack share the Variable `linear.bias`."
     with pytest.raises(StackError, match=re.escape(message)):
         Stack.of([first, second])
-    with pytest.raises(StackError, match="hold the same Variable"):
+    with pytest.raises(StackError, match="share the Variable"):
         Stack.of([first] * 3)
 
 

@@ -196,8 +196,8 @@ def test_tensor_parallelism_splits_convolution_block() -> None:
             lambda: nnx.eval_shape(
                 lambda: ViT(VIT, rngs=nnx.Rngs(0))(jnp.ones((1, 6, 8, 3)))
             ),
-            "Images of shape (1, 6, 8, 3); they must be (batch, 8, 8, 3), as "
-            "ViTConfig.image_size says.",
+            "Images have shape (1, 6, 8, 3); for ViTConfig.image_size=8 they must be "
+            "(batch, 8, 8, 3).",
         ),
     ],
 )

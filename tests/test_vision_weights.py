@@ -158,8 +158,12 @@ def test_parameter_counts_match_published_models() -> None:
 
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("vit", {"model_type": "deit"}, "model_type 'deit'. A ViT can be read from 'vit'."),
-    ("vit", {"hidden_act": "relu"}, "has hidden_act='relu'. A ViT has no counterpart"),
+    ("vit", {"model_type": "deit"}, "model_type 'deit'. ViT can read only 'vit'."),
+    (
+        "vit",
+        {"hidden_act": "relu"},
+        "has hidden_act='relu', which ViT does not support",
+    ),
     ("vit", {"qkv_bias": False}, "it must be True, or absent"),
     ("resnet", {"depths": [10**9]}, "has depths=[1000000000]. It must be a list of"),
     ("vit", {"num_hidden_layers": 10**9}, "a whole number from 1 to 10,000"),

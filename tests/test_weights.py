@@ -208,7 +208,7 @@ def with_entry(**fields: Any) -> Callable[[Path], None]:
 
 
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (cut, "it is cut short"),
+    (cut, "it is truncated"),
     (lengthen, "it is longer than its arrays"),
     (announce, r"not a safetensors file: .* header of 1,099,511,627,776 bytes"),
     (pickle_it, "It is a pickle"),
@@ -216,9 +216,12 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (poison, "has values that are not finite"),
     (with_entry(data_offsets=[4, 516]), "has unused bytes before"),
     (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Supported dtypes: F64"),
-    (with_entry(shape=[3]), r"has 512 bytes, but shape \(3,\) of F32 needs 12"),
-    (with_entry(shape=[-1]), r"has shape \[-1\]"),
-    (with_entry(shape="x"), "has no dtype, shape and offsets"),
+    (
+        with_entry(shape=[3]),
+        r"has 512 bytes, but its shape \(3,\) and dtype F32 need 12 bytes",
+    ),
+    (with_entry(shape=[-1]), r"has invalid numbers: shape \[-1\]"),
+    (with_entry(shape="x"), "lacks the dtype, shape or offsets"),
     (lambda path: rewrite(path, lambda header: [1]), "holds list, not a JSON object"),
     (
         lambda path: rewrite(path, lambda h: h | {"b": h["fc0.bias"]}),
@@ -247,8 +250,8 @@ def test_damaged_files_raise(
         ),
         ({"fc0.bias": "/etc/passwd"}, "must be a .safetensors file in the same"),
         ({"fc0.bias": "model-00009-of-00002.safetensors"}, "does not exist"),
-        ({"fc9.bias": "model-00001-of-00002.safetensors"}, "it is not"),
-        (None, "lacks .*, which the files have"),
+        ({"fc9.bias": "model-00001-of-00002.safetensors"}, "It is not"),
+        (None, "does not list .*, which is in a file"),
         ("x", "has no weight_map"),
     ],
 )
@@ -268,23 +271,23 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (SCALED[:3], r"The table of names lacks `layers.1.bias` of the model"),
-        ([*SCALED, SCALED[0]], r"'fc0.weight' is parts \[0, 0\] of"),
+        (SCALED[:3], r"table of names has no entry for `layers.1.bias` of the model"),
+        ([*SCALED, SCALED[0]], r"'fc0.weight' has the parts \[0, 0\], for"),
         (
             [("layers.0.bias", "b", "part 1 of 2: n a -> n a"), *SCALED],
-            r"'b' is parts \[1\] of `layers.0.bias`",
+            r"'b' has the parts \[1\], for `layers.0.bias`",
         ),
         ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
         ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),
-        ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be a pattern of einops"),
+        ([("layers.0.kernel", "w", "a b"), *SCALED[1:]], "must be an einops pattern"),
         (
             [("layers.0.kernel", "w", "a -> a"), *SCALED[1:]],
             r"pattern makes dims \(a\)",
         ),
-        ([("layers.0.kernel", "w", "a b -> a c"), *SCALED[1:]], "must be the same"),
+        ([("layers.0.kernel", "w", "a b -> a c"), *SCALED[1:]], "must have the same"),
         (
             [("layers.0.kernel", "fc0.wieght", "b a -> a b"), *SCALED[1:]],
-            "The files lack 'fc0.wieght', .* Did you mean 'fc0.weight'?",
+            "The files have no array 'fc0.wieght', .* Did you mean 'fc0.weight'?",
         ),
         (
             [("layers.0.kernel", "fc0.weight", "a b -> a b"), *SCALED[1:]],

@@ -1,8 +1,8 @@
-"""Functions of shards, for code that is manual over a mesh axis.
+"""Operations on shards, for code that is manual over a mesh axis (``shard_map``).
 
-Matrix products send one shard while they multiply another shard (`matmul`, `ring`).
-Attention exchanges parts of a sequence (`sequence`). `ring.on_shards` turns a function
-of shards into a function of global arrays.
+The matrix products of `matmul` send one shard while they multiply another shard, along
+the rings of `ring`. The functions of `sequence` exchange parts of a sequence for
+attention. `ring.on_shards` turns a function of shards into a function of global arrays.
 """
 
 from nnx_parallel.collectives.matmul import all_gather_matmul as all_gather_matmul

@@ -1,7 +1,8 @@
 """Matrix products that gather an operand or scatter their output while they run.
 
 The backward pass of a product that gathers is a product that scatters, and vice versa.
-The backward pass overlaps too, and the forward pass keeps no gathered array for it.
+Communication overlaps with computation in both passes. The forward pass does not keep
+gathered arrays for the backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,15 +34,15 @@ def all_gather_matmul(
     mode: Mode = "ring",
     sum_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Computes ``all_gather(x) @ w``, shard by shard while the next shard travels [1].
+    """Computes ``all_gather(x) @ w``; shards travel while others are multiplied [1].
 
     Call it in code that is manual over the axis (``jax.shard_map``). Sequence
-    parallelism uses it for the first products of a block [2]. On an axis of size n a
-    device sends (n - 1) / n of the gathered ``x``. The backward pass needs only the two
-    shards. The gradient of ``x`` is a `matmul_reduce_scatter`. The gradient of ``w``
-    needs the gathered ``x`` again. So the shards of ``x`` travel once more, during the
-    products for the gradient of ``x``, and the gradient of ``w`` is one product with
-    the gathered ``x``.
+    parallelism uses it for the first products of a block [2]. On an axis of size n, a
+    device sends (n - 1) / n of the gathered ``x``. The forward pass keeps only
+    ``x_shard`` and ``w_shard`` for the backward pass. The gradient of ``x`` is a
+    `matmul_reduce_scatter`. The gradient of ``w`` needs the gathered ``x`` again. So
+    the shards of ``x`` travel once more, during the products for the gradient of ``x``,
+    and the gradient of ``w`` is one product with the gathered ``x``.
 
     Args:
         x_shard: This device's shard of x along ``dim``. Contracted dims are complete.
@@ -50,19 +51,20 @@ def all_gather_matmul(
         dim: The dim of ``x_shard`` to gather; it must not be contracted.
         contracting: Number of last dims of x that are contracted with the first dims of
             w, or a pair with the contracted dims of each, as in ``jnp.tensordot``.
-        mode: Transfer of the shards.
+        mode: How the shards travel (`Mode`).
         sum_dtype: dtype in which the partial sums of the gradient of ``x`` travel. The
-            default is float32 or a wider dtype of the arguments; bfloat16 halves the
-            bytes and rounds at every hop.
+            default is float32, or the dtype of the arguments if it is wider. bfloat16
+            halves the bytes and rounds at every hop.
 
     Returns:
         An array with the dims of x that are not contracted, followed by the dims of
-        ``w_shard`` that are not contracted. ``dim`` is longer than in ``x_shard`` by a
-        factor of the axis size.
+        ``w_shard`` that are not contracted. The gathered dim is longer than in
+        ``x_shard`` by a factor of the axis size.
 
     Raises:
         UnknownAxisError: If the code is not manual over ``axis``.
-        CollectiveProductError: If dims do not fit.
+        CollectiveProductError: If the contracted dims do not match, or if ``dim`` is
+            contracted or does not exist.
         ValueError: If the mode is unknown.
 
     Example:
@@ -97,7 +99,7 @@ def _gathered_matmuls(
     mode: Mode,
     sum_dtype: DTypeLike | None,
 ) -> list[jax.Array]:
-    """Computes `all_gather_matmul` of one x with several w, gathering x only once."""
+    """Computes `all_gather_matmul` of one x with several w; gathers x only once."""
     given = zip(w_shards, contracting, strict=True)
     found = [_prepare(x_shard, w, axis, dim, c, mode, sum_dtype) for w, c in given]
     return _gathering(*found[0][2])(found[0][0], [w for _, w, _ in found])
@@ -116,20 +118,21 @@ def matmul_reduce_scatter(
     """Computes ``reduce_scatter(x @ w)``; sums travel during the next product [1].
 
     Sequence parallelism uses it for the last product of a block [2]. On an axis of size
-    n a device sends (n - 1) / n of the complete output. The backward pass needs only
-    the two inputs. The gradient of ``x`` is an `all_gather_matmul`, and the array that
-    it gathers is multiplied with ``x`` for the gradient of ``w``.
+    n, a device sends (n - 1) / n of the complete output. The forward pass keeps only
+    ``x_shard`` and ``w_shard`` for the backward pass. The gradient of ``x`` is an
+    `all_gather_matmul`, which gathers the gradient of the output. The product of this
+    gathered array with ``x`` is the gradient of ``w``.
 
-    It also raises the errors of `all_gather_matmul`.
+    The function also raises the errors of `all_gather_matmul`.
 
     Args:
-        x_shard: This device's shard along a contracted dim.
-        w_shard: This device's shard along the same contracted dim.
+        x_shard: This device's shard of x along a contracted dim.
+        w_shard: This device's shard of w along the same contracted dim.
         axis: The manual mesh axis.
         dim: The dim of x along which the output is split. It must not be contracted,
             and must be complete in ``x_shard``.
-        contracting: The same as for `all_gather_matmul`.
-        mode: The same as for `all_gather_matmul`.
+        contracting: As in `all_gather_matmul`.
+        mode: As in `all_gather_matmul`.
         sum_dtype: dtype in which the partial sums of the output travel.
 
     Returns:
@@ -175,13 +178,14 @@ def column_parallel_matmul(
 ) -> jax.Array:
     """Computes ``x @ w`` of global arrays by `all_gather_matmul`.
 
-    The axis splits x along ``dim``, and w and the output along ``w_dim``. These dims
-    must not be contracted. Arrays that are placed differently are moved.
+    The axis splits x along ``dim``, and w along ``w_dim``. It also splits the dim of
+    the output that comes from ``w_dim``. Neither dim may be contracted. Arrays that are
+    placed differently are moved.
 
     The product runs in a region that is manual only over ``axis``. All other mesh axes
-    stay automatic, so a batch that is split over ``data``, or weights that are split
-    over ``pipe``, need no argument. The call may be inside a region that is manual over
-    other axes, and then uses that region's mesh instead of ``mesh``.
+    stay automatic, so no argument is needed for a batch that is split over ``data``, or
+    for weights that are split over ``pipe``. A call inside a region that is manual over
+    other axes uses the mesh of that region instead of ``mesh``.
 
     The other arguments and errors are the same as for `all_gather_matmul`.
 
@@ -219,7 +223,8 @@ def column_parallel_matmuls(
 ) -> list[jax.Array]:
     """Computes `column_parallel_matmul` of one x with several w.
 
-    x is gathered once. Its gradient is summed over the products, and scattered once.
+    x is gathered only once. The gradient of x is summed over the products before it is
+    scattered, so it is scattered only once.
 
     Args:
         x: The global array.
@@ -227,12 +232,12 @@ def column_parallel_matmuls(
             the same dims of x.
         axis: The mesh axis.
         dim: The dim of x that the axis splits.
-        mode: Transfer of the shards.
+        mode: How the shards travel (`Mode`).
         sum_dtype: dtype in which the partial sums of the gradient of x travel.
         mesh: The mesh.
 
     Returns:
-        One product for each w.
+        The products with each w, in order.
     """
     sides = [_operands(x, w, contracting) for w, _, contracting in kernels]
     dim, kept = sides[0][0].kept_dim("dim", dim), sides[0][0].kept
@@ -269,8 +274,8 @@ def row_parallel_matmul(
 ) -> jax.Array:
     """Computes ``x @ w`` of global arrays by `matmul_reduce_scatter`.
 
-    The axis splits one contracted dim of x and of w: the dim at index ``split`` among
-    the contracted dims. It splits the output along ``dim``, a dim of x that is not
+    The axis splits x and w along one contracted dim: the dim at index ``split`` in the
+    list of contracted dims. It splits the output along ``dim``, a dim of x that is not
     contracted. Partial sums of the output travel in ``sum_dtype``. The other arguments
     and errors are the same as for `column_parallel_matmul`.
 
@@ -315,15 +320,15 @@ def _gathering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
         return ring.gather_through(of_shard, x)[0]
 
     def gradient(x: jax.Array, ws: list[jax.Array], dys: list[jax.Array]) -> tuple:
-        # The products' parts of the gradient of x are added before they travel, so that
-        # the gradient is sent only once.
+        # Each product contributes to the gradient of x. The contributions are added
+        # before they travel, so that the gradient is sent only once.
         def partial_sum(dys: list[jax.Array]) -> jax.Array:
             pairs = zip(dys, ws, strict=True)
             return reduce(add, (_x_gradient(dy, w, num, sum_dtype) for dy, w in pairs))
 
         dx, gathered = ring.scatter_sum_and_gather(partial_sum, dys, x)
         # There is one product with the gathered x, not one per hop. So the gradient of
-        # w is summed only once over other axes that split the batch.
+        # w is summed only once over the other mesh axes that split the batch.
         pairs = zip(ws, dys, strict=True)
         dws = [_w_gradient(gathered, dy, num).astype(w.dtype) for w, dy in pairs]
         return dx.astype(x.dtype), dws
@@ -354,8 +359,8 @@ def _scattering(ring: Ring, num: int, sum_dtype: DTypeLike) -> Callable:
 def _with_gradient(product: Callable, gradient: Callable[..., tuple]) -> Callable:
     """Gives a product of x and w the gradient ``gradient(x, w, dy)``.
 
-    JAX's transpose of a ring would keep every shard that passes by, and its hops would
-    wait for products.
+    JAX's automatic transpose of a ring would keep every shard that passes by, and its
+    hops would wait for products.
     """
     function = jax.custom_vjp(product)
     function.defvjp(
@@ -371,7 +376,7 @@ def _x_gradient(
 
     The result is this device's part of a sum over devices.
     """
-    others = [*range(num - w.ndim, 0)]  # the last dims of both
+    others = [*range(num - w.ndim, 0)]  # the last dims of dy and of w
     return jnp.tensordot(dy, w, (others, others), preferred_element_type=dtype)
 
 
@@ -392,16 +397,16 @@ def _prepare(
 ) -> tuple[jax.Array, jax.Array, tuple[Ring, int, DTypeLike]]:
     """Checks the arguments of a product, and transposes its arrays.
 
-    Returns x ``(*kept, *contracted)``, w ``(*contracted, *others)``, and a tuple: the
-    ring, the number of contracted dims, and the dtype of sums.
+    Returns x ``(*kept, *contracted)``, w ``(*contracted, *others)``, and a tuple with
+    the ring, the number of contracted dims, and the dtype of the partial sums.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if axis not in manual:
         raise UnknownAxisError(
             f"The code is not manual over the mesh axis {axis!r}; its manual axes: "
-            f"{list(manual)}. Call it inside jax.shard_map(..., axis_names={{{axis!r}}}"
-            "), or use column_parallel_matmul and row_parallel_matmul, which open such "
-            "a region."
+            f"{list(manual)}. Call the function inside jax.shard_map(..., axis_names="
+            f"{{{axis!r}}}), or use column_parallel_matmul and row_parallel_matmul, "
+            "which open such a region."
         )
     x_side, w_side = _operands(x, w, contracting)
     ring = Ring(
@@ -413,8 +418,8 @@ def _prepare(
     x = jnp.transpose(x, (*x_side.kept, *x_side.contracted))
     w = jnp.transpose(w, (*w_side.contracted, *w_side.kept))
     # JAX may track the axes along which values differ (`check_vma`). A gradient must
-    # then vary over the same axes as its array. So casts add the missing axes to x and
-    # w; the gradient of a cast is the sum over the axes that it adds.
+    # then vary over the same axes as its array. So casts add the missing axes to the
+    # types of x and w. The gradient of a cast is a sum over the axes that it adds.
     varied = [jax.typeof(a).manual_axis_type.varying for a in (x, w)]
     every = varied[0] | varied[1] | {axis}
     for_x, for_w = (tuple(sorted(every - axes)) for axes in varied)
@@ -424,7 +429,7 @@ def _prepare(
 
 
 class _Operand(NamedTuple):
-    """One operand of a product, and its contracted dims as non-negative numbers."""
+    """One operand of a product; its contracted dims are non-negative numbers."""
 
     name: str
     shape: tuple[int, ...]
@@ -435,13 +440,13 @@ class _Operand(NamedTuple):
         return [d for d in range(len(self.shape)) if d not in self.contracted]
 
     def kept_dim(self, label: str, dim: int) -> int:
-        """Returns ``dim`` as a non-negative number; refuses a contracted dim."""
+        """Returns ``dim`` as a non-negative number; raises for a contracted dim."""
         ndim = len(self.shape)
         if not -ndim <= dim < ndim or dim % ndim not in self.kept:
             raise CollectiveProductError(
-                f"{label}={dim} of {self.name} with shape {self.shape}, whose dims "
-                f"{sorted(self.contracted)} are contracted. Choose a dim that is kept: "
-                f"one of {self.kept}."
+                f"{label}={dim} is invalid for {self.name} with shape {self.shape}, "
+                f"whose dims {sorted(self.contracted)} are contracted. Choose a dim "
+                f"that is not contracted: one of {self.kept}."
             )
         return dim % ndim
 
@@ -459,6 +464,7 @@ def _operands(
             return _Operand("x", x.shape, x_dims), _Operand("w", w.shape, w_dims)
     raise CollectiveProductError(
         f"contracting={contracting!r} does not fit x of shape {x.shape} and "
-        f"w of shape {w.shape}. Give the number of last dims of x and first "
-        "dims of w, or a pair of lists of dims; their sizes must be equal in pairs."
+        f"w of shape {w.shape}. Give a number n, to contract the last n dims of x with "
+        "the first n dims of w, or a pair of lists of dims. Contracted dims must have "
+        "equal sizes in x and w."
     )

@@ -1,7 +1,7 @@
 """Rings of devices, around which shards and partial sums travel.
 
-Each hop is a separate operation and does not depend on the product that is computed in
-the meantime. So a compiler with asynchronous collectives can run the hop and the
+Each hop is a separate operation, and does not depend on the product that is computed
+during the hop. So a compiler with asynchronous collectives can run the hop and the
 product at the same time (`all_gather_matmul`).
 """
 
@@ -18,17 +18,17 @@ from nnx_parallel.errors import IndivisibleDimError, UnknownAxisError
 from nnx_parallel.mesh import manual_region, mesh_here
 
 Mode = Literal["bulk", "ring"]
-"""Transfer of the shards of a ring of n devices.
+"""How shards travel among the n devices of a ring.
 
 - ``bulk``: one ``all_gather`` or ``psum_scatter``, which does not overlap the product.
-- ``ring``: n - 1 hops to the next device, each during the product of one shard.
+- ``ring``: n - 1 hops to the next device, each while one shard is multiplied.
 """
 
 Exchange = Literal["ring", "all_to_all", "gather"]
 """Communication in attention if a mesh axis splits the sequence.
 
-- ``ring``: keys and values travel from device to device. A device passes on each shard
-  before it multiplies with it.
+- ``ring``: keys and values travel from device to device. A device sends each shard on
+  before it computes with the shard.
 - ``all_to_all``: each device gets the complete sequence for its share of the heads.
 - ``gather``: each device gets all keys and values, but only its shard of the queries.
 """
@@ -44,15 +44,20 @@ class SequenceAxis(NamedTuple):
 TokenExchange = Literal["gather", "ragged"]
 """Communication of tokens if a mesh axis splits the experts of a mixture.
 
-- ``gather``: each device gets the tokens of all devices. The outputs are summed and
-  scattered back.
+- ``gather``: each device gets the tokens of all devices. The outputs are summed over
+  the devices and scattered back.
 - ``ragged``: each token travels to the devices of its experts, and its outputs travel
-back.
+  back.
 """
 
 
 class ExpertAxis(NamedTuple):
-    """The mesh axis that splits experts, and the exchange; ``None`` to choose one."""
+    """The mesh axis that splits experts, and the exchange; ``None``: `choose` decides.
+
+    Attributes:
+        axis: The mesh axis.
+        exchange: The exchange of tokens, or ``None``.
+    """
 
     axis: str
     exchange: TokenExchange | None
@@ -61,15 +66,16 @@ class ExpertAxis(NamedTuple):
         """Chooses the exchange of a mixture whose tokens go to ``top_k`` experts.
 
         A device sends a token to all other devices under ``gather``, and to at most
-        ``top_k`` experts under ``ragged``. Each output comes back once.
+        ``top_k`` devices under ``ragged``. Each output comes back once.
 
         Returns:
-            The exchange, and the reason.
+            The exchange, and the reason for the choice.
         """
         size = mesh.shape[self.axis]
         if self.exchange is not None:
             return self.exchange, "as the strategy says"
-        # A mesh without devices stands for accelerators that this machine lacks.
+        # An abstract mesh, without devices, describes accelerators that this machine
+        # does not have.
         if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu":
             return "gather", "CPUs have no ragged all-to-all"
         if top_k < size - 1:
@@ -80,13 +86,13 @@ class ExpertAxis(NamedTuple):
 Pointwise = Callable[[Any], Any]
 """A function that treats each position along a ring's dim separately and keeps the dim.
 
-The argument is an array or a list of arrays, and so is the result.
+The argument and the result are each an array or a list of arrays.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The devices along one manual mesh axis, and the transfer of shards among them.
+    """The devices along one manual mesh axis; moves shards among these devices.
 
     Raises:
         ValueError: If the mode is unknown.
@@ -108,7 +114,7 @@ class Ring:
     def hops(self, shard: jax.Array) -> list[jax.Array]:
         """Returns this device's shard, then the other shards as they arrive."""
         passed = [shard]
-        # A shard is sent on before it is used, so its transfer waits for no product.
+        # A shard is sent on before it is used, so that no transfer waits for a product.
         for _ in range(self.size - 1):
             passed.append(self._send(passed[-1]))
         return passed
@@ -117,7 +123,7 @@ class Ring:
         """Returns the gathered array, given the shards from `hops`."""
         gathered = self._buffer(passed[0])
         for hop, x in enumerate(passed):
-            # The place of a shard follows from the position of its owner in the ring.
+            # The position of a shard follows from the index of its owner in the ring.
             gathered = self._write(gathered, x, self._start(-hop, x))
         return gathered
 
@@ -142,7 +148,7 @@ class Ring:
     def scatter_sum_and_gather(
         self, function: Pointwise, x: Any, shard: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns `scatter_sum`, and the array that is gathered at the same time."""
+        """Returns the `scatter_sum`, and gathers ``shard`` at the same time."""
         if self._is_bulk:
             return self.scatter_sum(function, x), self._all_gather(shard)
         passed = self.hops(shard)
@@ -156,8 +162,8 @@ class Ring:
         Args:
             function: Its result must be one array.
             x: The argument of ``function``.
-            passed: The `hops` of another array, which travel at the same time. Its
-                shards have the same length along ``dim``.
+            passed: The shards from `hops` of another array, which travel at the same
+                time. They have the same length along ``dim``.
         """
         if self._is_bulk:
             return jax.lax.psum_scatter(
@@ -170,21 +176,21 @@ class Ring:
             if passed:
                 # XLA's scheduler for TPUs starts a hop as late as it can. Then 5 to
                 # 10 % of all bytes would travel after the last product. With this
-                # barrier each product waits for the hop before it, and hides the next
-                # hop. Then no bytes are exposed, at the cost of 1.7 % more temporaries
-                # (v5p, 4 chips). The hops do not wait for products, because then XLA
-                # would not merge the rings of products that share an input.
+                # barrier, each product waits for the previous hop and hides the next
+                # hop. Then no bytes are exposed, and temporaries grow by 1.7 % (v5p, 4
+                # chips). There is no barrier that makes hops wait for products, because
+                # XLA would then not merge the rings of products that share an input.
                 here, passed = passed[0], passed[1:]
                 x, _ = jax.lax.optimization_barrier((x, here))
-            # The sum for a device starts at the next device along the ring. Its last
-            # hop ends at the device.
+            # The sum for a device starts at the next device along the ring, and its
+            # last hop ends at the device.
             start = (jax.lax.axis_index(self.axis) - hop - 1) % self.size * length
             cut = partial(self._slice, start=start, length=length)
             total = function(jax.tree.map(cut, x))
             if arriving is not None:
                 # Without a barrier, XLA for TPUs fuses the addition with the product,
-                # and the product waits for the hop: 18 % of a ring's bytes are exposed
-                # instead of 5 %.
+                # and the product waits for the hop. Then 18 % of a ring's bytes are
+                # exposed, instead of 5 %.
                 total, arriving = jax.lax.optimization_barrier((total, arriving))
                 total = total + arriving
         assert total is not None
@@ -198,7 +204,7 @@ class Ring:
         return jax.lax.all_gather(shard, self.axis, axis=self.dim, tiled=True)
 
     def _start(self, distance: int, shard: jax.Array) -> jax.Array:
-        """Returns where a shard starts in the gathered array.
+        """Returns the index in the gathered array at which a shard starts.
 
         ``distance`` is the number of hops from this device to the owner of the shard.
         """
@@ -213,9 +219,9 @@ class Ring:
         """Allocates an uninitialized array with room for the shards of all devices."""
         shape = list(like.shape)
         shape[self.dim] *= self.size
-        # Every part is overwritten. Filling it with zeros first would take 13 % of the
-        # estimated cycles of a step (Llama-2 7B, TensorParallel(4), FSDP(16), 64 v5p
-        # chips).
+        # Every part of the array is overwritten later. Filling it with zeros first
+        # would take 13 % of the estimated cycles of a step (Llama-2 7B,
+        # TensorParallel(4), FSDP(16), 64 v5p chips).
         return jax.lax.empty(tuple(shape), like.dtype)
 
     def _slice(self, x: jax.Array, start: int | jax.Array, length: int) -> jax.Array:
@@ -238,14 +244,15 @@ def on_shards(
     """Turns a function of shards into a function of global arrays.
 
     Args:
-        function: Takes one shard of each array.
+        function: A function of one shard of each array.
         axis: The mesh axis that splits the arrays.
-        mesh: The mesh. Inside a region that is manual over other axes, the mesh of the
-            region is used instead.
+        mesh: The mesh. Inside a region that is manual over other axes, the mesh of that
+            region is used instead. ``None`` means the mesh of the context.
         in_dims: The split dim of each argument.
         out_dim: The split dim of the output, or a list with the split dim of each
             output; ``None`` if the output is not split.
-        *splits: Tuples ``(name, array, dim)``. The axis must divide each of these dims.
+        *splits: Tuples ``(name, array, dim)``. The axis must divide each of these dims;
+            errors quote the name.
 
     Raises:
         UnknownAxisError: If there is no mesh, if the mesh lacks the axis, or if the
@@ -255,14 +262,14 @@ def on_shards(
     context = jax.sharding.get_abstract_mesh()
     if axis in context.manual_axes:
         raise UnknownAxisError(
-            f"The code is manual over {axis!r} already. Call all_gather_matmul, "
+            f"The code is already manual over {axis!r}. Call all_gather_matmul, "
             "matmul_reduce_scatter or jax.lax.all_gather on the shards."
         )
     found = context if mesh is None else mesh_here(mesh)
     if axis not in found.shape:
         raise UnknownAxisError(
-            f"No mesh axis {axis!r} here. Axes: {list(found.axis_names)}. Pass mesh= "
-            "with the axis, or call under jax.set_mesh(mesh)."
+            f"There is no mesh axis {axis!r} here. Axes: {list(found.axis_names)}. "
+            "Pass mesh=, a mesh that has the axis, or call under jax.set_mesh(mesh)."
         )
     check_divides(axis, found.shape[axis], *splits)
 
@@ -274,7 +281,7 @@ def on_shards(
         if out_dim is None or isinstance(out_dim, int)
         else [*map(split_at, out_dim)]
     )
-    # The region is manual over one axis; the partitioner handles the other axes.
+    # The region is manual over one axis. XLA's partitioner handles the other axes.
     in_specs = tuple(map(split_at, in_dims))
     region = manual_region(function, found, in_specs, out_specs, axes={axis})
     # The `jit` is needed because JAX cannot run a region with automatic axes outside of
@@ -289,6 +296,6 @@ def check_divides(axis: str, size: int, *splits: tuple[str, jax.Array, int]) -> 
         if length % size:
             raise IndivisibleDimError(
                 f"Cannot split dim {dim} of {name} with shape {array.shape} over the "
-                f"mesh axis {axis!r} of size {size}: it does not divide {length}. Pad "
-                f"the dim to {-(-length // size) * size}."
+                f"mesh axis {axis!r}, because its size {size} does not divide "
+                f"{length}. Pad the dim to {-(-length // size) * size}."
             )

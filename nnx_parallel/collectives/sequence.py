@@ -1,4 +1,4 @@
-"""The order and exchange of tokens if a mesh axis splits the sequence.
+"""Orders and exchanges the tokens of sequences that a mesh axis splits.
 
 Call these functions inside a region that is manual over the axis. Arrays are
 ``(batch, seq_shard, ...)``.
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 class SequenceOrder:
     """The division of a sequence's tokens among n devices along a manual axis.
 
-    In the plain order each device has a run of neighbouring tokens. Under causal
-    attention the last device then has 2 n - 1 times the work of the first. In the
-    balanced order the sequence is cut into 2 n chunks, device i has the chunks i and
-    2 n - 1 - i, and all devices have the same work [1].
+    In the plain order, each device has a run of neighbouring tokens. With causal
+    attention, the last device then has 2 n - 1 times the work of the first device. In
+    the balanced order, the sequence is cut into 2 n chunks, and device i has the chunks
+    i and 2 n - 1 - i. Then all devices have the same work [1].
 
     Attributes:
         axis: The manual mesh axis.
@@ -52,11 +52,11 @@ class SequenceOrder:
         return jnp.concatenate([c * (length // 2) + half for c in chunks])[None]
 
     def enter(self, x: jax.Array) -> jax.Array:
-        """Exchanges a run of neighbouring tokens for the tokens of this order."""
+        """Moves tokens among devices from the plain order to this order."""
         return self._exchange(x, is_back=False)
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """Undoes `enter`."""
+        """Moves tokens back to the plain order, which undoes `enter`."""
         return self._exchange(x, is_back=True)
 
     def _exchange(self, x: jax.Array, *, is_back: bool) -> jax.Array:
@@ -64,7 +64,7 @@ class SequenceOrder:
             return x
         halves = zip(jnp.split(x, 2, axis=1), balanced_moves(self.size), strict=True)
         exchanged = []
-        with jax.named_scope("reorder"):  # a name in profiles and programs
+        with jax.named_scope("reorder"):  # the name in profiles and HLO
             for half, moves in halves:
                 pairs = [(b, a) if is_back else (a, b) for a, b in moves]
                 exchanged.append(jax.lax.ppermute(half, self.axis, pairs))
@@ -72,13 +72,14 @@ class SequenceOrder:
 
 
 def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns pairs of devices that send and receive the halves of each shard.
+    """Returns pairs of devices, of which the first sends half a shard to the second.
 
-    The first list is for the first halves, the second list for the second halves.
+    The first list moves the first halves of the shards; the second list moves the
+    second halves.
 
     A sequence has 2 n chunks. In the plain order, device d has the chunks 2 d and
-    2 d + 1. In the balanced order, chunk c belongs to device c if c < n, otherwise to
-    device 2 n - 1 - c. So each device gets one even chunk and one odd chunk.
+    2 d + 1. In the balanced order, chunk c belongs to device c if c < n, and to device
+    2 n - 1 - c otherwise. So each device gets one even chunk and one odd chunk.
 
     Example:
         >>> balanced_moves(2)
@@ -93,13 +94,13 @@ def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, in
 
 
 def send_on(tree: Any, axis: str) -> Any:
-    """Sends arrays along a ring; returns the arrays of the previous device."""
+    """Sends arrays to the next device; returns the arrays of the previous device."""
     size = jax.lax.axis_size(axis)
     return jax.lax.ppermute(tree, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
 def heads_for_sequence(x: jax.Array, axis: str) -> jax.Array:
-    """Splits heads instead of the sequence, in an all-to-all.
+    """Splits the heads instead of the sequence, by an all-to-all.
 
     ``(batch, seq_shard, heads, ...)`` becomes ``(batch, seq, heads_shard, ...)``.
     """
@@ -107,7 +108,7 @@ def heads_for_sequence(x: jax.Array, axis: str) -> jax.Array:
 
 
 def sequence_for_heads(x: jax.Array, axis: str) -> jax.Array:
-    """Splits the sequence instead of heads, in an all-to-all.
+    """Splits the sequence instead of the heads, by an all-to-all.
 
     ``(batch, seq, heads_shard, ...)`` becomes ``(batch, seq_shard, heads, ...)``.
     """

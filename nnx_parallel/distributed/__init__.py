@@ -1,4 +1,4 @@
-"""Runs of several processes: how they start, compare values, and end together."""
+"""How the processes of a run start, compare values, and end together."""
 
 from nnx_parallel.distributed.agreement import allgather_object as allgather_object
 from nnx_parallel.distributed.agreement import check_consistent as check_consistent

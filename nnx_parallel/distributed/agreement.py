@@ -1,4 +1,4 @@
-"""Compares values between processes, which deadlock if their programs differ."""
+"""Compares values between processes, because they deadlock if their programs differ."""
 
 import hashlib
 import importlib.metadata
@@ -19,10 +19,11 @@ Fields = Mapping[str, Any]
 
 
 def allgather_object(name: str, value: Any) -> list:
-    """Sends a JSON value to all processes; returns the values of all, by process.
+    """Sends a JSON value to all processes; returns a list of their values, by process.
 
-    It uses no device, so it may run during a step, on any thread. All processes must
-    make the exchanges of one name in the same order. Errors quote the name.
+    The exchange uses no device, so it may run during a step, on any thread. All
+    processes must make the exchanges with the same ``name`` in the same order. Errors
+    quote the name.
 
     Raises:
         ProcessError: If some processes did not take part in time.
@@ -35,17 +36,17 @@ def allgather_object(name: str, value: Any) -> list:
 
 
 def meet(call: str) -> None:
-    """Begins a call that all processes must make.
+    """Checks that all processes begin the same call.
 
     Raises:
         DisagreementError: On all processes, if a process is in a different call. The
-            message says where each process is.
+            message says in which call each process is.
     """
     allgather_object(call, None)
 
 
 def count_step() -> None:
-    """Counts a step that a fit begins, after all exchanges before that step."""
+    """Counts a step that a fit begins. Call it after all exchanges before that step."""
     client = join()
     if client is not None:
         client.steps_begun += 1
@@ -57,26 +58,26 @@ def reserve_allgather(
     """Reserves the next exchange of a name, which another thread can make later.
 
     Returns:
-        A function of the value, which is otherwise the same as `allgather_object`. If a
-        process never calls the function, the others time out, but later exchanges of
-        the name do not get mixed up with this exchange.
+        A function that takes the value and makes the exchange, like `allgather_object`.
+        If a process never calls the function, the other processes time out, but this
+        exchange does not get mixed up with later exchanges of the name.
     """
     client = join()
     if client is None:
         return lambda value: [value]
     # A background save ends at a different time on each process. The exchange gets its
-    # number here, on the main thread, so that all processes exchange values of the same
-    # save.
+    # number here, on the main thread, so that all processes exchange the values of the
+    # same save.
     key = client.reserve(name)
     return lambda value: client.allgather(key, value, timeout_seconds)
 
 
 def check_consistent(what: str, fields: Fields) -> None:
-    """Checks that all processes have the same JSON values, given by name.
+    """Checks that all processes have the same fields: JSON values by name.
 
     Raises:
-        DisagreementError: On all processes, if the values of a process differ from the
-            values of process 0. The message quotes ``what``, and names the process, the
+        DisagreementError: On all processes, if the fields of a process differ from the
+            fields of process 0. The message quotes ``what``, and names the process, the
             field and both values.
     """
     fields = json.loads(json.dumps(fields))  # tuples arrive as lists
@@ -85,7 +86,8 @@ def check_consistent(what: str, fields: Fields) -> None:
     digests = allgather_object(f"digest of the {what}", digest)
     if len(set(digests)) == 1:
         return
-    # Fields may take megabytes (a program), so only processes that differ send theirs.
+    # Fields may take megabytes (for example a program), so only process 0 and the
+    # processes that differ from it send their fields.
     differs = digests[process_index()] != digests[0] or process_index() == 0
     found = allgather_object(f"fields of the {what}", fields if differs else None)
     found = [found[0] if other is None else other for other in found]
@@ -101,14 +103,14 @@ def check_consistent(what: str, fields: Fields) -> None:
             f"The processes disagree about the {what}:\n  "
             + "\n  ".join(lines)
             + "\nAll processes of a run must run the same script, with the same "
-            "arguments, on the same versions."
+            "arguments and the same versions of all libraries."
         )
 
 
 def differences(
     process: int, first: Fields, other: Fields, spell: Callable[[Any], str]
 ) -> list[str]:
-    """Returns a line for each field in which a process differs from process 0."""
+    """Returns one line for each field in which a process differs from process 0."""
     return [
         f"{name}: process 0 has {spell(first.get(name))}, process {process} has "
         f"{spell(other.get(name))}"
@@ -118,14 +120,14 @@ def differences(
 
 
 def versions() -> dict[str, str]:
-    """Returns versions of Python and of the libraries that determine the numerics."""
+    """Returns the versions of Python and of the libraries that affect the numerics."""
     names = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}
 
 
 def strip_addresses(text: str) -> str:
-    """Removes from a ``repr`` the addresses of objects, which differ by process.
+    """Removes object addresses, which differ between processes, from a ``repr``.
 
     Example:
         >>> strip_addresses("<function f at 0x7f3c>")

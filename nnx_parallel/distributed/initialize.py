@@ -18,7 +18,7 @@ COORDINATOR = "NNX_PARALLEL_COORDINATOR"
 NUM_PROCESSES = "NNX_PARALLEL_NUM_PROCESSES"
 PROCESS_ID = "NNX_PARALLEL_PROCESS_ID"
 CLUSTER = "NNX_PARALLEL_CLUSTER"
-"""Variable that says that JAX can find the processes, if no other does (TPUs)."""
+"""Variable that says that JAX can find the processes, for TPUs without another one."""
 
 _VARIABLES = (
     (COORDINATOR, NUM_PROCESSES, PROCESS_ID),
@@ -29,14 +29,14 @@ _CLUSTERS = {
     CLUSTER, "OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES",
     "MEGASCALE_COORDINATOR_ADDRESS", "JOBSET_NAME", "CLOUD_TPU_TASK_ID",
 }  # fmt: skip
-# A batch script, or a shell on a node, runs as one process and has only some of these
-# variables. The processes that `srun` starts have all of them.
+# Processes that `srun` starts have all of these variables. A batch script, or a shell
+# on a node, is one process and has only some of them.
 _SLURM_STEP = {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_NODELIST", "SLURM_NTASKS"}
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class ProcessSpec(NamedTuple):
-    """Arguments of `initialize` for a process; JAX finds values that are ``None``."""
+    """Arguments of `initialize` for one process; JAX finds the values for ``None``."""
 
     coordinator_address: str | None = None
     num_processes: int | None = None
@@ -55,31 +55,33 @@ def initialize(
 ) -> None:
     """Joins the other processes of a run; does nothing if there is only one process.
 
-    Call it first in the script, before any code counts devices. Without arguments the
-    process gets its number from ``python -m nnx_parallel launch``, or, through JAX,
-    from Slurm, Open MPI, a Kubernetes JobSet or a TPU pod. From then on an uncaught
-    exception ends the process at once, and the loss of any process ends all others
-    within seconds, instead of leaving them waiting.
+    Call it at the start of the script, before any code counts devices. Without
+    arguments, the process gets its number from ``python -m nnx_parallel launch``, or,
+    through JAX, from Slurm, Open MPI, a Kubernetes JobSet or a TPU pod. After the call,
+    an uncaught exception ends the process at once. The loss of any process ends all
+    other processes within seconds, instead of leaving them waiting.
 
     Args:
-        coordinator_address: ``host:port`` of process 0, where JAX's coordinator
-            listens. Write an IPv6 address in brackets. Other machines cannot reach a
-            loopback address.
+        coordinator_address: ``host:port`` on the machine of process 0, where JAX's
+            coordinator listens. Write an IPv6 address in brackets. Other machines
+            cannot reach a loopback address.
         num_processes: Number of processes.
         process_id: Number of this process, from 0.
-        local_device_ids: Devices of this machine that belong to this process.
-        start_seconds: Longest wait for all processes to start.
-        heartbeat_seconds: Silence after which a process counts as dead. The death of a
-            process is noticed at once anyway; this time is for machines that vanish.
-        shutdown_seconds: Longest time that a process that has ended waits for the
-            others.
+        local_device_ids: Devices of this machine that this process uses.
+        start_seconds: Longest time in which all processes must start.
+        heartbeat_seconds: Time without a heartbeat after which a process counts as
+            dead. It matters only for machines that vanish, because the death of a
+            process is noticed at once.
+        shutdown_seconds: Longest time that a process waits at its end for the other
+            processes.
 
     Raises:
-        ProcessError: If devices have been counted already, or if only some of
-            coordinator address, process number and process count are known.
+        ProcessError: If devices have already been counted, if only some of the
+            coordinator address, the number and the count of processes are known, or if
+            a number is invalid.
 
     Example:
-        >>> initialize()  # with one process: nothing happens
+        >>> initialize()  # does nothing if there is only one process
     """
     if os.environ.get(TAGGED) == str(os.getppid()):
         _outlive_launcher()
@@ -92,8 +94,8 @@ def initialize(
         return
     _check(spec)
     address = spec.coordinator_address
-    # JAX would listen on all interfaces, although only this machine can reach a
-    # loopback address.
+    # By default JAX listens on all interfaces. This is not needed for a loopback
+    # address, because all processes are then on this machine.
     is_local = address is not None and is_loopback(host_of(address))
     jax.distributed.initialize(
         *spec,
@@ -109,7 +111,7 @@ def initialize(
 
 
 class _Pipe(io.FileIO):
-    """Output of this process, which is discarded once the launcher is gone."""
+    """The stdout or stderr of this process; discards output after the launcher dies."""
 
     is_broken = False  # True once any pipe of this process is broken
 
@@ -128,8 +130,8 @@ class _Pipe(io.FileIO):
 
 
 def _outlive_launcher() -> None:
-    """Arranges for a SIGTERM when the launcher dies; a fit then saves and ends."""
-    # A killed launcher cannot forward a signal.
+    """Requests a SIGTERM for the launcher's death, so that a fit saves and ends."""
+    # A launcher that was killed cannot forward a signal.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for name in ("stdout", "stderr"):
@@ -145,9 +147,9 @@ def _outlive_launcher() -> None:
 
 
 def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | None:
-    """Finds the number of this process; ``None`` if it is the only process.
+    """Finds the number of this process; returns ``None`` if there is no other process.
 
-    The caller's values take precedence over those in the environment.
+    The values in ``given`` take precedence over the environment.
 
     Raises:
         ProcessError: If a variable that must be an integer is not.
@@ -166,7 +168,8 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
             return ProcessSpec(env[address], *found)
     if not (env.keys() >= _SLURM_STEP or env.keys() & _CLUSTERS):
         return None
-    # If the cluster says that the run has one process, no service is needed.
+    # If the cluster says that the run has one process, JAX's coordination service is
+    # not needed.
     sizes = [env.get(n) for n in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     workers = env.get("TPU_WORKER_HOSTNAMES")
     if workers is not None and "MEGASCALE_COORDINATOR_ADDRESS" not in env:
@@ -178,19 +181,20 @@ def _check(spec: ProcessSpec) -> None:
     if has_backend():
         raise ProcessError(
             f"initialize() came too late: JAX has started and found "
-            f"{jax.device_count()} devices. Call it first in the script, before "
-            "anything that touches an array or a device."
+            f"{jax.device_count()} devices. Call it at the start of the script, before "
+            "any code that uses an array or a device."
         )
     address, count, number = spec
     if None in spec and spec != ProcessSpec():
         raise ProcessError(
-            f"initialize() knows coordinator_address={address!r}, "
-            f"num_processes={count!r}, process_id={number!r}. Give all three, or none "
-            "to have them found."
+            f"initialize() got coordinator_address={address!r}, "
+            f"num_processes={count!r}, process_id={number!r}. Give all three "
+            "arguments, or none: then they are read from the environment."
         )
     if count is not None and number is not None and not 0 <= number < count:
         raise ProcessError(
-            f"process_id={number} of num_processes={count}. Valid: 0 to {count - 1}."
+            f"process_id={number} is invalid for num_processes={count}. It must be "
+            f"from 0 to {count - 1}."
         )
 
 

@@ -1,14 +1,15 @@
 """Sends small values and reports of losses between processes, without devices.
 
 A thread of process 0 collects one value from each process and sends all values to each
-process. It notices every death at once, because the operating system closes the socket
-of a process however it dies. Messages are JSON over TCP. Whoever connects must know a
-key that process 0 publishes in JAX's key-value store.
+process. The thread notices the death of a process at once, because the operating system
+closes the socket of a process in whatever way it dies. Messages are JSON over TCP. A
+process that connects must know a key that process 0 publishes in JAX's key-value store.
 
-Without this module JAX's coordination service (heartbeat 10 s, the reason in its
-key-value store, `os._exit` in ``sys.excepthook``) ends all processes in time too, but
-often in C++, before Python can print the reason. The table has the seconds from the
-fault until the last process ended, for two processes on CPU, jax 0.12.0.1 and 0.10.2:
+Without this module, JAX's coordination service (with a heartbeat of 10 s, the reason in
+its key-value store, and `os._exit` in ``sys.excepthook``) also ends all processes in
+time, but often in C++, before Python can print the reason. The table shows the seconds
+from the fault until the last process ended. There were two processes on CPU, with jax
+0.12.0.1 and 0.10.2.
 
     fault                     JAX's service              this module
     killed in a collective    1.1, an error of Gloo      0.1, printed
@@ -17,11 +18,11 @@ fault until the last process ended, for two processes on CPU, jax 0.12.0.1 and 0
     an exception              1.0, printed               0.1, printed
     ``sys.exit`` too early    5 to 6, aborts             next exchange, printed
     a hang, watchdog of 2 s   3.0, printed               2.1, printed
-    a machine vanishes        9 to 10, aborts            the same: its heartbeat
+    a machine vanishes        9 to 10, aborts            the same: JAX's heartbeat
     exchange of a value       1.4 to 3 ms                0.2 to 0.5 ms
 
 With a ``missed_heartbeat_callback`` in Python, JAX aborts with ``std::bad_cast``. With
-``jax_enable_recoverability`` only the death of process 0 still aborts.
+``jax_enable_recoverability``, only the death of process 0 aborts the other processes.
 """
 
 import atexit
@@ -58,11 +59,11 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import DisagreementError, ProcessError
 
-_CONNECT_SECONDS = 20.0  # per address of a host; another address may answer
+_CONNECT_SECONDS = 20.0  # for each address of a host; another address may answer
 
 
 def connect(host: str, port: int, key: bytes) -> Connection:
-    """Connects; both sides prove that they know the key."""
+    """Connects to a port; both sides prove that they know the key."""
     # `multiprocessing.connection.Client` would try only IPv4.
     with socket.create_connection((host, port), timeout=_CONNECT_SECONDS) as peer:
         return handshake(peer, key, mpc.answer_challenge, mpc.deliver_challenge)
@@ -79,7 +80,7 @@ def host_of(address: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns True if a host name means this machine, and only on this machine.
+    """Returns True if a host name means the machine on which it is resolved.
 
     Example:
         >>> is_loopback("::1"), is_loopback("::ffff:127.0.0.1"), is_loopback("10.0.0.1")
@@ -115,25 +116,28 @@ def handshake(
     peer: socket.socket, key: bytes, *steps: Callable[[Connection, bytes], None]
 ) -> Connection:
     """Makes a connection over a socket; both sides prove that they know the key."""
-    # `Connection` reads the descriptor directly, which must therefore block. A timeout
-    # of the socket, or `socket.setdefaulttimeout`, would leave it non-blocking.
+    # `Connection` reads the descriptor directly, so reads from the descriptor must
+    # block. A timeout of the socket, or `socket.setdefaulttimeout`, would make the
+    # descriptor non-blocking.
     peer.settimeout(None)
-    connection = Connection(os.dup(peer.fileno()))  # closed with its last reference
+    # The copy of the descriptor is closed with the last reference to the connection.
+    connection = Connection(os.dup(peer.fileno()))
     for step in steps:
         step(connection, key)
     return connection
 
 
 def limit_reads(peer: socket.socket, seconds: int) -> None:
-    """Limits how long a read of the socket or its copies may wait; 0 is no limit."""
-    # A timeout set with Python would leave the descriptor non-blocking.
+    """Limits how long reads of the socket or its copies may wait; 0 means no limit."""
+    # A timeout that is set by `settimeout` would make the descriptor non-blocking.
     limit = struct.pack("ll", seconds, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def send(connection: Connection, message: dict[str, Any]) -> None:
     """Sends a JSON message; does nothing if the other side is gone."""
-    with contextlib.suppress(OSError):  # if closed, the next read reports the loss
+    # If the connection is closed, the next read reports the loss.
+    with contextlib.suppress(OSError):
         connection.send_bytes(json.dumps(message).encode())
 
 
@@ -142,14 +146,15 @@ def receive(connection: Connection) -> dict[str, Any]:
     return json.loads(connection.recv_bytes())
 
 
-_JOIN_SECONDS = 300.0  # until all processes have started
+_JOIN_SECONDS = 300.0  # all processes must have started by then
 _DRAIN_SECONDS = 2.0
 _GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 _KEY = "nnx_parallel/server"
-_NOTICE_SECONDS = 20.0  # then waiting and missing processes print where they are
+# After this time, the waiting and the missing processes print where they are.
+_NOTICE_SECONDS = 20.0
 _SAME_CALLS = (
-    "All processes make the same calls, in the same order: code under `if "
+    "All processes must make the same calls, in the same order: code under `if "
     "jax.process_index() == 0` may print or plot, but not fit, evaluate, predict, save "
     "or restore."
 )
@@ -159,15 +164,16 @@ class Server:
     """Exchanges values between the processes of a run, on process 0.
 
     Args:
-        host: Interface to listen on; empty for all.
+        host: Interface to listen on; "" means all interfaces.
         count: Number of processes.
-        key: Secret that a connection must know.
-        join_seconds: Time after which joined processes learn which ones are missing.
+        key: Secret that a process must know to connect.
+        join_seconds: Time after which missing processes are reported as lost.
 
     Attributes:
-        port: Port on which it listens until all processes have joined.
-        joined: Set when all processes have joined, or when the time to join is over.
-        drained: Set when all other processes have ended.
+        port: Port on which the server listens until all processes have joined.
+        joined: Event that is set when all processes have joined, or when
+            ``join_seconds`` are over.
+        drained: Event that is set when all other processes have ended.
     """
 
     def __init__(
@@ -181,8 +187,9 @@ class Server:
         self._clients: dict[Connection, int] = {}  # process by connection
         self._greeted: queue.SimpleQueue[tuple[Connection, int]] = queue.SimpleQueue()
         self._exchanges: dict[str, dict[int, Any]] = {}  # incomplete exchanges, by key
-        self._waits: dict[int, tuple[str, str]] = {}  # of main threads: (key, place)
-        self._finished: set[int] = set()  # processes that announced their end
+        # By process: the key for which its main thread waits, and the thread's place.
+        self._waits: dict[int, tuple[str, str]] = {}
+        self._finished: set[int] = set()  # processes that have announced their end
         self._has_lost = False
         self.joined = threading.Event()
         self.drained = threading.Event()
@@ -203,10 +210,10 @@ class Server:
         deadline = time.monotonic() + self._join_seconds
         self._socket.settimeout(_POLL_SECONDS)
         while len(self._clients) < self._count and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):  # mostly the timeout
+            with contextlib.suppress(OSError):  # for example a timeout
                 peer, _ = self._socket.accept()
-                # Each connection has a thread, so that strangers such as port scanners,
-                # which connect and send nothing, delay no process.
+                # Each connection has its own thread, so that strangers, such as port
+                # scanners that connect and send nothing, do not delay a process.
                 _start("nnx_parallel.greeting", self._authenticate, peer)
             while not self._greeted.empty():
                 connection, process = self._greeted.get()
@@ -215,13 +222,14 @@ class Server:
         missing = sorted({*range(self._count)} - {*self._clients.values()})
         if missing:
             reason = f"it did not join within {self._join_seconds:.0f} s"
-            text = f"{reason}. Processes that are missing: {missing}"
+            text = f"{reason}. Missing processes: {missing}"
             self._report_loss(missing[0], text)
 
     def _authenticate(self, peer: socket.socket) -> None:
-        # The error may come from a stranger, or from a process that died.
+        # An error may be caused by a stranger, or by a process that died.
         with contextlib.suppress(Exception), peer:
-            # A stranger that stays silent would hold this thread for the whole run.
+            # Otherwise a stranger that sends nothing would block this thread for the
+            # whole run.
             limit_reads(peer, _GREETING_SECONDS)
             steps = (mpc.deliver_challenge, mpc.answer_challenge)
             connection = handshake(peer, self._key, *steps)
@@ -270,8 +278,8 @@ class Server:
             values = [found[p] for p in range(self._count)]
             if all(other == values[0] for other in values):
                 # In most exchanges, including the exchange of every step, all values
-                # are equal. Equal values are sent once, so that bytes grow linearly
-                # with the number of processes.
+                # are equal. Only one of them is sent to each process, so that the bytes
+                # grow linearly with the number of processes.
                 values = values[:1]
             self._broadcast({"op": "all", "key": key, "values": values})
         else:
@@ -281,7 +289,7 @@ class Server:
     def _check_waits(self) -> None:
         """Reports main threads that wait for each other in different exchanges."""
         for (p, (key, _)), (q, (other, _)) in combinations(self._waits.items(), 2):
-            # Another thread of the process may have sent the value already.
+            # Another thread of the process may already have sent the value.
             if p not in self._exchanges[other] and q not in self._exchanges[key]:
                 found = ", ".join(
                     f"process {i} is in {self._spell(i, k)}"
@@ -292,7 +300,7 @@ class Server:
                 return
 
     def _spell(self, process: int, key: str) -> str:
-        """Names the exchange in which a process waits, by the script's call."""
+        """Describes the exchange in which a process waits, by the script's call."""
         name, place = key.rpartition(" ")[0], self._waits.get(process, ("", ""))
         return place[1] if place[0] == key else f"'{name}'"
 
@@ -302,14 +310,14 @@ class Server:
             for process in self._finished - found.keys():
                 other = min(found)
                 where = f"process {other} waits for it in {self._spell(other, key)}"
-                self._report_loss(process, f"it ended while others go on: {where}")
+                self._report_loss(process, f"it ended too early: {where}")
 
     def _report_loss(self, process: int, reason: str | None) -> None:
         if not self._has_lost:  # the first loss is the cause of the others
             self._has_lost = True
-            # The message also goes to the lost process, which can read it if it called
-            # `sys.exit` and waits in JAX's shutdown barrier. A process that is ending
-            # ignores the message.
+            # The message also goes to the lost process. It can read the message if it
+            # called `sys.exit` and waits in JAX's shutdown barrier. A process that is
+            # already ending ignores the message.
             self._broadcast({"op": "lost", "process": process, "reason": reason})
 
     def _broadcast(self, message: dict[str, Any]) -> None:
@@ -324,9 +332,9 @@ class Client:
     Attributes:
         connection: An authenticated connection.
         server: The server on process 0; ``None`` on all other processes.
-        on_lost: Ends this process, given the number of the lost process, its exit
-            message, and `drain`.
-        steps_begun: Steps that the fits of this process have dispatched.
+        on_lost: Function that ends this process. Its arguments are the number of the
+            lost process, its exit message, and `drain`.
+        steps_begun: Number of steps that the fits of this process have begun.
     """
 
     connection: Connection
@@ -342,19 +350,25 @@ class Client:
         _start("nnx_parallel.client", self._listen)
 
     def reserve(self, name: str) -> str:
-        """Returns the key of a name's next exchange; all processes use one order."""
+        """Returns the key of a name's next exchange.
+
+        All processes must reserve the exchanges of a name in the same order.
+        """
         self._counts[name] += 1
         return f"{name} {self._counts[name]}"
 
     def allgather(self, key: str, value: Any, timeout_seconds: float) -> list[Any]:
         """Sends a value and returns the values of all processes, by process.
 
-        Exchanges of several keys may run at once, on any threads.
+        Exchanges of several keys may run at the same time, on any threads.
 
         Raises:
-            ProcessError: If some processes did not take part in time; it names them.
+            ProcessError: If some processes did not take part in time. The message lists
+                them.
+            DisagreementError: If main threads wait for each other in different
+                exchanges.
         """
-        # The reply may have arrived already; `setdefault` is atomic.
+        # The reply may already have arrived; `setdefault` is atomic.
         replies = self._replies.setdefault(key, queue.SimpleQueue())
         is_main = threading.current_thread() is threading.main_thread()
         place = place_of(inspect.currentframe()) if is_main else ""
@@ -373,7 +387,7 @@ class Client:
         replies: queue.SimpleQueue[dict[str, Any]],
         timeout_seconds: float,
     ) -> dict[str, Any]:
-        """Waits for the values of a key; meanwhile asks which processes are missing."""
+        """Waits for the values of a key, and asks which processes are missing."""
         name, waited, pause = key.rpartition(" ")[0], 0.0, _NOTICE_SECONDS
         question = {"op": "missing", "key": key, "steps": self.steps_begun}
         question["is_main"] = bool(place)
@@ -393,8 +407,8 @@ class Client:
             if waited >= timeout_seconds:
                 raise ProcessError(
                     f"Processes {who} did not take part in '{name}' within "
-                    f"{timeout_seconds:.0f} s. All processes run the same script; find "
-                    "out why these did not."
+                    f"{timeout_seconds:.0f} s. All processes must run the same script; "
+                    "find out why these processes did not take part."
                 )
             write_error(
                 f"This process has waited for {waited:.0f} s in {place or repr(name)} "
@@ -403,17 +417,17 @@ class Client:
             )
 
     def announce_end(self, reason: str | None = None) -> None:
-        """Announces that this process ends; after an error, with the reason."""
+        """Announces that this process ends, and the reason if it ends by an error."""
         self._has_ended = True
         self._send({"op": "end", "reason": reason})
 
     def end(self, reason: str | None = None) -> None:
-        """Announces that this process ends now, without the barrier of JAX's exit."""
+        """Announces that this process ends now, without JAX's shutdown barrier."""
         self.announce_end(reason)
         self.drain()
 
     def drain(self) -> None:
-        """On process 0, waits a moment until others have received a loss and ended."""
+        """On process 0, waits a short time for the other processes to end."""
         # When process 0 ends, JAX's coordination service ends, and its clients abort
         # the other processes before they can print a line.
         if self.server is not None:
@@ -448,8 +462,8 @@ class Client:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         place = place_of(frames.get(threading.main_thread().ident or 0))
         text = f"{message['text']} for this process, which is in {place}."
-        # If this process has begun a step after that exchange, it will not take part in
-        # the exchange.
+        # If this process has begun more steps than the waiting process, it has passed
+        # the exchange and will not take part in it.
         if message["is_main"] and self.steps_begun > message["steps"]:
             end_by_error(f"{text} {_SAME_CALLS}", DisagreementError)
         write_error(text)
@@ -457,9 +471,9 @@ class Client:
 
 @cache
 def join() -> Client | None:
-    """Returns this process's client, or ``None`` with one process.
+    """Returns this process's client, or ``None`` if there is only one process.
 
-    The first call connects it, and all processes must make that call.
+    The first call connects the client to the server. All processes must make that call.
 
     Raises:
         ProcessError: If process 0 does not start its server.
@@ -471,7 +485,7 @@ def join() -> Client | None:
     server: Server | None = None
     if process_index() == 0:
         secret = secrets.token_bytes(32)
-        # If the run is on one machine, other machines cannot reach the server.
+        # If all processes are on one machine, other machines cannot reach the server.
         server = Server(host if is_loopback(host) else "", process_count(), secret)
         store.key_value_set(_KEY, f"{server.port} {secret.hex()}")
     try:
@@ -488,8 +502,8 @@ def join() -> Client | None:
     install(client.end)
     atexit.register(client.announce_end)
     if server is not None:
-        # An interpreter that is shutting down cannot start threads, which would be
-        # needed to authenticate processes that join late.
+        # An interpreter that is shutting down cannot start threads, but a process that
+        # joins late needs a thread that authenticates it.
         server.joined.wait()
     return client
 

@@ -1,4 +1,4 @@
-"""This process: its number, its lines of output, and how it ends."""
+"""The number of this process, the lines that it prints, and how it ends."""
 
 import contextlib
 import faulthandler
@@ -21,20 +21,20 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 import jax
 
 # This module reads JAX's private state, because `jax.process_index()` and
-# `jax.process_count()` start a backend, after which `jax.distributed.initialize`
-# refuses to run. Only this module reads it.
+# `jax.process_count()` start a backend, and then `jax.distributed.initialize` raises.
+# No other module of this package reads this state.
 from jax._src import distributed, xla_bridge
 
 T = TypeVar("T")
 
 STATE = distributed.global_state
-"""State of JAX's coordination service: its address and, once started, its client."""
+"""State of JAX's coordination service: its address, and its client after the start."""
 
 TAGGED = "NNX_PARALLEL_TAGGED"
-"""Environment variable with the process id of a launcher that tags every line."""
+"""Environment variable: the process id of a launcher that adds a tag to every line."""
 
 PEER_LOST = 75
-"""Exit code of a process that ends because another process is lost: try again."""
+"""Exit code of a process that ends because another is lost; the run may be retried."""
 
 INTERRUPT = "Ctrl-C"
 """Argument of the KeyboardInterrupt that ends a fit on all processes."""
@@ -43,14 +43,14 @@ HUNG = 76
 """Exit code of a process whose step or evaluation did not end in time."""
 
 EXCHANGE_SECONDS = 1800.0
-"""How long a process waits for another one, which may compile or restore meanwhile."""
+"""How long a process waits for another process, which may be compiling or restoring."""
 
 _REASON_SECONDS = 5.0
 _ENDING_SECONDS = 10.0
 _WATCHDOG_GRACE_SECONDS = 5.0
 _WATCHDOG_POLL_SECONDS = 1.0
-# The limit of a step under `step_timeout="auto"`: this time, which is the default of
-# NCCL in PyTorch, or longer if 20 steps like the last ones take longer.
+# Under `step_timeout="auto"`, a step may take this time, PyTorch's default for NCCL, or
+# 20 times the median of the last steps if that is longer.
 _AUTO_SECONDS = 600.0
 _AUTO_STEPS = 20
 # jax 0.12 raises the status of a failed collective as a `ValueError`.
@@ -63,12 +63,12 @@ _RESUME = (
 # Packages whose frames may be between the script and this package in a call stack.
 _LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
 
-# The first thread that ends the process takes this lock, and never releases it. So only
-# the first reason is printed, not later reasons that it caused.
+# The first thread that ends the process takes this lock and never releases it. So only
+# the first reason is printed, not the later errors that follow from it.
 _ending = threading.Lock()
 # Sends the exit message to the other processes, after `install`. Until then it is
-# `str`, which does nothing. The message ``None`` says that the others end for the same
-# reason.
+# `str`, which does nothing. The message ``None`` says that the other processes end for
+# the same reason.
 _notify: Callable[[str | None], object] = str
 
 
@@ -83,12 +83,12 @@ def process_count() -> int:
 
 
 def has_backend() -> bool:
-    """Returns True if JAX has counted its devices, after which none can be added."""
+    """Returns True if JAX has counted its devices and cannot add more."""
     return bool(xla_bridge.backends_are_initialized())
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Prints only on process 0; takes the arguments of ``print``.
+    """Prints on process 0 and nowhere else; takes the arguments of ``print``.
 
     Example:
         >>> print_once("loss", 0.5)
@@ -99,25 +99,25 @@ def print_once(*values: Any, **options: Any) -> None:
 
 
 def tag() -> str:
-    """Returns the prefix of this process's lines; empty if a launcher adds one."""
+    """Returns the prefix for this process's lines; empty if the launcher adds it."""
     is_tagged = process_count() > 1 and not os.environ.get(TAGGED)
     return f"[process {process_index()}] " if is_tagged else ""
 
 
 def write_error(text: str) -> None:
-    """Writes tagged lines to standard error in one piece, after flushing stdout."""
-    # There is only one write, so that lines of processes on one terminal do not mix.
+    """Flushes stdout, then writes tagged lines to stderr in one write."""
+    # One write keeps the lines of several processes on one terminal from mixing.
     lines = "".join(f"{tag()}{line}\n" for line in text.splitlines())
     for stream, text in ((sys.stdout, ""), (sys.stderr, lines)):
         if stream is not None and not stream.closed:
             stream.write(text)
-            stream.flush()  # `os._exit`, which often follows, flushes nothing
+            stream.flush()  # `os._exit` often follows and flushes nothing
 
 
 def tag_logging() -> None:
     """Adds the process's tag to the message of every ``logging`` record."""
-    # A record factory also affects handlers that other libraries install later. A
-    # formatter or filter affects only existing handlers.
+    # A record factory also affects handlers that are installed later. A formatter or
+    # filter would affect only existing handlers.
     make_record = logging.getLogRecordFactory()
 
     def make_tagged_record(*args: Any, **options: Any) -> logging.LogRecord:
@@ -130,12 +130,12 @@ def tag_logging() -> None:
 
 
 def make_interrupt(text: str) -> KeyboardInterrupt:
-    """Makes a KeyboardInterrupt that shows as one line, without traceback, if uncaught.
+    """Makes a KeyboardInterrupt that is shown as one line without a traceback.
 
-    A script then ends as after any Ctrl-C: by SIGINT, which shells report as code 130.
-    A notebook, or Python's prompt, returns to the user.
+    If the error is uncaught, a script ends as after any Ctrl-C: by SIGINT, which shells
+    report as code 130. A notebook, or Python's prompt, returns to the user.
     """
-    # This cannot be a subclass, because Python ends by SIGINT only after a plain
+    # The error cannot be a subclass, because Python ends by SIGINT only after a plain
     # KeyboardInterrupt. IPython shows the lines that `_render_traceback_` returns
     # (docs/library-notes.md, "Python" and "Notebooks").
     error = KeyboardInterrupt(text)
@@ -153,7 +153,7 @@ _excepthook: Callable[..., object] | None = None
 
 
 def _show_interrupts_as_lines() -> None:
-    """Installs a hook for uncaught exceptions, unless `install` has done so."""
+    """Installs `_show` as the hook for uncaught exceptions, unless `install` ran."""
     global _excepthook
     if _excepthook is None and sys.excepthook is not _end_by_exception:
         _excepthook, sys.excepthook = sys.excepthook, _show
@@ -166,13 +166,13 @@ def _show(
     if line is None:
         assert _excepthook is not None
         _excepthook(kind, error, place)
-    # In a script, the last messages of the fit have already said this.
+    # In a script, the last messages of the fit have already reported the Ctrl-C.
     elif error.args != (INTERRUPT,) or hasattr(sys, "ps1"):
         write_error(line)
 
 
 def install(notify: Callable[[str | None], None]) -> None:
-    """Makes an uncaught exception tell the other processes, then end this process."""
+    """Installs a hook: an uncaught exception calls ``notify`` and ends the process."""
     global _notify
     _notify = notify
     sys.excepthook = _end_by_exception
@@ -182,8 +182,8 @@ def _end_by_exception(
     kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
     if _is_of_collective(error):
-        # The collective most likely failed because another process is gone. The report
-        # of that loss arrives on another thread, which ends this process.
+        # The collective most likely failed because another process is lost. The report
+        # of the loss arrives on another thread, which then ends this process.
         threading.Event().wait(_REASON_SECONDS)
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
@@ -194,15 +194,15 @@ def _end_by_exception(
     _end(
         _line(error) or text,
         lambda: _notify(None if is_alike else reason),
-        # Shells report a signal by this code.
+        # Shells report that a signal ended a process by this code.
         128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
     )
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
-    """Returns True if an error, or its cause, comes from the devices' runtime."""
-    # The cause matters for saves: a save has collectives too, and its error is raised
-    # from a collective's error.
+    """Returns True if an error, or its cause, comes from JAX's runtime."""
+    # The cause matters for saves. A save has collectives too, and its error is raised
+    # from the error of a collective.
     return error is not None and (
         isinstance(error, jax.errors.JaxRuntimeError)
         or _STATUS.match(str(error)) is not None
@@ -211,9 +211,13 @@ def _is_of_collective(error: BaseException | None) -> bool:
 
 
 def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:
-    """Ends this process because another is lost; ``reason``: the other's exit message.
+    """Ends this process because another process is lost.
 
-    First calls ``drain``, which waits until the others have received the reason.
+    Args:
+        process: Number of the lost process.
+        reason: Exit message of the lost process, or ``None`` if it sent none.
+        drain: Function that waits until the other processes have received the reason.
+            It is called before this process ends.
     """
     if not _ending.acquire(blocking=False):
         return  # this process is ending already, for another reason
@@ -224,14 +228,14 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
 
 
 def end_by_error(text: str, kind: type[Exception]) -> None:
-    """Ends this process from a thread other than the main one, which may be stuck."""
+    """Ends this process from another thread, because the main thread may be stuck."""
     if _ending.acquire(blocking=False):
         reason = f"{kind.__name__}: {text}"
         _end(reason, lambda: _notify(reason), 1)
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Describes where a frame is: the package's call, and the line of the script."""
+    """Describes a frame by the call of this package and the line of the script."""
     call, place = "", ""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -254,8 +258,8 @@ def _end(text: str, notify: Callable[[], object], code: int) -> None:
         with contextlib.suppress(Exception):
             notify()
     finally:
-        # `sys.exit` would run JAX's exit handler, which waits in a shutdown barrier for
-        # the other processes (up to 300 s), while they wait for this process in a
+        # `sys.exit` would run JAX's exit handler, which waits up to 300 s in a shutdown
+        # barrier for the other processes, while they wait for this process in a
         # collective.
         os._exit(code)
 
@@ -264,7 +268,7 @@ StepTimeout = float | Literal["auto"] | None
 
 
 class _Armed(NamedTuple):
-    """A clock that runs: its end by `time.monotonic`, and what the error names."""
+    """A running clock: its end by `time.monotonic`, and the facts for the error."""
 
     deadline: float
     limit: float  # seconds
@@ -280,9 +284,9 @@ class Watchdog:
 
     Args:
         timeout_seconds: Longest duration of a step, or of a batch of an evaluation.
-            ``"auto"`` derives it, if there are several processes; ``None`` means no
-            limit.
-        step_seconds: Durations of the last steps, from which ``"auto"`` derives it.
+            ``"auto"`` derives the limit if there are several processes, and sets no
+            limit for one process. ``None`` means no limit.
+        step_seconds: Durations of the last steps, for the limit under ``"auto"``.
 
     Raises:
         ValueError: If the time is not positive.
@@ -296,8 +300,8 @@ class Watchdog:
         is_limit = is_number and timeout_seconds > 0
         if timeout_seconds is not None and not (self._is_auto or is_limit):
             raise ValueError(
-                f"step_timeout={timeout_seconds!r}. It must be a positive number of "
-                "seconds, or None to watch nothing, or 'auto'."
+                f"step_timeout={timeout_seconds!r} is invalid. It must be a positive "
+                "number of seconds, None for no limit, or 'auto'."
             )
         self._timeout, self._step_seconds = timeout_seconds, step_seconds
         self._changed = threading.Condition()
@@ -305,7 +309,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def limit(self, awaited: str = "step") -> float | None:
-        """Returns the limit in seconds as of now; ``None`` if there is no limit."""
+        """Returns the current limit in seconds; ``None`` if there is no limit."""
         if not isinstance(self._timeout, str):
             return self._timeout
         if process_count() == 1:
@@ -315,7 +319,7 @@ class Watchdog:
         return max(_AUTO_SECONDS, _AUTO_STEPS * statistics.median(self._step_seconds))
 
     def arm(self, step: int, awaited: str = "step") -> None:
-        """Restarts the clock; the error names ``awaited`` and the last step."""
+        """Restarts the clock; the error will name ``awaited`` and ``step``."""
         limit = self.limit(awaited)
         if limit is None:
             return
@@ -328,7 +332,7 @@ class Watchdog:
                 self._thread.start()
 
     def disarm(self) -> None:
-        """Stops the clock: for compilation and for a checkpoint."""
+        """Stops the clock, for example during compilation or a checkpoint."""
         with self._changed:
             if self._armed is not None and not self._is_auto:
                 faulthandler.cancel_dump_traceback_later()
@@ -337,11 +341,11 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context that a derived limit does not count; a given limit counts it.
+        """Context whose time counts toward a given limit, but not toward ``"auto"``.
 
-        The data and the hooks of a run may take any time on all processes. If only one
-        process takes long, the limits of the others apply: `EXCHANGE_SECONDS` where
-        they wait for its batch, the limit of a step where they wait in a step.
+        Data and hooks may take any time if they do so on all processes. If only one
+        process takes long, the limits of the other processes apply: `EXCHANGE_SECONDS`
+        if they wait for its batch, and the limit of a step if they wait in a step.
         """
         armed = self._armed if self._is_auto else None
         if armed is not None:
@@ -351,7 +355,7 @@ class Watchdog:
             self.arm(armed.step, armed.awaited)
 
     def reading(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yields the batches; the clock is `paused` while they are awaited."""
+        """Yields the batches; the clock is `paused` while a batch is read."""
         iterator, end = iter(batches), object()
         while True:
             with self.paused():
@@ -368,13 +372,14 @@ class Watchdog:
                     self._end(self._armed)
                     break
                 if not self._is_auto:
-                    # This thread needs the interpreter's lock. A C call that never
-                    # releases the lock stops it; then `faulthandler` ends the process.
-                    # It has one timer, which under "auto" is left to the script.
+                    # A C call that never releases the interpreter's lock stops this
+                    # thread; then `faulthandler` ends the process. `faulthandler` has
+                    # only one timer, so under "auto" the script may use it.
                     limit = left + _WATCHDOG_GRACE_SECONDS
                     file = sys.__stderr__ or sys.stderr
                     faulthandler.dump_traceback_later(limit, exit=True, file=file)
-                # `arm` does not notify this thread, so that it costs a step nothing.
+                # `arm` does not notify this thread, so that arming takes no time in a
+                # step. So this thread polls.
                 self._changed.wait(min(left, _WATCHDOG_POLL_SECONDS))
             self._thread = None
 
@@ -392,18 +397,18 @@ class Watchdog:
 class Termination:
     """Context that records a SIGTERM or a Ctrl-C instead of ending the process.
 
-    Schedulers and clouds send SIGTERM some seconds before they take a machine, which is
-    enough time to save. A handler of SIGTERM that was installed earlier is called too,
-    and is restored on exit. For SIGINT only Python's default handler is replaced. A
-    second Ctrl-C is raised at once.
+    Schedulers and clouds send SIGTERM some seconds before they take a machine away,
+    which is enough time to save. A SIGTERM handler that was installed earlier is called
+    too, and is restored on exit. A SIGINT handler is replaced only if it is Python's
+    default handler. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Args:
         saves: True if the fit saves a checkpoint before it ends.
 
     Attributes:
-        is_requested: True once a SIGTERM has come.
-        is_interrupted: True once a Ctrl-C has come.
-        defers: True if the first Ctrl-C is only recorded. Otherwise it is raised too.
+        is_requested: True after a SIGTERM.
+        is_interrupted: True after a Ctrl-C.
+        defers: If True, the first Ctrl-C is only recorded. If False, it is also raised.
     """
 
     def __init__(self, *, saves: bool = True) -> None:
@@ -420,77 +425,79 @@ class Termination:
         if callable(previous):
             warnings.warn(
                 f"A handler of SIGTERM, {_name(previous)}, was installed before the "
-                "fit. During the fit a SIGTERM saves a checkpoint and ends the run; "
-                "your handler is called as well, as soon as the signal has come. If it "
-                "exits by itself, nothing is saved.",
+                "fit. During the fit, a SIGTERM saves a checkpoint and ends the run. "
+                "Your handler is called too, when the signal arrives. If it ends the "
+                "process, no checkpoint is saved.",
                 stacklevel=3,
             )
         self._previous = previous
         self._is_watching = True
         self._install(signal.SIGTERM, self._record)
-        # If SIGINT is ignored, as under nohup, or the user handles it, its handling
-        # stays unchanged.
+        # The handling of SIGINT stays unchanged if SIGINT is ignored, as under nohup,
+        # or if the user handles it.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._install(signal.SIGINT, self._record_interrupt)
             _show_interrupts_as_lines()
         return self
 
     def _install(self, number: int, handler: Callable[..., None]) -> None:
-        # `None` stands for a handler that was installed from C; Python cannot restore
-        # it.
+        # `None` means that the previous handler was installed from C. Python cannot
+        # restore it.
         previous = signal.signal(number, handler)
         self._handlers[number] = signal.SIG_DFL if previous is None else previous
 
     def __exit__(self, *exc_info: object) -> None:
         for number, previous in self._handlers.items():
-            # If another handler was installed over this one, it stays.
+            # A handler that was installed after this one is kept.
             if getattr(signal.getsignal(number), "__self__", None) is self:
                 signal.signal(number, previous)
         self._handlers = {}
         self._is_watching = False
 
     def check(self) -> None:
-        """Warns, once, if another handler of SIGTERM has replaced this one."""
+        """Warns once if another SIGTERM handler has replaced this one."""
         found = signal.getsignal(signal.SIGTERM)
         if self._is_watching and found != self._record:
             self._is_watching = False
             warnings.warn(
                 f"A handler of SIGTERM, {_name(found)}, was installed during the fit. "
-                "It swallows the notice of a preemption: the run will not save before "
-                "it is ended. Install the handler before the fit; then both handlers "
-                "are called.",
+                "It replaces the fit's handler, so a preemption will end the run "
+                "without a save. Install the handler before the fit; then both "
+                "handlers are called.",
                 stacklevel=2,
             )
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        # Nothing is saved here, because a handler may interrupt any line, even a save.
+        # The handler does not save, because it may run at any line, even in a save.
         self.is_requested = True
         if callable(self._previous):
             self._previous(number, frame)
 
     def _record_interrupt(self, number: int, frame: FrameType | None) -> None:
-        # The interrupt is recorded even if it is raised, because it may arrive in JAX's
-        # callback of the garbage collector, which swallows exceptions
+        # The interrupt is recorded even if it is raised, because it may arrive during
+        # JAX's callback in the garbage collector, where exceptions are lost
         # (docs/library-notes.md, "Lost processes").
         is_first, self.is_interrupted = not self.is_interrupted, True
         if not (is_first and self.defers):
             when = "before the first step" if is_first else "twice, without a save"
             raise make_interrupt(f"{INTERRUPT} {when}, in {_place(frame)}")
         saved = ", once it is saved" if self._saves else ". It saves no checkpoint"
-        with contextlib.suppress(Exception):  # it may have arrived during another write
+        # The signal may have arrived during another write, and then this write raises.
+        with contextlib.suppress(Exception):
             write_error(
-                f"Ctrl-C: the fit ends after this step{saved}. A second one ends it at "
-                "once."
+                f"Ctrl-C: the fit ends after this step{saved}. A second Ctrl-C ends it "
+                "at once."
             )
 
 
 @contextlib.contextmanager
 def raising_interrupts() -> Iterator[None]:
-    """Raises a Ctrl-C or exit that came during the block, in place of any later error.
+    """Makes sure that a Ctrl-C or an exit during the block is raised from the block.
 
-    An interrupt may get lost: JAX's callback of the garbage collector swallows it, and
-    libraries raise other errors from it. So an exception that a signal handler raises
-    is noted, and raised again when the block ends, with or without an error.
+    An interrupt may get lost: JAX's callback in the garbage collector swallows it, and
+    libraries catch it and raise other errors. So an exception that a signal handler
+    raises is recorded, and is raised again at the end of the block, in place of any
+    other error.
     """
     heard: list[BaseException] = []
     outer = sys.exception()
@@ -527,7 +534,7 @@ def _note(
 def _interrupt_in(
     error: BaseException, outer: BaseException | None
 ) -> BaseException | None:
-    """Finds the interrupt in a chain of errors, which ends at ``outer``."""
+    """Finds the interrupt in a chain of errors; the search stops at ``outer``."""
     seen, found = {id(None), id(outer)}, [error]
     for each in found:
         if isinstance(each, KeyboardInterrupt | SystemExit):
@@ -541,7 +548,7 @@ def _interrupt_in(
 
 
 def _place(frame: FrameType | None) -> str:
-    """Returns the line that Python is running, as a traceback of a hang shows it."""
+    """Describes the line of a frame by function, file and line number."""
     if frame is None:
         return "no line of Python"
     return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"

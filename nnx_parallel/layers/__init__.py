@@ -1,4 +1,4 @@
-"""The layers whose computation depends on mesh axes; all others come from Flax NNX."""
+"""Layers whose computation depends on mesh axes. All other layers are Flax NNX's."""
 
 from nnx_parallel.layers.attention import attention as attention
 from nnx_parallel.layers.attention import segment_positions as segment_positions

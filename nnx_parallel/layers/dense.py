@@ -1,7 +1,7 @@
 """Products of named dims: `Dense`, `Embed`, and the `matmul` that both call.
 
-The layout decides if a product gathers its input or scatters its output, and if this
-overlaps with the product.
+The layout decides whether a product gathers its input or scatters its output, and
+whether the communication overlaps with the product.
 """
 
 import math
@@ -51,14 +51,14 @@ def matmul(
     *,
     w_dims: tuple[int, ...] | None = None,
 ) -> Array:
-    """Multiplies an activation and a parameter: ``(*leading, *out_dims)``.
+    """Multiplies an activation by a parameter; returns ``(*leading, *out_dims)``.
 
-    If one mesh axis splits ``seq`` of the input and a dim of the output, the input is
-    gathered. If one axis splits a contracted dim and ``seq`` of the output, the sum
-    over devices is scattered [1]. The forward pass keeps only the split input for the
-    backward pass, which gathers it again. Under ``overlap`` the gather and the scatter
-    run as rings during the product (`all_gather_matmul`, `matmul_reduce_scatter`), and
-    sums travel in the dtype of the product.
+    If the same mesh axis splits ``seq`` of the input and a dim of the output, the input
+    is gathered. If the same axis splits a contracted dim and ``seq`` of the output, the
+    sum over devices is scattered [1]. The forward pass keeps only the split input for
+    the backward pass, which gathers it again. Under ``overlap``, the gather and the
+    scatter run as rings during the product (`all_gather_matmul`,
+    `matmul_reduce_scatter`), and partial sums travel in the dtype of the product.
 
     Args:
         x: ``(*leading, *in_dims)``. It is gathered or scattered only if the leading
@@ -97,7 +97,8 @@ def matmul(
         sum_dtype=jnp.result_type(x, w),
         mesh=layout.mesh,
     )
-    # The name is for remat policies that keep products: a ring has many small products.
+    # Remat policies that keep products keep this name, because a ring consists of many
+    # small products.
     return checkpoint_name(y, OVERLAPPED)
 
 
@@ -115,18 +116,18 @@ class _Split:
 
     gathers: bool  # True: the input is split along `seq`; False: the output is split
     axis: str  # the mesh axis that splits `seq`
-    # If the product gathers, the dim of w that the axis splits. If it scatters, the
-    # index of that dim among the contracted dims.
+    # If the product gathers: the dim of w that the axis splits. If it scatters: the
+    # index of the split dim in the list of contracted dims.
     feature: int
     contracting: tuple[tuple[int, ...], tuple[int, ...]]  # dims of x and of w
     input: NamedSharding
     output: NamedSharding
-    gathered: NamedSharding  # of the input or output, after `seq` is gathered
+    gathered: NamedSharding  # the input or output with `seq` gathered
 
     def gather(self, x: Array) -> Array:
         """Gathers an array along ``seq``: the input, or the gradient of the output."""
-        # The first constraint splits the array. With only the second one, the
-        # partitioner would gather the value at its source, and keep it.
+        # The first constraint splits the array. With only the second constraint, the
+        # partitioner would gather the array where it is computed, and keep it gathered.
         x = _place(x, self.input if self.gathers else self.output)
         return _place(x, self.gathered)
 
@@ -185,8 +186,8 @@ def _find_split(
     return None
 
 
-# This product is split by XLA's partitioner. It has a custom gradient, because JAX's
-# gradient would keep the gathered input for the backward pass.
+# XLA's partitioner splits this product. The product has a custom gradient, because
+# JAX's gradient would keep the gathered input for the backward pass.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _partitioned(split: _Split, x: Array, w: Array) -> Array:
     return _partitioned_forward(split, x, w)[0]
@@ -215,9 +216,10 @@ _partitioned.defvjp(_partitioned_forward, _partitioned_backward)
 def compute_gradient_once(y: Array) -> Array:
     """Returns the output of a product, and makes XLA compute its gradient only once.
 
-    Two products use this gradient: the product for the gradient of the kernel, and the
-    product for the gradient of the input. Without this function XLA may compute the
-    gradient in both, tile by tile, if it considers the elementwise operations cheap.
+    Two products use the gradient of ``y``: the product for the gradient of the kernel,
+    and the product for the gradient of the input. Without this function, XLA may
+    compute the gradient of ``y`` in both products, tile by tile, if it considers the
+    elementwise operations cheap.
 
     Example:
         >>> float(jax.grad(lambda y: compute_gradient_once(y) ** 2)(3.0))
@@ -232,10 +234,10 @@ compute_gradient_once.defvjp(
 
 
 def named(initializer: Initializer, *names: str | None) -> Initializer:
-    """Wraps an initializer so that its parameter has names: the logical axes of dims.
+    """Wraps an initializer so that the dims of its parameter have logical axes.
 
-    The names are Flax's ``out_sharding`` metadata. ``eager_sharding`` is False, because
-    the mesh is not known yet when a model is built.
+    The logical axes are stored in Flax's ``out_sharding`` metadata. ``eager_sharding``
+    is False, because the mesh is not known when a model is built.
     """
     return nnx.with_partitioning(initializer, names, eager_sharding=False)
 
@@ -247,15 +249,15 @@ class Dense(nnx.Module):
     `TensorParallel`, a kernel from ``embed`` to ``mlp`` is split by columns, and a
     kernel from ``mlp`` to ``embed`` is split by rows, so that the pair communicates
     once [1]. Under sequence parallelism, the input is gathered along ``seq`` before the
-    product, or the output is scattered after the product. The strategy decides if this
-    overlaps with the product (`matmul`).
+    product, or the output is scattered after the product. The strategy decides whether
+    this communication overlaps with the product (`matmul`).
 
     Args:
-        in_dims: Names and sizes of the dims to contract: the last dims of the input.
+        in_dims: Names and sizes of the last dims of the input, which are contracted.
         out_dims: Names and sizes of the dims that replace them.
         rngs: Key for the kernel.
         use_bias: True to add a bias of shape ``out_dims``.
-        kernel_init: Initializer; by default normal with variance 1 / fan-in.
+        kernel_init: Initializer; by default a normal with variance 1 / fan-in.
 
     Example:
         >>> query = Dense({"embed": 32}, {"heads": 4, "head_dim": 8}, rngs=nnx.Rngs(0))
@@ -293,8 +295,8 @@ class Dense(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Contracts the last dims of ``x`` with the kernel.
 
-        It maps ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``. If there are two
-        leading dims, they are ``batch`` and ``seq``.
+        The shape changes from ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``. If
+        there are two leading dims, they are ``batch`` and ``seq``.
         """
         y = matmul(x, self.kernel[...], self.in_names, self.out_names)
         return _add_bias(self, y)
@@ -304,8 +306,8 @@ def project(x: Array, *layers: Dense) -> list[Array]:
     """Calls several `Dense` with one input: query, key and value, or up and gate.
 
     Under ``overlap``, layers that gather their input share one ring. The gradient of
-    the input is then summed over the layers before it is sent, and is sent only once.
-    Otherwise each layer is called separately.
+    the input is then summed over the layers before it is sent, so it is sent only once.
+    In all other cases, each layer is called separately.
 
     Example:
         >>> make = partial(Dense, {"embed": 4}, {"mlp": 8})
@@ -314,7 +316,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
         [(2, 3, 8), (2, 3, 8)]
     """
     layout = active_layout()
-    # A subclass, such as an adapted layer, may do more than the product.
+    # A subclass, such as an adapted layer, may compute more than the product.
     is_plain = all(type(layer) is Dense for layer in layers)
     if layout is None or layout.claims.overlap is None or not is_plain:
         return [layer(x) for layer in layers]
@@ -334,7 +336,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
 def _add_bias(layer: Dense, y: Array) -> Array:
     if layer.bias is None:
         return y
-    bias = layer.bias[...]  # (*out_dims); it gets leading dims of size 1
+    bias = layer.bias[...]  # (*out_dims); reshaped to have leading dims of size 1
     return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
@@ -346,7 +348,7 @@ class Embed(nnx.Module):
         embed_dim: Number of columns.
         rngs: Key for the table.
         vocab_name: Logical axis of the rows; ``seq`` for learned positions.
-        embedding_init: Initializer; by default normal with standard deviation 0.02.
+        embedding_init: Initializer; by default a normal with standard deviation 0.02.
 
     Example:
         >>> embed = Embed(64, 8, rngs=nnx.Rngs(0))
@@ -375,16 +377,17 @@ class Embed(nnx.Module):
 
         A token outside of the vocabulary gives NaN, so that the loss is not finite.
         """
-        # With this constraint the gradient of the table is summed over rows of the
-        # batch, and cut afterwards. Otherwise the partitioner would split the
-        # activations like the gradient.
+        # Because of this constraint, the gradient of the table is first summed over
+        # rows of the batch, and then split. Otherwise the partitioner would split the
+        # activations in the same way as the gradient.
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
         observe_range(tokens, table.shape[0], name="tokens or positions")
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
-        # Tokens are gathered along `seq` first. Otherwise, if an axis splits the rows
-        # of the table and also `seq`, the lookup would gather the table. An axis for
-        # long sequences splits no table, so tokens stay split over it.
+        # Tokens are first gathered along `seq`. Otherwise, if one axis splits the rows
+        # of the table and also `seq`, the lookup would gather the table. Tokens stay
+        # split over an axis for long sequences, because such an axis never splits the
+        # table.
         layout = active_layout()
         seq = ("seq", *(layout.sequence_axes if layout else ()))
         tokens = constrain_param(tokens, "batch", seq)
@@ -393,6 +396,6 @@ class Embed(nnx.Module):
         return constrain(rows, "batch", "seq", "embed")
 
     def attend(self, x: Array) -> Array:
-        """Computes logits: ``(batch, seq, embed)`` to ``(batch, seq, vocab)``."""
+        """Computes logits from ``(batch, seq, embed)``: ``(batch, seq, vocab)``."""
         logits = matmul(x, self.embedding[...], ("embed",), ("vocab",), w_dims=(1,))
         return constrain(logits, "batch", "seq", "vocab")

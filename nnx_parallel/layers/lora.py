@@ -1,6 +1,6 @@
 """LoRA: adds small trained factors to the frozen kernels of linear layers.
 
-An adapted layer has two more parameters. The paths of all other parameters do not
+An adapted layer has two additional parameters. The paths of all other parameters do not
 change, so that weights, names and checkpoints of the base model still fit.
 """
 
@@ -35,10 +35,9 @@ class Adapted(nnx.Module):
     """The factors that an adapted layer adds to its base layer.
 
     Attributes:
-        lora_a: ``(*in_dims, rank)``. If the kernel has a dim of layers, it also comes
-            first here.
+        lora_a: ``(*in_dims, rank)``, after the dim of layers if the kernel has one.
         lora_b: ``(rank, *out_dims)``, after the same dim of layers. It starts as zeros.
-        lora_scale: Factor of the product of both.
+        lora_scale: Factor of the product of ``lora_a`` and ``lora_b``.
     """
 
     kernel: nnx.Param
@@ -56,7 +55,7 @@ class Adapted(nnx.Module):
         x = jnp.moveaxis(x.astype(y.dtype), tuple(axes), tuple(range(-num_in, 0)))
         in_names = getattr(self, "in_names", (None,) * num_in)
         out_names = getattr(self, "out_names", (None,) * num_out)
-        # The smallest array is scaled: (*leading, *in_dims) -> (*leading, rank)
+        # The scale multiplies the smallest array, which is (*leading, rank).
         narrow = matmul(x, a, in_names, (None,)) * self.lora_scale
         return y + matmul(narrow, b, (None,), out_names)
 
@@ -74,7 +73,7 @@ class Adapted(nnx.Module):
     def delta(self) -> Array:
         """Computes the product of the factors, with the kernel's shape.
 
-        Its dtype is float32, or a wider dtype of the kernel.
+        The dtype is float32, or the kernel's dtype if it is wider.
         """
         lead, _ = self._split()
         kernel, a, b = (x.get_value() for x in (self.kernel, self.lora_a, self.lora_b))
@@ -92,13 +91,13 @@ class Adapted(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedSource:
-    """A function from rngs to an adapted model (`lora`)."""
+    """A function that takes rngs and builds an adapted model (`lora`)."""
 
     source: ModelFn
     adapt: Callable[[nnx.Module, nnx.Rngs], None]
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Builds the model, with its weights from files, and then the factors."""
+        """Builds the model, with weights from files if it has any, and the factors."""
         reads = isinstance(self.source, ReadsArrays)
         return self._adapted(
             self.source(rngs) if reads else build_model(self.source, rngs), rngs
@@ -113,7 +112,7 @@ class AdaptedSource:
         return model
 
     def read_arrays(self, arrays: Mapping) -> dict:
-        """Reads the arrays that the source has in files, which may be none."""
+        """Reads the arrays that the source has in files; the dict may be empty."""
         source: Any = self.source
         return source.read_arrays(arrays) if isinstance(source, ReadsArrays) else {}
 
@@ -141,25 +140,26 @@ def lora(
     r"""Adds low-rank adapters [1] to the kernels of some layers of a model.
 
     An adapted layer computes ``layer(x) + (alpha / rank) * (x @ A) @ B``. At first the
-    output does not change, because B is zeros. Pass ``wrt=nnx.LoRAParam`` to the
-    Trainer, so that only the factors are trained and have optimizer state. The factors
-    take their names from the kernel's dims, so that every strategy places them as it
-    places the kernel. In a `Stack` each layer has separate factors.
+    adapters do not change the output, because B is zeros. Pass ``wrt=nnx.LoRAParam`` to
+    the Trainer, so that only the factors A and B are trained and have optimizer state.
+    The dims of the factors have the names of the kernel's dims, so that every strategy
+    places them like the kernel. In a `Stack`, each layer has separate factors.
 
     Args:
-        model: A model, or a function of ``nnx.Rngs`` that builds one, as a Trainer
-            takes it. For a model, the result is an adapted copy that shares its
-            arrays. For a function, the result is a function.
-        targets: A regex, searched in the dotted path of each layer:
+        model: A model, or a function of ``nnx.Rngs`` that builds a model, as for a
+            Trainer. For a model, the result is an adapted copy that shares its arrays.
+            For a function, the result is a function that builds an adapted model.
+        targets: A regex that is searched in the dotted path of each layer, such as
             ``r"attention\.(query|value)"``.
         rank: Width of the factors.
         alpha: Strength of the adapters. ``None``: the rank, so that
             ``alpha / rank`` is 1.
-        rngs: Keys for the factors of a model; a function gets keys when it is called.
+        rngs: Keys for the factors, if ``model`` is a model; by default ``Rngs(0)``. A
+            function gets keys when it is called.
 
     Raises:
-        ModelError: If no layer matches, if a matching layer cannot be adapted, or if it
-            has adapters already.
+        ModelError: If no layer matches, or if a matching layer cannot be adapted or
+            already has adapters.
         RuleError: If ``targets`` is not a valid regex.
         ValueError: If ``rank`` is below 1.
 
@@ -191,10 +191,10 @@ def lora(
 
 
 def merge_lora(model: Model) -> Model:
-    """Adds the adapters of a model to its kernels, and makes its layers plain again.
+    """Adds the adapters of a model to its kernels, and removes the adapters.
 
-    The given model does not change. The result is a new model that has the same arrays,
-    except for kernels that had adapters. These keep their dtype and sharding.
+    The given model does not change. The result is a new model that shares all arrays
+    except kernels that had adapters. These kernels keep their dtype and sharding.
 
     Raises:
         ModelError: If the model has no adapters.
@@ -224,18 +224,19 @@ def _find(model: nnx.Module, targets: str) -> Iterator[nnx.Module]:
     if not matching:
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise ModelError(
-            f"lora(targets={targets!r}) matches no layer that can be adapted ({kinds}) "
-            f"of {type(model).__name__}. It has: {', '.join(fitting) or 'none'}."
+            f"lora(targets={targets!r}) matches no layer of {type(model).__name__} "
+            f"that can be adapted ({kinds}). Layers that can be adapted: "
+            f"{', '.join(fitting) or 'none'}."
         )
     for path, layer in matching.items():
         if isinstance(layer, Adapted):
             raise ModelError(
-                f"`{path}` has adapters already. Merge them first, with merge_lora."
+                f"`{path}` already has adapters. Merge them first, with merge_lora."
             )
         if getattr(layer, "batch_axis", None):
             raise ModelError(
-                f"`{path}` has a kernel for each entry of batch_axis, which lora does "
-                "not adapt. Leave it out of targets."
+                f"`{path}` has a kernel for each entry of batch_axis. lora cannot "
+                "adapt such layers. Choose targets that do not match it."
             )
         yield layer
 
@@ -246,7 +247,7 @@ def _adapt(layer: Any, rank: int, scale: float, rngs: nnx.Rngs) -> None:
     num_in, num_out = _num_dims(layer)
     lead = kernel.ndim - num_in - num_out
     stacked, ins = kernel.shape[:lead], kernel.shape[lead : lead + num_in]
-    # PEFT starts from kaiming_uniform(a=sqrt(5)), which is within 1 / sqrt(fan_in).
+    # This is PEFT's kaiming_uniform(a=sqrt(5)): uniform within 1 / sqrt(fan_in).
     bound = math.prod(ins) ** -0.5
     shape = (*stacked, *ins, rank)
     a = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
@@ -272,8 +273,8 @@ def _ndim(variable: nnx.Variable) -> int:
     return variable.get_value().ndim
 
 
-# The cache gives each base class one adapted class. With several adapted classes, JAX
-# would take two models of the same structure for different ones.
+# Because of the cache, each base class has only one adapted class. Otherwise JAX would
+# treat two models of equal structure as different.
 @cache
 def _adapted(kind: type[nnx.Module]) -> type[nnx.Module]:
     def fill(namespace: dict[str, Any]) -> None:

@@ -27,8 +27,8 @@ from nnx_parallel.sharding.specs import dim_axes
 class LabelRange(NamedTuple):
     """The smallest and largest label in one call of a loss, without labels of weight 0.
 
-    A lookup in a table is observed too. Then the labels are tokens, unless ``name``
-    says otherwise, and the classes are the table's rows.
+    Lookups in tables (`Embed`) are observed too. There, the labels are tokens or
+    positions, as ``name`` says, and the classes are the rows of the table.
     """
 
     lowest: int
@@ -47,9 +47,10 @@ _observed: ContextVar[list[LabelRange] | None] = ContextVar("labels", default=No
 
 @contextmanager
 def observing_labels() -> Iterator[list[LabelRange]]:
-    """Collects the ranges of labels of all losses that are traced and run inside.
+    """Collects the ranges of labels of all losses that are traced and run in a block.
 
-    It helps to diagnose a loss that is not finite. A normal step has no such callback.
+    The ranges help to diagnose a loss that is not finite. Normal steps do not collect
+    them, because the collection needs callbacks.
     """
     seen: list[LabelRange] = []
     token = _observed.set(seen)
@@ -83,20 +84,22 @@ def cross_entropy(
 ) -> Mean:
     """Computes the mean negative log-likelihood of integer labels.
 
-    It does not gather logits along ``vocab``, so logits that are split over ``tensor``
-    stay split. Devices exchange three numbers per token: the maximum, the sum and the
-    label's logit.
+    Logits are not gathered along ``vocab``, so logits that are split over ``tensor``
+    stay split. Devices exchange three numbers per token: the maximum, the sum of
+    exponentials and the label's logit.
 
     Args:
-        logits: ``(*leading, vocab)``, any floating-point dtype. Sums are in float64 for
-            float64 logits, and otherwise in float32.
+        logits: ``(*leading, vocab)``, any floating-point dtype. Sums are computed in
+            float64 for float64 logits, and in float32 for other logits.
         labels: int ``(*leading)``, from 0 to vocab - 1. Any other label gives NaN,
             unless its weight is 0.
-        weights: ``(*leading)``; 0 leaves a label out. By default each label counts 1.
-        z_loss: Weight of the squared log-normaliser; it keeps logits from drifting [1].
+        weights: ``(*leading)``, the weight of each label; 0 excludes a label. The
+            default is 1.
+        z_loss: Weight of the squared log-normaliser, which keeps logits from drifting
+            [1].
 
     Returns:
-        The `Mean` in nats per label.
+        The loss, a `Mean` in nats per label.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]))
@@ -127,14 +130,14 @@ def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Ar
         labels: int32 ``(*leading)``.
 
     Returns:
-        Four arrays. The losses in nats, ``(*leading)``, NaN for a label that is not a
-        class. The log-normalisers, ``(*leading)``. A bool for each label, True if it is
-        a class, ``(*leading)``. A bool for each logit, True for the logit of the label,
-        ``(*leading, vocab)``.
+        Four arrays: the losses in nats, ``(*leading)``, which are NaN for labels that
+        are not classes; the log-normalisers, ``(*leading)``; a bool for each label,
+        ``(*leading)``, True if the label is a class; and a bool for each logit,
+        ``(*leading, vocab)``, True if the logit belongs to the label.
     """
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    # Each label is compared with all classes. To gather the label's logit along a split
-    # `vocab` would bring all logits to every device.
+    # Each label is compared with all classes. An indexed lookup of the label's logit
+    # along a split `vocab` would gather all logits on every device.
     classes = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     is_label = classes == labels[..., None]
     losses = normaliser - jnp.sum(jnp.where(is_label, logits, 0.0), axis=-1)
@@ -146,8 +149,8 @@ def _token_losses(logits: Array, labels: Array) -> tuple[Array, Array, Array, Ar
 
 
 def _weighted_sum(losses: Array, weights: Array) -> Array:
-    # `losses * weights` is not enough, because NaN times 0 is NaN, and a label of
-    # weight 0 may have any value.
+    # `losses * weights` is not sufficient: labels of weight 0 may be invalid and have
+    # the loss NaN, and NaN times 0 is NaN.
     return jnp.where(weights == 0, 0.0, losses * weights).sum()
 
 
@@ -168,33 +171,34 @@ def linear_cross_entropy(
 ) -> Mean:
     """Computes `cross_entropy` of ``hidden @ kernel`` without holding all logits.
 
-    The forward pass computes logits, their softmax and both gradients, for one chunk of
-    tokens after the other. The backward pass only scales the gradients, so that every
-    product is computed only once [1]. A device holds the logits of one chunk of its
-    tokens, and its parts of the gradients of ``hidden`` and ``kernel``. The gradient of
+    The forward pass computes logits, their softmax and the gradients of ``hidden`` and
+    ``kernel``, for one chunk of tokens after the other. The backward pass only scales
+    the gradients, so that no product is computed twice [1]. A device holds the logits
+    of one chunk of its tokens, and its parts of the two gradients. The gradient of
     ``kernel`` is in float32 while it is summed.
 
-    The kernel is gathered once and its gradient is summed once, for any split of the
-    batch. Logits that are split over ``vocab`` stay split, and devices exchange three
-    numbers per token [2]. Hidden states that are split along ``seq`` are gathered chunk
-    by chunk.
+    For any split of the batch, the kernel is gathered once, and its gradient is summed
+    over devices once. Logits that are split over ``vocab`` stay split, and devices
+    exchange three numbers per token [2]. If one axis splits both ``seq`` and ``vocab``,
+    hidden states are gathered chunk by chunk.
 
     Args:
         hidden: ``(batch, seq, embed)``.
         kernel: ``(embed, vocab)``, or ``(vocab, embed)`` like a tied table.
         labels: int ``(batch, seq)``, as in `cross_entropy`.
-        weights: ``(batch, seq)``; 0 leaves a label out. By default each label counts 1.
+        weights: ``(batch, seq)``, as in `cross_entropy`.
         vocab_dim: The index of the dim ``vocab`` of ``kernel``.
         z_loss: Weight of the squared log-normaliser.
         softcap: Bound c of the logits, which become ``c * tanh(logits / c)``.
-        chunk_size: Number of tokens of a chunk on each device. By default a chunk has
-            128 MiB of logits.
+        chunk_size: Number of tokens of a chunk on each device. By default, the logits
+            of a chunk have 128 MiB on each device.
 
     Returns:
-        The `Mean` in nats per label. It can be differentiated once, in reverse mode.
+        The loss, a `Mean` in nats per label. It can be differentiated once, in reverse
+        mode.
 
     Raises:
-        ValueError: If shapes do not fit, if ``chunk_size`` is below 1, or if
+        ValueError: If the shapes do not match, if ``chunk_size`` is below 1, or if
             ``softcap`` is not above 0.
 
     Example:
@@ -231,7 +235,7 @@ def linear_cross_entropy(
 
 
 Chunk = tuple[Array, Array, Array]
-"""Hidden states, labels and weights of a chunk, or of all chunks with a leading dim."""
+"""Hidden states, labels and weights of a chunk, or of all chunks, stacked."""
 
 
 class _ChunkPlan:
@@ -249,14 +253,15 @@ class _ChunkPlan:
         chunk_size: int | None,
     ) -> None:
         layout = active_layout()
-        # If nothing is split, a constraint could only keep XLA from splitting an array.
+        # If the layout splits none of these dims, a constraint could only prevent XLA
+        # from splitting an array.
         if layout is not None and layout.is_silent(("batch", "seq", "embed", "vocab")):
             layout = None
         self.vocab_dim, self.kernel_dtype = vocab_dim, kernel.dtype
         self.sum_dtype = sum_dtype(hidden, kernel)
         (self.z_loss, self.softcap), self.layout = shaped, layout
         self.rows = self.parts = splits = gathered = 1
-        self.token_spec = P()  # the split of rows and parts when logits are computed
+        self.token_spec = P()  # spec of (rows, parts) when logits are computed
         vocab = kernel.shape[vocab_dim]
         if layout is not None:
             sizes, names = layout.mesh.shape, ("batch", "seq", "embed")
@@ -269,17 +274,17 @@ class _ChunkPlan:
             kept = dim_axes(self.token_spec, 2)[1]
             gathered = self.parts // math.prod(sizes[a] for a in kept)
         tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
-        if chunk_size is None:  # 4 bytes for each class that a device has
+        if chunk_size is None:  # 4 bytes for each of the classes on a device
             chunk_size = CHUNK_BYTES // (4 * vocab // splits)
         # If an axis splits both the sequence and `vocab`, parts are gathered for the
         # product. Each part then contributes a share of a chunk.
         chunk_size = max(chunk_size // gathered, 1)
         self.num_chunks = -(-tokens // chunk_size)
-        # The dims of the gradient of the kernel while it is summed, as letters of an
-        # einsum. A scan's carry cannot hold partial sums that devices have not reduced
-        # yet. So if tokens are split when logits are computed, each part of them adds
-        # to a separate gradient, along a leading dim `g` or `p`. Devices sum these
-        # gradients once, after the last chunk.
+        # `kernel_dims` are the dims of the kernel's gradient while it is summed, as
+        # letters of an einsum. The carry of a scan cannot hold sums that still have to
+        # be reduced over devices. So if tokens are split when logits are computed, each
+        # group of tokens has a separate gradient, along a leading dim `g` or `p`. These
+        # gradients are summed over devices only once, after the last chunk.
         spec = self.token_spec if self.num_chunks > 1 else P()
         parts = [n for n, axes in zip("gp", spec, strict=False) if axes]
         self.kernel_dims = "".join(parts) + ("ev" if vocab_dim else "ve")
@@ -287,8 +292,8 @@ class _ChunkPlan:
     def split(self, x: Array) -> Array:
         """Cuts ``(batch, seq, ...)`` into ``(chunks, rows, parts, tokens, ...)``.
 
-        The dim of tokens is padded with 0. A chunk has some tokens of each device, so
-        that no token leaves its device.
+        The dim of tokens is padded with 0. Each chunk has tokens of all devices, so
+        that no token has to move to another device.
         """
         x = rearrange(x, "(g b) (p s) ... -> g p (b s) ...", g=self.rows, p=self.parts)
         padding = [(0, 0)] * x.ndim
@@ -314,16 +319,17 @@ class _ChunkPlan:
         )
 
     def scan(self, function: Callable, start: Any, chunks: Chunk) -> tuple[Any, Any]:
-        """Calls `jax.lax.scan` over the chunks, or the function for only one chunk."""
-        # For one chunk there is no loop, so that the gradient of the kernel needs no
-        # float32 carry.
+        """Calls `jax.lax.scan` over the chunks; calls the function for a single chunk.
+
+        Without a loop, the gradient of the kernel needs no float32 carry.
+        """
         if self.num_chunks > 1:
             return jax.lax.scan(function, start, chunks)
         carry, outputs = function(start, jax.tree.map(lambda x: x[0], chunks))
         return carry, jax.tree.map(lambda x: x[None], outputs)
 
     def losses(self, kernel: Array, given: Chunk) -> tuple[Array, Array]:
-        """Computes losses, and the derivatives of their weighted sum by logit."""
+        """Computes losses, and the derivatives of their weighted sum by the logits."""
         x, labels, weights = given
         axes = ((3,), (1 - self.vocab_dim,))
         x = self.gather(x)
@@ -362,7 +368,7 @@ def _chunked(plan: _ChunkPlan, kernel: Array, chunks: Chunk) -> Array:
 def _chunked_forward(
     plan: _ChunkPlan, kernel: Array, chunks: Chunk
 ) -> tuple[Array, tuple]:
-    """Computes the weighted sum and its gradients, chunk by chunk."""
+    """Computes the weighted sum of all losses and its gradients, chunk by chunk."""
     hidden, _, weights = chunks
     dims = plan.kernel_dims
 
@@ -375,7 +381,7 @@ def _chunked_forward(
         more = jnp.einsum(
             f"gpte,gptv->{dims}", x, dlogits, preferred_element_type=plan.sum_dtype
         )
-        if plan.num_chunks > 1:  # a single chunk's gradient goes to its final place
+        if plan.num_chunks > 1:  # otherwise this is the final gradient
             names = {"g": "batch", "p": "seq", "v": "vocab", "e": None}
             more = plan.place(dw + more, *(names[dim] for dim in dims))
         return more, (dx, losses)
@@ -383,7 +389,7 @@ def _chunked_forward(
     sizes = {"g": plan.rows, "p": plan.parts}
     shape = (*(sizes[dim] for dim in dims[:-2]), *kernel.shape)
     dw, (dx, losses) = plan.scan(chunk, jnp.zeros(shape, plan.sum_dtype), chunks)
-    # This sum has not been scaled yet, and could exceed the range of float16.
+    # This sum is not scaled yet, and could exceed the range of float16.
     dtype = jnp.float32 if kernel.dtype == jnp.float16 else kernel.dtype
     dw = dw.astype(dtype).sum(range(len(dims) - 2))
     return _weighted_sum(losses, weights), (dx, dw, losses, weights)
@@ -394,8 +400,8 @@ def _chunked_backward(plan: _ChunkPlan, saved: tuple, scale: Array) -> tuple:
     dweights = jnp.where(weights == 0, 0.0, losses * scale)
     dw = (dw * scale).astype(dw.dtype).astype(plan.kernel_dtype)
     dx = (dx * scale).astype(dx.dtype)
-    # Only the optimizer waits for `dw`. Without this barrier the compiler would hold
-    # all of it in float32 until the backward pass of all layers has ended.
+    # Only the optimizer uses `dw`. Without this barrier, the compiler would keep the
+    # complete gradient in float32 until the end of the backward pass.
     dw, dx = jax.lax.optimization_barrier((dw, dx))
     return dw, (dx, None, dweights)
 
@@ -408,19 +414,19 @@ def _check_shapes(
 ) -> None:
     if kernel.ndim != 2 or vocab_dim not in (-2, -1, 0, 1):
         raise ValueError(
-            f"A kernel of shape {kernel.shape} with vocab_dim={vocab_dim}; it must be "
-            "(embed, vocab), or (vocab, embed) with vocab_dim=0."
+            f"The kernel has shape {kernel.shape} with vocab_dim={vocab_dim}; it must "
+            "be (embed, vocab), or (vocab, embed) with vocab_dim=0."
         )
     embed = kernel.shape[1 - vocab_dim % 2]
     if hidden.ndim != 3 or hidden.shape[-1] != embed:
         raise ValueError(
-            f"Hidden states of shape {hidden.shape} for a kernel of shape "
-            f"{kernel.shape} with vocab_dim={vocab_dim}; they must be (batch, seq, "
+            f"Hidden states have shape {hidden.shape}; for a kernel of shape "
+            f"{kernel.shape} with vocab_dim={vocab_dim} they must be (batch, seq, "
             f"{embed})."
         )
     for name, x in (("Labels", labels), ("Weights", weights)):
         if x is not None and x.shape != hidden.shape[:2]:
             raise ValueError(
-                f"{name} of shape {x.shape} for hidden states of shape {hidden.shape}; "
-                f"each token has one: {hidden.shape[:2]}."
+                f"{name} have shape {x.shape}; for hidden states of shape "
+                f"{hidden.shape} they must be {hidden.shape[:2]}."
             )

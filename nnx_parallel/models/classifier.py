@@ -59,7 +59,7 @@ class MLPClassifierConfig:
 
 
 class HiddenBlock(nnx.Module):
-    """``x + down(gelu(up(x)))``: split by columns, then by rows, with a single sum."""
+    """``x + down(gelu(up(x)))``, with one sum over devices under `TensorParallel`."""
 
     def __init__(self, config: MLPClassifierConfig, *, rngs: nnx.Rngs) -> None:
         embed, mlp = {"embed": config.embed_dim}, {"mlp": config.mlp_dim}
@@ -70,7 +70,7 @@ class HiddenBlock(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, embed) to the same shape, through (batch, mlp)."""
+        """Maps (batch, embed) to the same shape; the hidden layer is (batch, mlp)."""
         hidden = jax.nn.gelu(constrain(self.up(x), "batch", "mlp"))
         return constrain(x + self.dropout(self.down(hidden)), "batch", "embed")
 
@@ -78,16 +78,17 @@ class HiddenBlock(nnx.Module):
 class MLPClassifier(nnx.Module):
     """Maps feature vectors to logits of classes.
 
-    Its hidden blocks are a `Stack`. `TensorParallel` splits each block's kernels by
-    columns and by rows, and `Pipeline` spreads the blocks over stages.
+    The hidden blocks are a `Stack`. `TensorParallel` splits the first kernel of each
+    block by columns and the second kernel by rows, and `Pipeline` distributes the
+    blocks over stages.
 
-    The first and the last layer are plain `nnx.Linear` with names. The dims of features
-    and classes have no name: the data determines their sizes, and few meshes divide
-    them.
+    The first and the last layer are `nnx.Linear` modules whose parameters have names.
+    The dims of features and classes have no name, because the data determines their
+    sizes, and few meshes divide these sizes.
 
     Args:
         config: Shape of the model.
-        rngs: Keys of parameters and dropout.
+        rngs: Keys for parameters and dropout.
 
     Example:
         >>> config = MLPClassifierConfig(num_features=64, num_classes=10)
@@ -128,7 +129,7 @@ def classification_loss(
     """Returns the cross-entropy of the labels, and the accuracy of the likeliest class.
 
     Args:
-        model: Maps inputs to logits ``(batch, classes)``.
+        model: A function that maps inputs to logits ``(batch, classes)``.
         batch: ``inputs`` ``(batch, ...)`` and ``labels`` int ``(batch,)``.
 
     Returns:
@@ -149,11 +150,11 @@ def classification_loss(
 
 
 def read_labels(settings: Mapping[str, Any]) -> int:
-    """Returns the number of classes; it is two by default, as in transformers."""
+    """Returns the number of classes; the default is two, as in transformers."""
     return len(settings.get("id2label") or ()) or settings.get("num_labels", 2)
 
 
 def write_labels(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns numbered labels of an image classifier, for ``config.json``."""
+    """Returns numbered labels for the ``config.json`` of an image classifier."""
     labels = {f"LABEL_{i}": i for i in range(fields["num_classes"])}
     return {"id2label": {str(i): x for x, i in labels.items()}, "label2id": labels}

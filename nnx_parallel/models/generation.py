@@ -1,4 +1,4 @@
-"""Sampling from a `GPT` with a cache of keys and values."""
+"""Samples tokens from a `GPT`, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def generate(
 ) -> jax.Array:
     """Continues prompts token by token, without dropout.
 
-    The function is pure. Wrap it in `jax.jit` with all keyword arguments except ``key``
-    static. Keys and values of earlier tokens are kept. So each token costs only one
-    pass over the parameters and the cache.
+    The function is pure. In `jax.jit`, all keyword arguments except ``key`` must be
+    static. The cache keeps the keys and values of earlier tokens, so each new token
+    needs only one pass over the parameters and the cache.
 
     Args:
         model: The model, which is not changed.
         prompt: int ``(batch, prompt_len)``.
         max_new_tokens: Number of tokens to add.
-        key: Key to sample with; it is not needed at temperature 0.
+        key: Random key for sampling; it is not needed at temperature 0.
         temperature: Divisor of the logits; 0 takes the likeliest token.
         top_k: Number of likeliest tokens to sample from; ``None`` takes all.
 
     Returns:
-        int ``(batch, prompt_len + max_new_tokens)``: prompt and continuation.
+        int ``(batch, prompt_len + max_new_tokens)``, the prompts with continuations.
 
     Raises:
         TypeError: If the model is not a `GPT`.
-        ValueError: If an argument is out of range, or if there are more tokens than
-            learned positions.
+        ValueError: If an argument is out of range, or if a model with learned positions
+            has fewer positions than tokens.
 
     Example:
         >>> from nnx_parallel.models import GPT, GPTConfig
@@ -53,9 +53,9 @@ def generate(
     """
     if not isinstance(model, GPT):
         raise TypeError(
-            f"generate got an object of type {type(model).__name__}. It continues "
-            "prompts of a GPT, with its cache of keys and values. Call another model "
-            "in a loop, and append the token that the last logits choose."
+            f"generate got a {type(model).__name__}, but it needs a GPT, which has a "
+            "cache of keys and values. Call another model in a loop, and append a "
+            "token that you choose from the last logits."
         )
     top = model.config.vocab_size if top_k is None else top_k
     _check_sampling(model.config, max_new_tokens, key is not None, temperature, top)
@@ -73,8 +73,8 @@ def _continue(
     def next_token(
         tokens: jax.Array, start: int | jax.Array, cache: Caches, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
-        # A copy is used, because values that a pass changes (counters) must not leave
-        # the trace of the scan.
+        # A pass may change variables, such as counters. It runs on a copy of the model,
+        # so that these traced values do not leave the scan.
         copy = nnx.merge(graphdef, state, copy=True)
         copy.eval()
         logits, cache = copy.decode(tokens, start, cache)
@@ -110,13 +110,13 @@ def _check_sampling(
         )
     if temperature > 0 and not has_key:
         raise ValueError(
-            f"Sampling at temperature {temperature} without a key. Pass "
-            "key=jax.random.key(0), or temperature=0 for the likeliest token."
+            f"Sampling at temperature {temperature} needs a key. Pass "
+            "key=jax.random.key(0), or temperature=0 to choose the likeliest token."
         )
     if not 1 <= top_k <= config.vocab_size:
         raise ValueError(
-            f"top_k is {top_k}; it must be from 1 to the {config.vocab_size} tokens of "
-            "the vocabulary, or None for all."
+            f"top_k is {top_k}; it must be from 1 to {config.vocab_size}, the number "
+            "of tokens in the vocabulary, or None for all tokens."
         )
 
 

@@ -1,7 +1,8 @@
-"""A transformer decoder in the shapes of GPT-2, Llama, Mixtral, Qwen and Gemma.
+"""A transformer decoder with variants for GPT-2, Llama, Mixtral, Qwen and Gemma.
 
 The model is written for one device. Every dim of a parameter or activation has a name,
-and a strategy places the dim by this name. `GPTConfig.sizes` has the size of each name.
+and a strategy places the dim by this name. `GPTConfig.sizes` has the size for each
+name.
 
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019,
@@ -41,9 +42,9 @@ from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
 
 Start = int | jax.Array
-"""Position of the first token, or the position of each token: int (batch, seq)."""
+"""The position of the first token, or the positions of all tokens, int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
-"""Activations (batch, seq, embed), and the losses (batch, seq) if there are experts."""
+"""Activations (batch, seq, embed), and with expert losses a pair: also (batch, seq)."""
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of earlier tokens, each (batch, total_len, kv_heads, head_dim)."""
 Caches = tuple[Cache, ...]
@@ -59,8 +60,8 @@ def _dense(
     is_residual: bool = False,
     use_bias: bool | None = None,
 ) -> Dense:
-    # A block adds two outputs to the residual stream. With this scale, the variance of
-    # the stream does not grow with the number of layers.
+    # Each block adds two outputs to the residual stream. With this scale, the variance
+    # of the stream does not grow with the number of layers.
     scale = (2 * config.num_layers) ** -0.5 if is_residual else 1.0
     return Dense(
         {name: config.sizes[name] for name in in_names.split()},
@@ -72,7 +73,7 @@ def _dense(
 
 
 class ZeroCenteredRMSNorm(nnx.Module):
-    """An RMSNorm whose scale is 1 plus a parameter, so weight decay pulls it to 1."""
+    """An RMSNorm with scale 1 + parameter, so that weight decay pulls it to 1."""
 
     def __init__(self, size: int, epsilon: float, name: str) -> None:
         init = named(nnx.initializers.zeros_init(), name)
@@ -101,8 +102,8 @@ def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
 
 
 def _make_norm(config: GPTConfig, *, rngs: nnx.Rngs) -> Norm:
-    """Returns the norm of a model's residual stream."""
-    # All norms compute in float32, whatever the dtypes of x and the scale are.
+    """Returns a norm for the residual stream of a model."""
+    # All norms compute in float32, for any dtypes of x and the scale.
     if config.norm == "rms":
         return _rms_norm(config, "embed", rngs=rngs)
     return nnx.LayerNorm(
@@ -138,7 +139,7 @@ class Attention(nnx.Module):
         norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
         self.query_norm = norm() if config.qk_norm else None
         self.key_norm = norm() if config.qk_norm else None
-        # This is a variable, because a stack runs the same program for all its layers.
+        # This flag is a variable, because all layers of a stack run the same program.
         self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
         self.config = config
 
@@ -149,7 +150,10 @@ class Attention(nnx.Module):
         cache: Cache | None,
         segments: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Attends from the tokens of ``x``, whose positions begin at ``start``."""
+        """Computes attention for the tokens of ``x``, with positions from ``start``.
+
+        Returns an array with the shape of ``x``, and the new cache or ``None``.
+        """
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
         query, key, value = project(x, self.query, self.key, self.value)
@@ -184,13 +188,13 @@ class Attention(nnx.Module):
         value: jax.Array,
         segments: jax.Array | None,
     ) -> jax.Array:
-        """Computes causal attention, in a local layer only within the window."""
+        """Computes causal attention, which is limited to the window in local layers."""
 
         def attend(window: int | None, *qkv: jax.Array) -> jax.Array:
             return self._attention(*qkv, causal=True, segments=segments, window=window)
 
         local, whole = partial(attend, self.config.window), partial(attend, None)
-        if self.is_local is not None:  # a layer runs one of two branches
+        if self.is_local is not None:  # each layer runs one of two branches
             return jax.lax.cond(self.is_local[...], local, whole, query, key, value)
         run = local if self.config.kinds[0] == "local" else whole
         return run(query, key, value)
@@ -206,7 +210,10 @@ class Attention(nnx.Module):
         )
 
     def _seen(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
-        """Returns True where queries (seq, 1) see keys (1, total_len) of a cache."""
+        """Returns a bool (seq, total_len), True if a query sees a key of the cache.
+
+        ``keys`` (1, total_len) and ``queries`` (seq, 1) are positions.
+        """
         seen = keys <= queries
         if self.config.window is None:
             return seen
@@ -222,7 +229,7 @@ def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Arra
 
 
 class MLP(nnx.Module):
-    """An MLP with GELU, or with SwiGLU or GEGLU, which gate the hidden layer."""
+    """An MLP with GELU, or a gated MLP with SwiGLU or GEGLU."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
@@ -232,7 +239,7 @@ class MLP(nnx.Module):
         self.activate = jax.nn.silu if config.activation == "swiglu" else jax.nn.gelu
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, seq, embed) to the same shape, through (batch, seq, mlp)."""
+        """Maps (batch, seq, embed) to the same shape; hidden is (batch, seq, mlp)."""
         layers = [self.up] if self.gate is None else [self.up, self.gate]
         up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
         up = compute_gradient_once(up)
@@ -258,10 +265,11 @@ def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, whose outputs are added to the residual stream.
+    """Attention and an MLP, whose outputs are added to the residual stream.
 
-    If the MLP runs after attention, each has a norm before it and, with ``post_norms``,
-    another norm after it. Otherwise both run in parallel from one norm [2].
+    In a sequential block, the MLP runs after attention. Attention and MLP each have a
+    norm before them and, with ``post_norms``, another norm after them. In a parallel
+    block, attention and MLP have the same input, which is the output of one norm [2].
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
@@ -284,8 +292,8 @@ class Block(nnx.Module):
     ) -> Stream | tuple[Stream, Cache | None]:
         """Maps (batch, seq, embed) to the same shape.
 
-        If a cache is given, returns it too, with the keys and values of ``stream``
-        added.
+        If a cache is given, the block also returns the cache, with the keys and values
+        of ``stream`` added.
         """
         x, losses = _split(stream)
         normed = self.attention_norm(x)
@@ -295,8 +303,8 @@ class Block(nnx.Module):
         x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
         if self.mlp_norm is not None:
             # The gradient of this norm's output is the sum of the gradients from up and
-            # gate. The norm's input and its scale both need the sum, which is computed
-            # only once.
+            # gate. The gradients of the norm's input and scale both need this sum, so
+            # it is computed only once.
             normed = compute_gradient_once(self.mlp_norm(x))
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(
@@ -314,7 +322,7 @@ class Block(nnx.Module):
 
 
 def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -> Stack:
-    """Returns a stack with one block for each kind of layer."""
+    """Returns a stack with one block for each entry of ``kinds``."""
 
     def make(rngs: nnx.Rngs) -> Block:
         return Block(config, rngs=rngs)
@@ -334,7 +342,7 @@ class GPT(Published):
 
     Args:
         config: Shape of the model.
-        rngs: Keys of parameters and dropout.
+        rngs: Keys for parameters and dropout.
 
     Example:
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
@@ -366,19 +374,20 @@ class GPT(Published):
             if config.tied
             else Dense({"embed": embed}, {"vocab": vocab}, rngs=rngs, kernel_init=init)
         )
-        # This is last, so that parameters have the same initial values without dropout.
+        # Dropout comes last, so that parameters have the same initial values with and
+        # without dropout.
         self.dropout = _dropout(config, rngs=rngs)
 
     def __call__(
         self, tokens: jax.Array, segments: jax.Array | None = None
     ) -> jax.Array:
-        """Returns logits of each next token: int (batch, seq) to (batch, seq, vocab).
+        """Returns the logits of each next token, ``(batch, seq, vocab)``.
 
         Args:
             tokens: int ``(batch, seq)``.
-            segments: int ``(batch, seq)``, the number of each token's document; 0 is
+            segments: int ``(batch, seq)``, the id of each token's document; 0 marks
                 padding. The logits of a document do not depend on the other documents
-                in its row.
+                in the same row.
 
         Raises:
             ValueError: If the sequence is longer than the learned positions.
@@ -386,7 +395,7 @@ class GPT(Published):
         return self._logits(self.hidden(tokens, segments))
 
     def hidden(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        """Returns the inputs of the head: int (batch, seq) to (batch, seq, embed)."""
+        """Returns the input of the head, ``(batch, seq, embed)``, for int tokens."""
         hidden, losses = self.hidden_and_losses(tokens, segments)
         if losses is not None:
             block: Any = self.blocks.layer
@@ -396,9 +405,13 @@ class GPT(Published):
     def hidden_and_losses(
         self, tokens: jax.Array, segments: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns inputs of the head, and losses (batch, seq) of all experts."""
+        """Returns the input of the head, and the losses of experts or ``None``.
+
+        The losses, ``(batch, seq)``, are summed over layers.
+        """
         experts = self.config.experts
-        # Positions are computed only once: all layers and pipeline stages receive them.
+        # Positions are computed only once, and passed to all layers and pipeline
+        # stages.
         positions = 0 if segments is None else segment_positions(segments)
         x = self._embed(tokens, positions)
         if experts is not None and experts.has_losses:
@@ -420,12 +433,15 @@ class GPT(Published):
     def decode(
         self, tokens: jax.Array, start: int | jax.Array, cache: Caches
     ) -> tuple[jax.Array, Caches]:
-        """Returns logits after the last token; ``tokens`` follow the cache's tokens.
+        """Returns the logits of the token that follows ``tokens``.
 
         Args:
-            tokens: int ``(batch, seq)``.
-            start: Position of the first of ``tokens``.
-            cache: Keys and values of the ``start`` earlier tokens, from `make_cache`.
+            tokens: int ``(batch, seq)``, the tokens that follow the tokens in the
+                cache.
+            start: Number of tokens in the cache, which is the position of the first of
+                ``tokens``.
+            cache: Keys and values of the earlier tokens; `make_cache` makes an empty
+                cache.
 
         Returns:
             Logits ``(batch, vocab)``, and the cache with ``tokens`` added.
@@ -479,24 +495,25 @@ class GPT(Published):
 def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> Mean:
     """Returns the cross-entropy of each token given the tokens before it.
 
-    Logits are computed for a chunk of tokens at a time, and never exist all at once.
+    Logits are computed for one chunk of tokens at a time, so that the logits of all
+    tokens never exist together.
 
     Args:
         model: The model.
         batch: int ``(batch, seq + 1)``, or a mapping that holds this array as
-            ``tokens``. The first token is never predicted. The mapping may also have
-            ``weights`` of the same shape: a token of weight 0 is left out of the loss,
-            but later tokens still see it. For packed documents the mapping has
-            ``segments``, int of the same shape, in the form that `GPT` takes. Then no
-            token is predicted from another document, and padding is not predicted.
+            ``tokens``. The first token of a row is not predicted. The mapping may also
+            have ``weights`` of the same shape: a token of weight 0 does not count in
+            the loss, but later tokens still see it. For packed documents, the mapping
+            has ``segments``, int of the same shape, as for `GPT`. Then no token is
+            predicted from another document, and padding is not predicted.
 
     Returns:
-            The `Mean` in nats per predicted token, including losses that balance
-            experts.
+        The loss, a `Mean` in nats per predicted token. It includes the losses of
+        experts.
 
     Raises:
-        ValueError: If tokens are not of shape (batch, seq + 1), or if weights or
-            segments have another shape than tokens.
+        ValueError: If the shape of tokens is not (batch, seq + 1), or if weights or
+            segments do not have the same shape as tokens.
 
     Example:
         >>> model = GPT(GPTConfig.tiny(), rngs=nnx.Rngs(0))
@@ -510,21 +527,21 @@ def next_token_loss(model: GPT, batch: jax.Array | Mapping[str, jax.Array]) -> M
     segments = batch.get("segments")
     if tokens.ndim != 2 or tokens.shape[1] < 2:
         raise ValueError(
-            f"Tokens of shape {tokens.shape}; they must be (batch, seq + 1), the input "
-            "and the last label, with seq at least 1."
+            f"Tokens have shape {tokens.shape}; they must be (batch, seq + 1), the "
+            "input and one more label, with seq at least 1."
         )
     for name, of_each in (("Weights", weights), ("Segments", segments)):
         if of_each is not None and of_each.shape != tokens.shape:
             raise ValueError(
-                f"{name} of shape {of_each.shape} for tokens of shape {tokens.shape}; "
-                "each token has one, the first one too."
+                f"{name} have shape {of_each.shape}, but tokens have shape "
+                f"{tokens.shape}; the shapes must be equal."
             )
     weights, seen = None if weights is None else weights[:, 1:], None
     if segments is not None:
         is_next = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
-        # The last token of a document predicts nothing, and no other token sees it, so
-        # it becomes padding. If the document ends the row, this token is not an input
-        # of the row at all. The results are the same in both cases.
+        # The last token of a document predicts no token, and no later token sees it, so
+        # it becomes padding. The last token of a row is not an input at all. So the
+        # loss of a document does not depend on its place in the row.
         seen = jnp.where(is_next, segments[:, :-1], 0)
         weights = is_next if weights is None else jnp.where(is_next, weights, 0)
     hidden, losses = model.hidden_and_losses(tokens[:, :-1], seen)

@@ -1,4 +1,4 @@
-"""The configuration of a `GPT`: its shape, its counts, and presets from tiny to 70B.
+"""The configuration of a `GPT`: sizes, counts of parameters and FLOPs, and presets.
 
 References:
     [1] Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
@@ -37,7 +37,7 @@ PRESETS = {
     for family in FAMILIES
     for name, fields in family.presets.items()
 }
-"""Fields of published models; the sizes are from each model's ``config.json``."""
+"""Fields of published models; sizes are taken from each model's ``config.json``."""
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
@@ -52,33 +52,35 @@ class GPTConfig:
 
     Attributes:
         vocab_size: Number of tokens.
-        seq_len: Length of the longest sequence, and number of learned positions.
+        seq_len: Length of the longest sequence, which is also the number of learned
+            positions.
         num_layers: Number of blocks.
         embed_dim: Width of the residual stream.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads; an equal number of query heads
-            shares each of them. ``None`` means one for each query head.
+        num_kv_heads: Number of key heads, and of value heads. Each of them is shared by
+            the same number of query heads. ``None`` means one for each query head.
         head_dim: Width of a head; ``None`` means ``embed_dim / num_heads``.
         mlp_dim: Width of the MLP; ``None`` means ``4 * embed_dim``.
-        norm: Kind of the norms before attention and MLP: LayerNorm or RMSNorm.
+        norm: Type of the norms: LayerNorm (``layer``) or RMSNorm (``rms``).
         norm_epsilon: Number that is added to the variance.
         zero_centered_norm: True if an RMSNorm's scale is 1 plus its parameter [6].
-        post_norms: True for another norm after attention and after the MLP [6].
+        post_norms: True for additional norms after attention and after the MLP [6].
         qk_norm: True for an RMSNorm of queries and keys, before they are rotated [7].
-        positions: A learned table of positions, or rotation of queries and keys [3].
+        positions: ``learned`` for a table of positions, or ``rope`` for rotation of
+            queries and keys [3].
         rope_theta: Base of the rotation's wavelengths.
         rope_scaling: Stretching of these wavelengths; ``None`` does not stretch them.
         local_rope_theta: Base for local layers, whose wavelengths are then not
-            stretched [8]. With ``None`` all layers rotate in the same way.
-        activation: GELU, or SwiGLU or GEGLU, which have a third kernel [4].
-        block: In a sequential block, the MLP runs after attention, and each has a norm.
-            In a ``parallel`` block both run from one norm, and their outputs are added
-            together [5]. Then their products share one input and one sum, so tensor
-            parallelism has less to wait for.
+            stretched [8]. With ``None``, all layers rotate in the same way.
+        activation: ``gelu``, or ``swiglu`` or ``geglu``, which need a third kernel [4].
+        block: In a ``sequential`` block, the MLP runs after attention, and each of them
+            has a norm. In a ``parallel`` block, both have the same normed input, and
+            their outputs are added [5]. Then they share one gather and one sum under
+            tensor parallelism, so there is less to wait for.
         use_bias: True if kernels and LayerNorms have biases.
         qkv_bias: True if the kernels of queries, keys and values have biases; ``None``
             takes the value of ``use_bias``.
-        tied: True if the embedding is also the head.
+        tied: True if the embedding is also the kernel of the head.
         scale_embedding: True to multiply embeddings by ``embed_dim ** 0.5`` [6].
         dropout: Probability that an output of embedding, attention or MLP is dropped.
         attention: Implementation of attention; ``None`` takes the platform's fused
@@ -86,21 +88,22 @@ class GPTConfig:
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
         window: Number of earlier keys that a query sees, in addition to the key of its
             token; ``None`` means all earlier keys.
-        layer_kinds: A repeating pattern with the kind of each layer. ``"local"`` layers
-            have the window, and ``"global"`` layers see all keys [6]. With ``None`` all
-            layers have the window.
+        layer_kinds: The kinds of the layers, a pattern that repeats. ``"local"`` layers
+            have the window, and ``"global"`` layers see all keys [6]. With ``None``,
+            all layers have the window.
         softcap: Bound of attention's scores; ``None`` means no bound.
         logit_softcap: Bound of the logits [6]; ``None`` means no bound.
-        remat: Residuals that a block keeps for the backward pass; ``None`` takes the
-            Trainer's value.
+        remat: The values that the backward pass recomputes (`Remat`); ``None`` takes
+            the Trainer's value.
         z_loss: Weight of the squared log-normaliser in the loss [5].
-        experts: Shape of a mixture of experts, without biases, that replaces each MLP;
-            ``None`` means that all layers have an MLP.
-        dense_layers: Number of layers, from the first, that have an MLP of width
-            ``mlp_dim`` although the other layers have experts [9].
+        experts: A mixture of experts, without biases in its kernels, that replaces each
+            MLP; ``None`` means that all layers have an MLP.
+        dense_layers: Number of layers at the start that have an MLP of width
+            ``mlp_dim`` instead of experts [9].
 
     Raises:
-        ValueError: If a value is out of range, or sizes do not divide.
+        ValueError: If a value is out of range, or if a number does not divide another
+            that it must divide.
 
     Example:
         >>> f"{GPTConfig.gpt2_124m().num_params:,}"
@@ -195,16 +198,16 @@ class GPTConfig:
         heads, kv_heads = self.num_heads, self.sizes["kv_heads"]
         if self.head_dim is None and self.embed_dim % heads:
             raise ValueError(
-                f"GPTConfig.embed_dim is {self.embed_dim} and num_heads {heads}, which "
-                f"does not divide it. Give embed_dim a multiple of {heads}, or say "
-                "head_dim."
+                f"GPTConfig.num_heads is {heads}, which does not divide "
+                f"embed_dim={self.embed_dim}. Set embed_dim to a multiple of {heads}, "
+                "or set head_dim."
             )
         if heads % kv_heads:
             divisors = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(
-                f"GPTConfig.num_kv_heads is {kv_heads} and num_heads {heads}: each "
-                "key head serves the same number of query heads. num_kv_heads must "
-                f"divide num_heads: one of {divisors}."
+                f"GPTConfig.num_kv_heads is {kv_heads}, which does not divide "
+                f"num_heads={heads}. Each key head must be shared by the same number "
+                f"of query heads. Set num_kv_heads to one of {divisors}."
             )
         if self.positions == "rope" and self.sizes["head_dim"] % 2:
             raise ValueError(
@@ -217,21 +220,22 @@ class GPTConfig:
         pattern = self.layer_kinds
         if pattern is not None and (not pattern or not set(pattern) <= set(kinds)):
             raise ValueError(
-                f"GPTConfig.layer_kinds is {pattern!r}; it must be a tuple of {kinds}, "
-                "one for each layer of a repeating pattern, or None."
+                f"GPTConfig.layer_kinds is {pattern!r}; it must be None, or a tuple "
+                f"whose entries are among {kinds}. The tuple is repeated over the "
+                "layers."
             )
         rope, experts = self.positions == "rope", self.experts is not None
         has_mlps = not experts or self.dense_layers > 0
-        mlps = "experts=None or dense_layers: experts have a separate mlp_dim"
-        posts = "block='sequential': each normalises a branch's output"
+        mlps = "experts=None or dense_layers: the width of experts is Experts.mlp_dim"
+        posts = "block='sequential': the norms follow attention and MLP"
         rules = (
             ("mlp_dim", has_mlps, mlps),
             ("dense_layers", experts, "experts: without them all layers are dense"),
             ("layer_kinds", self.window is not None, "window: local layers have it"),
-            ("rope_scaling", rope, "positions='rope': it stretches the rotation"),
+            ("rope_scaling", rope, "positions='rope': it changes the rotation"),
             ("local_rope_theta", self.is_mixed, "layer_kinds: some layers are local"),
-            ("local_rope_theta", rope, "positions='rope': local layers rotate by it"),
-            ("zero_centered_norm", self.norm == "rms", "norm='rms': it is RMSNorm's"),
+            ("local_rope_theta", rope, "positions='rope': it changes the rotation"),
+            ("zero_centered_norm", self.norm == "rms", "norm='rms': it is an RMSNorm"),
             ("post_norms", self.block == "sequential", posts),
         )
         for name, is_met, needed in rules:
@@ -250,7 +254,7 @@ class GPTConfig:
 
     @property
     def is_mixed(self) -> bool:
-        """True if some layers are local and others global."""
+        """True if some layers are local and other layers are global."""
         return len(set(self.kinds)) > 1
 
     @property
@@ -277,12 +281,12 @@ class GPTConfig:
 
     @property
     def dense(self) -> GPTConfig:
-        """This config without experts; the dense layers have this shape."""
+        """The config of the dense layers, which is this config without experts."""
         return replace(self, experts=None, dense_layers=0)
 
     @property
     def num_active_params(self) -> int:
-        """Number of parameters that a token uses; only the experts it goes to count."""
+        """Number of parameters that a token uses; experts count if it goes to them."""
         return self.num_params - self._num_idle_params
 
     @property
@@ -319,9 +323,9 @@ class GPTConfig:
     def num_product_params(self) -> int:
         """Number of parameters in matmuls, which are all kernels and the head.
 
-        A tied embedding is the head and counts once. Norms and biases do not count.
-        Tables for lookups do not count either: learned positions, and an embedding that
-        is not tied to the head.
+        A tied embedding is the head's kernel and counts once. Norms and biases do not
+        count. Tables that are only used for lookups do not count either: learned
+        positions, and an embedding that is not tied to the head.
         """
         sizes = self.sizes
         attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
@@ -337,12 +341,12 @@ class GPTConfig:
     def flops_per_token(self, seq_len: int) -> int:
         """Returns a training step's FLOPs per token, forward and backward, for MFU [5].
 
-        The result is the sum of ``6 N`` and ``12 L E T``. N is `num_product_params`,
-        where only the experts of a token count. The second term counts the products of
-        queries with keys and of scores with values. L is the number of layers, E the
-        width of all heads together, and T is ``seq_len``. A causal mask halves the work
-        of a good kernel, but not this number. Recomputation does not change the number
-        either.
+        The result is ``6 N + 12 L E T``. N is `num_product_params` without the experts
+        to which a token does not go. The second term counts the products of queries
+        with keys and of scores with values. L is the number of layers, E is the width
+        of all heads together, and T is ``seq_len``. The result does not depend on a
+        causal mask, although a mask halves the work of a good kernel. It does not
+        depend on remat either.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
         active = self.num_product_params - self._num_idle_params
@@ -350,9 +354,9 @@ class GPTConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, with the actual value where a field is ``None``."""
+        """All fields; ``None`` is replaced by the value that it stands for."""
         sizes, experts = self.sizes, self.experts
-        if experts is not None:  # files do not have settings of the experts' training
+        if experts is not None:  # files do not store the settings of experts' training
             training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}
             experts = replace(experts, **training)
         scale = self.attention_scale or sizes["head_dim"] ** -0.5
@@ -375,9 +379,9 @@ class GPTConfig:
         """
         if self.positions == "learned" and length > self.seq_len:
             raise ValueError(
-                f"A sequence of {length} tokens, but learned positions end at "
-                f"GPTConfig.seq_len={self.seq_len}. Shorten it, raise seq_len, or use "
-                "positions='rope'."
+                f"A sequence has {length} tokens, but there are only "
+                f"GPTConfig.seq_len={self.seq_len} learned positions. Shorten the "
+                "sequence, raise seq_len, or use positions='rope'."
             )
 
     @classmethod
@@ -392,12 +396,12 @@ class GPTConfig:
             '2,614,341,888'
         """
         if name not in PRESETS:
-            raise ValueError(f"No preset {name!r}. There are: {', '.join(PRESETS)}.")
+            raise ValueError(f"Unknown preset {name!r}. Presets: {', '.join(PRESETS)}.")
         return replace(cls(**PRESETS[name]), **overrides)
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
-        """Returns a small GPT-2 with a vocabulary of bytes and 0.2 M parameters."""
+        """Returns a small GPT-2 whose tokens are bytes, with 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
         return replace(base, **overrides)
 
@@ -421,9 +425,9 @@ class GPTConfig:
 
     @classmethod
     def gpt_1_3b(cls, **overrides: Any) -> GPTConfig:
-        """Returns GPT-2 in the size of GPT-3 XL.
+        """Returns GPT-2 with the size of GPT-3 XL.
 
-        Its vocabulary is padded to a multiple of 128.
+        The vocabulary is padded to a multiple of 128.
         """
         base = cls.preset("gpt2", vocab_size=50_304, seq_len=2048)
         sizes = {"num_layers": 24, "embed_dim": 2048, "num_heads": 16}
@@ -448,8 +452,8 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
         overrides: Fields of the `GPTConfig` to set, such as ``remat``.
 
     Raises:
-        ValueError: If it is another type of model, or if a setting has no counterpart
-            here, so that the model would compute other numbers.
+        ValueError: If the file describes another type of model, or if a setting is not
+            supported, so that the model would compute other numbers.
 
     Example:
         >>> config = {"model_type": "gpt2", "vocab_size": 50257, "n_positions": 1024}
@@ -463,11 +467,11 @@ def config_from_hf(config: Mapping[str, Any], **overrides: Any) -> GPTConfig:
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Returns the ``config.json`` of a model, for transformers 4.53 and later.
 
-    Settings that only training uses are left out: dropout, remat, losses that balance
-    experts, and the kernel of attention.
+    Fields that only training uses are left out: dropout, remat, the weights of losses,
+    and the implementation of attention.
 
     Raises:
-        ValueError: If no model of transformers has this shape.
+        ValueError: If no model in transformers matches this config.
 
     Example:
         >>> config_to_hf(GPTConfig.preset("qwen3-8b"))["model_type"]

@@ -1,9 +1,10 @@
 """Residual networks for images: ResNet-18 and ResNet-50, with batch normalisation.
 
-The model is written for one device. A block's last two convolutions have names like an
-MLP's layers: the first splits by output channels, the second by input channels. So
-`TensorParallel` can split them as a pair. Other strategies need no names. A `BatchNorm`
-computes its statistics over all rows of a (micro)batch, on any number of devices.
+The model is written for one device. The last two convolutions of a block have names, as
+the two kernels of an MLP do. So `TensorParallel` can split the first by its output
+channels and the second by its input channels. Other strategies need no names. A
+`BatchNorm` computes its statistics over all rows of a (micro)batch, on any number of
+devices.
 
 References:
     [1] He et al., "Deep Residual Learning for Image Recognition", 2015, section 3.3,
@@ -38,8 +39,9 @@ class ResNetConfig:
     Attributes:
         stage_sizes: Number of blocks in each stage. Each stage after the first has half
             the height and width, and twice the channels, of the stage before it.
-        block: Convolutions of a block: two of 3x3 (basic), or 1x1, 3x3, and 1x1 with
-            four times the channels (bottleneck).
+        block: Convolutions of a block. A ``basic`` block has two of size 3x3. A
+            ``bottleneck`` block has sizes 1x1, 3x3 and 1x1, and the last of them has
+            four times the channels.
         num_classes: Number of labels.
         width: Channels of the first stage.
         is_small: True for images of about 32 pixels. The first layer is then a 3x3
@@ -69,8 +71,8 @@ class ResNetConfig:
             )
         if not self.stage_sizes or min(self.stage_sizes) < 1:
             raise ValueError(
-                f"ResNetConfig.stage_sizes is {self.stage_sizes}; it must have a "
-                "stage, and each at least 1 block."
+                f"ResNetConfig.stage_sizes is {self.stage_sizes}; there must be at "
+                "least 1 stage, with at least 1 block in each."
             )
         for name in ("num_classes", "width"):
             if getattr(self, name) < 1:
@@ -96,7 +98,7 @@ class ResNetConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ResNetConfig:
-        """Returns two stages for images of 8 pixels and more, for tests and laptops."""
+        """Returns a two-stage network for images from 8 x 8 pixels, for tests."""
         base = cls(
             stage_sizes=(1, 1), block="basic", num_classes=10, width=16, is_small=True
         )
@@ -119,8 +121,8 @@ def _conv(
         out_channels,
         (size, size),
         strides=stride,
-        padding=size // 2,  # on both sides, as in the training of published weights
-        use_bias=False,  # the norm after it would subtract a bias
+        padding=size // 2,  # equal on both sides, as for published weights
+        use_bias=False,  # the norm that follows would cancel a bias
         kernel_init=named(init, None, None, *names),
         rngs=rngs,
     )
@@ -147,8 +149,9 @@ def _norm(
 class Block(nnx.Module):
     """Convolutions whose output is added to their input.
 
-    If the shapes differ, a projection of the input is used. The last norm's scale
-    starts at 0, so that a block starts as the identity [2].
+    If the shapes of output and input differ, the output is added to a projection of the
+    input. The scale of the last norm starts at 0, so that the convolutions contribute
+    nothing at first [2].
     """
 
     def __init__(
@@ -182,9 +185,9 @@ class Block(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps (batch, height, width, channels) to the same shape.
+        """Maps images (batch, height, width, channels) to an array of the same shape.
 
-        In the first block of a stage, height, width and channels may change.
+        Only the first block of a stage may change height, width and channels.
         """
         branch = x
         if self.reduce is not None and self.reduce_norm is not None:
@@ -217,7 +220,7 @@ def _names(fields: Values) -> list[Entry]:
 
 
 def _pairs(fields: Values) -> list[tuple[str, str, str]]:
-    """Returns our names of each convolution and norm, and their name in files."""
+    """Returns our names of each convolution and its norm, and their name in files."""
     is_basic = fields["block"] == "basic"
     names = ["up", "down"] if is_basic else ["reduce", "up", "down"]
     found = [("stem", "stem_norm", "resnet.embedder.embedder")]
@@ -226,8 +229,8 @@ def _pairs(fields: Values) -> list[tuple[str, str, str]]:
         for layer in range(depth):
             theirs = f"resnet.encoder.stages.{stage}.layers.{layer}"
             places = {name: f"layer.{i}" for i, name in enumerate(names)}
-            # Shapes change in the first block of a stage. The first stage is an
-            # exception if its blocks are basic.
+            # Shapes change in the first block of a stage, except in the first stage of
+            # a network with basic blocks.
             if layer == 0 and (stage > 0 or not is_basic):
                 places["project"] = "shortcut"
             for name, place in places.items():
@@ -246,12 +249,13 @@ def _read(settings: Values) -> Values:
     if not is_counts or not 1 <= sum(depths) <= _MOST_BLOCKS or len(depths) > 32:
         raise ValueError(
             f"config.json has depths={depths!r}. It must be a list of at most 32 whole "
-            f"numbers from 1, of {_MOST_BLOCKS:,} blocks in all."
+            f"numbers of at least 1, whose sum is at most {_MOST_BLOCKS:,}."
         )
     if widths != (expected := _stage_widths(kind, width, len(depths))):
         raise ValueError(
-            f"config.json has hidden_sizes={widths}. The stages of a ResNet double: "
-            f"for embedding_size={width} and layer_type={kind!r} it must be {expected}."
+            f"config.json has hidden_sizes={widths}. The width of a ResNet doubles "
+            f"with each stage: for embedding_size={width} and layer_type={kind!r} it "
+            f"must be {expected}."
         )
     return {"stage_sizes": tuple(depths), "num_classes": read_labels(settings)}
 
@@ -305,12 +309,12 @@ class ResNet(Published):
 
     Train it with `classification_loss`. `from_pretrained` reads a
     ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, including the
-    statistics of its norms. Images for such a model must have the mean and deviation
-    that ``preprocessor_config.json`` gives.
+    statistics of its norms. Images for such a model must have the mean and standard
+    deviation that are in ``preprocessor_config.json``.
 
     Args:
         config: Shape of the model.
-        rngs: Keys of the parameters.
+        rngs: Keys for the parameters.
 
     Example:
         >>> import jax.numpy as jnp
@@ -352,6 +356,6 @@ class ResNet(Published):
         return self.head(x.mean(axis=(1, 2)))  # (batch, channels) -> (batch, classes)
 
     def constants_in_files(self) -> dict[str, np.ndarray]:
-        """Returns zeros for the norms' step counters, which a `ResNet` does not use."""
+        """Returns zeros for step counters of norms, which `ResNet` does not have."""
         name, pairs = "normalization.num_batches_tracked", _pairs(self.config.fields)
         return {f"{path}.{name}": np.zeros((), np.int64) for *_, path in pairs}

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and ways to stretch them to longer sequences.
+"""Rotary position embeddings, and their scaling for longer sequences.
 
 References:
     [1] Su et al., "RoFormer", 2021, section 3.2, https://arxiv.org/abs/2104.09864
@@ -19,21 +19,22 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Slows the rotation for sequences longer than in a model's first training.
+    """Slower rotation, for sequences longer than in a model's first training.
 
-    Without ``original_len`` all frequencies are divided by ``factor`` [2]. With it, the
-    wavelength of a frequency decides, as in Llama 3.1 [3]. If the wavelength exceeds
-    ``original_len / low_frequency`` tokens, the frequency is divided by ``factor``. If
-    it is shorter than ``original_len / high_frequency``, the frequency does not change.
-    Between these two lengths, the divisor changes smoothly.
+    Without ``original_len``, all frequencies are divided by ``factor`` [2]. With
+    ``original_len``, the change depends on the wavelength, as in Llama 3.1 [3]. If the
+    wavelength exceeds ``original_len / low_frequency`` tokens, the frequency is divided
+    by ``factor``. If the wavelength is shorter than ``original_len / high_frequency``
+    tokens, the frequency does not change. Between these two wavelengths, the change is
+    gradual.
 
     Attributes:
         factor: Divisor of slow frequencies.
         original_len: Length in tokens of the sequences in the first training.
-        low_frequency: Number of turns in ``original_len`` tokens; slower frequencies
+        low_frequency: Limit, in turns per ``original_len`` tokens. Frequencies below it
             are divided by ``factor``.
-        high_frequency: Number of turns in ``original_len`` tokens; faster frequencies
-            do not change.
+        high_frequency: Limit, in turns per ``original_len`` tokens. Frequencies above
+            it do not change.
 
     Raises:
         ValueError: If a value is out of range.
@@ -61,7 +62,9 @@ class RopeScaling:
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Returns radians per token of each pair of features: float32 ``(head_dim / 2,)``.
+    """Returns the frequency of each pair of features, float32 ``(head_dim / 2,)``.
+
+    The unit is radians per token.
 
     Args:
         head_dim: Width of a head; must be even.
@@ -83,8 +86,9 @@ def frequencies(
 def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
     """Rotates queries or keys, so that scores depend only on distances [1].
 
-    Feature i and feature i + head_dim / 2 are a point in the plane. The point turns by
-    ``position * frequencies[i]``, in float32 or wider.
+    Feature i and feature i + head_dim / 2 are the coordinates of a point in the plane.
+    The point is rotated by the angle ``position * frequencies[i]``, in float32 or
+    wider.
 
     Args:
         x: ``(batch, seq, heads, head_dim)``, queries or keys.

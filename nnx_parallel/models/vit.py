@@ -1,7 +1,7 @@
 """A vision transformer, which treats an image as a sequence of patches.
 
-The model is written for one device. Dims have the same names as in `models.gpt`, so the
-same strategies place them. `TensorParallel` splits heads and hidden units, and
+The model is written for one device. Its dims have the same names as in `models.gpt`, so
+the same strategies can place them. `TensorParallel` splits heads and hidden units, and
 `Pipeline` splits the layers.
 
 References:
@@ -45,14 +45,16 @@ class ViTConfig:
         num_heads: Number of attention heads; must divide the width.
         mlp_dim: Width inside an MLP; ``None`` means ``4 * embed_dim``.
         dropout: Probability that an output of attention or MLP is dropped.
-        pool: Input of the head. It is the mean of the patches' outputs, or the output
-            of a learned class token before the patches [1], as in published weights.
+        pool: Input of the head. ``mean`` is the mean of the patches' outputs. ``class``
+            is the output of a learned class token before the patches [1], as in
+            published weights.
         norm_epsilon: Number that is added to variances.
         exact_gelu: True to compute GELU exactly instead of approximating it by
             ``tanh``.
 
     Raises:
-        ValueError: If a value is out of range, or sizes do not divide.
+        ValueError: If a value is out of range, or if a size does not divide another
+            that it must divide.
 
     Example:
         >>> f"{ViTConfig.g14().num_params:,}"
@@ -114,7 +116,7 @@ class ViTConfig:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, where the MLP's width is always a number."""
+        """All fields; ``mlp_dim`` is a number, never ``None``."""
         return vars(self) | {"mlp_dim": self.sizes["mlp"]}
 
     @property
@@ -130,7 +132,7 @@ class ViTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ViTConfig:
-        """Returns a config with 16 patches of 8-pixel images, for tests and laptops."""
+        """Returns a config for images of 8 x 8 pixels in 16 patches, for tests."""
         base = cls(
             image_size=8,
             patch_size=2,
@@ -174,7 +176,7 @@ def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Block(nnx.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         def dense(in_names: str, out_names: str) -> Dense:
@@ -251,8 +253,8 @@ def _read_side(settings: Values, name: str) -> int:
     )
     if not is_size or len({*sides}) != 1:
         raise ValueError(
-            f"config.json has {name}={found!r}; it must be the side of a square, from "
-            "1 to 65,536 pixels."
+            f"config.json has {name}={found!r}; it must be the side of a square in "
+            "pixels, from 1 to 65,536."
         )
     return sides[0]
 
@@ -316,11 +318,11 @@ class ViT(Published):
 
     Train it with `classification_loss`. `from_pretrained` reads a
     ``ViTForImageClassification``. Images for such a model must have the mean and
-    deviation that ``preprocessor_config.json`` gives.
+    standard deviation that are in ``preprocessor_config.json``.
 
     Args:
         config: Shape of the model.
-        rngs: Keys of parameters and dropout.
+        rngs: Keys for parameters and dropout.
 
     Example:
         >>> model = ViT(ViTConfig.tiny(), rngs=nnx.Rngs(0))
@@ -353,8 +355,8 @@ class ViT(Published):
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
         )
         self.norm = _norm(config, rngs=rngs)
-        # The classes' dim has no name: the data determines its size, and few meshes
-        # divide it.
+        # The dim of classes has no name, because the data determines its size, and few
+        # meshes divide this size.
         self.head = nnx.Linear(
             config.embed_dim,
             config.num_classes,
@@ -372,8 +374,8 @@ class ViT(Published):
         size, patch = self.config.image_size, self.config.patch_size
         if images.shape[1:] != (size, size, 3):
             raise ValueError(
-                f"Images of shape {images.shape}; they must be (batch, {size}, {size}, "
-                "3), as ViTConfig.image_size says."
+                f"Images have shape {images.shape}; for ViTConfig.image_size={size} "
+                f"they must be (batch, {size}, {size}, 3)."
             )
         # (batch, height, width, 3) -> (batch, seq, 3 * patch ** 2)
         split = "b (h p) (w q) c -> b (h w) (p q c)"

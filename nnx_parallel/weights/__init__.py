@@ -1,4 +1,4 @@
-"""Reads folders of safetensors from other libraries onto a mesh, and writes them."""
+"""Reads weights from folders of safetensors files onto a mesh, and writes folders."""
 
 from nnx_parallel.weights.adapters import load_adapters as load_adapters
 from nnx_parallel.weights.adapters import save_adapters as save_adapters

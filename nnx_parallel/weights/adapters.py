@@ -1,4 +1,4 @@
-"""Reads and writes adapters of `layers.lora` in the format of PEFT."""
+"""Reads and writes adapters (`layers.lora`) in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from nnx_parallel.weights.files import Described, find_folder, open_tensors, rea
 from nnx_parallel.weights.names import Entry, Rule, numbered_rules
 from nnx_parallel.weights.pretrained import Pretrained
 
-# These settings change the numbers of an adapter, and only these values are supported.
+# These settings change the computation of an adapter. Only these values are supported.
 _NEUTRAL = {
     "peft_type": "LORA",
     "bias": "none",
@@ -44,12 +44,12 @@ _NEUTRAL = {
 
 
 class _ReadAdapters(Pretrained):
-    """A source with adapters, whose factors are read too."""
+    """A source with adapters, which reads their factors too."""
 
     kinds = (nnx.LoRAParam,)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
-        """Reads the base's arrays that come from files, and the factors."""
+        """Reads the base model's arrays and the factors."""
         base: Any = self.build
         return base.read_arrays(arrays) | super().read_arrays(arrays)
 
@@ -59,35 +59,36 @@ def load_adapters(
 ) -> Pretrained:
     """Returns a model with the adapters from a folder in the format of PEFT.
 
-    Each device reads its shards of the base and of the adapters. To train the adapters
-    further, give the Trainer ``wrt=nnx.LoRAParam``. `layers.merge_lora` adds the
-    adapters to the kernels.
+    Each device reads its shards of the base model and of the adapters. To train the
+    adapters further, give the Trainer ``wrt=nnx.LoRAParam``. `layers.merge_lora` adds
+    the adapters to the kernels.
 
     Args:
-        model: The base, as a function that a Trainer takes, such as
+        model: The base model, as a function that a Trainer takes, such as
             ``GPT.from_pretrained(folder)``.
-        path: The folder, with ``adapter_config.json`` and
-            ``adapter_model.safetensors``; or the name of a repository.
-        names: The table of the model without adapters. ``None`` takes the table of the
-            base, which must then come from files.
+        path: The folder with ``adapter_config.json`` and ``adapter_model.safetensors``,
+            or the name of a repository.
+        names: The table of names of the model without adapters. ``None`` takes the
+            table of the base model, which must then come from files.
 
     Raises:
-        WeightsError: If a setting of the folder has no counterpart, or if shapes do not
-            fit. Also if an adapter belongs to a part of a fused kernel, or to an array
-            that the table does not name.
+        WeightsError: If a setting in the folder is not supported, if shapes differ, or
+            if an adapter belongs to a part of a fused kernel or to an array that the
+            table does not name.
     """
     folder = find_folder(path)
     config = read_config(folder, "adapter_config.json")
     for key, only in _NEUTRAL.items():
         if (found := config.get(key, only)) not in (only, None):
             raise WeightsError(
-                f"adapter_config.json has {key}={found!r}. Adapters here have no "
-                f"counterpart of it: it must be {only!r}, or absent."
+                f"adapter_config.json has {key}={found!r}, which this library does "
+                f"not support: it must be {only!r}, or absent."
             )
     if names is None:
         if not isinstance(model, Pretrained):
             raise WeightsError(
-                "The base does not come from files: pass names=, its table of names."
+                "The base model does not come from files: pass names=, its table of "
+                "names."
             )
         names = model.names
     file = folder / "adapter_model.safetensors"
@@ -100,12 +101,12 @@ def load_adapters(
             layer = re.escape(kernel.ours.removesuffix(".kernel"))
             layers.append(layer.replace(r"\{\}", r"\d+"))
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if config.get("use_rslora"):  # then the factor is alpha / sqrt(rank)
+    if config.get("use_rslora"):  # it scales by alpha / sqrt(rank)
         alpha *= math.sqrt(rank)
     if not layers:
         raise WeightsError(
-            f"{str(file)!r} adapts none of the model's layers. It has: "
-            f"{', '.join(sorted(given)[:4])}."
+            f"{str(file)!r} has no adapter for a layer of the model. The first arrays "
+            f"in the file: {', '.join(sorted(given)[:4])}."
         )
     adapted: AdaptedSource = lora(
         model, targets=f"^({'|'.join(layers)})$", rank=rank, alpha=alpha
@@ -121,30 +122,30 @@ def save_adapters(
     names: Sequence[Entry] | None = None,
     dtype: Any = None,
 ) -> None:
-    """Writes only the adapters of `layers.lora`, in the format of PEFT.
+    """Writes only a model's adapters (`layers.lora`), in the format of PEFT.
 
     ``PeftModel.from_pretrained(base_model, directory)`` reads them. In a run of several
-    processes, all of them call this function, and process 0 writes.
+    processes, all processes must call this function, and process 0 writes.
 
     Args:
         directory: The folder, which must be empty or must not exist.
         model: The model, such as ``trainer.eval_model``.
-        base: Folder or name of the model that the adapters adapt; it is written into
-            the folder.
-        names: The table of the model without adapters; ``None`` takes the model's
-            table.
+        base: Folder or name of the base model. It is recorded in
+            ``adapter_config.json``.
+        names: The table of names of the model without adapters; ``None`` takes the
+            model's table.
         dtype: Dtype that the factors are cast to; ``None`` does not cast.
 
     Raises:
-        WeightsError: If the folder has files. Also if the model has no adapters, an
-            adapter of a part of a fused kernel, or adapters of different ranks or
-            strengths.
+        WeightsError: If the folder is not empty, if the model has no adapters, if an
+            adapter belongs to a part of a fused kernel, or if adapters have different
+            ranks or scales.
     """
     params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
     if not arrays:
         raise WeightsError(
-            f"The {type(model).__name__} has no adapters: see layers.lora."
+            f"The {type(model).__name__} has no adapters. layers.lora adds adapters."
         )
     rules, targets = {}, set()
     kernels = {path.replace("lora_a", "kernel") for path in arrays}
@@ -160,8 +161,8 @@ def save_adapters(
     ranks = {x.shape[-1] for path, x in arrays.items() if path.endswith("lora_a")}
     if len(scales) > 1 or len(ranks) > 1:
         raise WeightsError(
-            f"Adapters have ranks {sorted(ranks)} and strengths {sorted(scales)}: a "
-            "folder holds one rank and one strength."
+            f"Adapters have ranks {sorted(ranks)} and scales {sorted(scales)}, but a "
+            "folder can hold only one rank and one scale."
         )
     (rank,), (scale,) = ranks, scales
     # PEFT has task names for text models but not for image models.
@@ -188,15 +189,16 @@ def save_adapters(
 
 
 def _factors(kernel: Rule) -> list[Rule]:
-    """Returns rules of a kernel's factors; in PEFT: (rank, in) and (out, rank)."""
+    """Returns rules for a kernel's factors. In PEFT, A is (rank, in), B (out, rank)."""
     if kernel.num_parts or kernel.given:
         raise WeightsError(
-            f"`{kernel.ours}` is a part of {kernel.theirs!r}, a fused kernel, which "
-            "PEFT adapts as a whole. Merge the adapters, and use save_pretrained."
+            f"`{kernel.ours}` is a part of the fused kernel {kernel.theirs!r}. PEFT "
+            "can adapt only the complete kernel. Merge the adapters, and use "
+            "save_pretrained."
         )
     groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
     dims = kernel.right.split()
-    # The input dims come first in our kernel.
+    # The input dims are the first dims of our kernel.
     ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
     path = kernel.ours.removesuffix("kernel")
     patterns = {

@@ -43,11 +43,11 @@ _COPIED = (
     "LICENSE*",
 )
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LABELS = ("id2label", "label2id")  # copied if the model has as many labels
+_LABELS = ("id2label", "label2id")  # copied if the number of labels is the same
 
 
 Make = Callable[[], np.ndarray]
-"""A function that gathers an array on the host; all processes call it."""
+"""A function that gathers an array on the host; all processes must call it."""
 
 
 def save_pretrained(
@@ -60,26 +60,27 @@ def save_pretrained(
     source: str | Path | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a folder that transformers and `Pretrained` read.
+    """Writes a folder that transformers and `Pretrained` can read.
 
-    The folder appears complete or not at all. In a run of several processes, all of
-    them call this function, and process 0 writes. The host holds only one entire array
-    at a time.
+    The folder appears complete or not at all. In a run of several processes, all
+    processes must call this function, and process 0 writes. The host holds only one
+    complete array at a time.
 
     Args:
         directory: The folder, which must be empty or must not exist.
         model: The model, such as ``trainer.eval_model``.
-        names: The table of names; ``None`` takes the table of the model, which must
-            have one, as a `GPT` has.
+        names: The table of names; ``None`` takes the model's table, which exists for
+            models such as `GPT`.
         config: Content of ``config.json``; ``None`` takes the model's config.
         dtype: Dtype that floating-point arrays are cast to; ``None`` does not cast.
-        source: The folder that the model came from. Its tokenizer and generation
+        source: The folder from which the model was read. Its tokenizer and generation
             settings are copied.
         max_file_bytes: Largest total size of the arrays in a file. A single array may
-            be larger. Several files get an index.
+            be larger. If there are several files, an index is written too.
 
     Raises:
-        WeightsError: If the folder has files, or the table does not fit the model.
+        WeightsError: If the folder is not empty, if the model has adapters, or if the
+            table does not match the model.
     """
     constants: Mapping[str, np.ndarray] = {}
     if names is None and isinstance(model, Published):
@@ -112,7 +113,7 @@ def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry
     if isinstance(model, Published):
         return model.names_in_files()
     raise WeightsError(
-        f"A {type(model).__name__} has no table of names: pass names=[(our path, their "
+        f"{type(model).__name__} has no table of names: pass names=[(our path, their "
         "name, pattern), ...]."
     )
 
@@ -130,7 +131,7 @@ def save_arrays(
     Args:
         directory: The folder.
         described: Name, shape and dtype of each array, in the order of writing.
-        makes: For each name, a function that gathers the array.
+        makes: By name, functions that gather the arrays.
         write_texts: Function that writes the folder's other files.
         max_file_bytes: Largest size of a file's arrays; see `save_pretrained`.
         stem: Start of the names of the files that hold arrays.
@@ -138,7 +139,7 @@ def save_arrays(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise WeightsError(
-            f"{str(target)!r} exists and is not empty. Nothing is overwritten: pass "
+            f"{str(target)!r} exists and is not empty. It is not overwritten: pass "
             "another directory."
         )
     if jax.process_count() > 1:
@@ -171,14 +172,14 @@ def save_arrays(
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes an object as JSON that people can read."""
+    """Writes an object as indented JSON."""
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def describe_arrays(
     rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
 ) -> tuple[list[Described], dict[str, Make]]:
-    """Returns the arrays to write, in order, and a function that gathers each."""
+    """Returns the arrays to write, in order, and functions that gather them."""
     described: list[Described] = []
     makes: dict[str, Make] = {}
     for group in groups_of(rules.values()):
@@ -212,7 +213,7 @@ def _maker(
 def _files(
     described: list[Described], max_bytes: int, stem: str
 ) -> dict[str, list[Described]]:
-    """Returns the arrays of each file, by file name; each file holds as many as fit."""
+    """Returns the arrays of each file, by file name; fills the files in order."""
     files: list[list[Described]] = [[]]
     size = 0
     for each in described:

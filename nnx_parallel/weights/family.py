@@ -1,9 +1,9 @@
-"""A family of published models: its ``config.json``, its names in files, its presets.
+"""Families of published models: their ``config.json``, names in files, and presets.
 
 A *field* is an argument of a config of this library, such as `GPTConfig`. A *setting*
 is an entry of a ``config.json`` in the format of transformers. A `Family` defines how
-fields and settings follow from each other. A `Published` model has a list of families,
-and reads and writes their files.
+to compute fields from settings and settings from fields. A `Published` model has a list
+of families, and reads and writes their files.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ class Family:
     """Models that share a ``model_type`` in transformers.
 
     Attributes:
-        model: The class of the model here, such as ``"GPT"``.
+        model: The model's class in this library, such as ``"GPT"``.
         model_type: The family's name in ``config.json``.
-        architecture: The class of the model in transformers.
-        parts: Values of fields in all models of the family, unless a setting differs.
-        marks: Fields that are true or have a value in models of the family. A model is
-            written as the family with the most marks that it has, among equals as the
-            last one (`nearest`), so a new family needs marks that no other has.
-        settings: For each field, the setting that has the same value.
+        architecture: The model's class in transformers.
+        parts: Values of fields that all models of the family have, unless a setting
+            overrides them.
+        marks: Fields that are true or have a value in all models of the family. When a
+            model is written, the family is chosen that has the most marks, all of them
+            true for the model. If several families have equally many, the last of them
+            is chosen (`nearest`). So a new family needs marks that no other family has.
+        settings: The setting that has the same value as a field, by field.
         defaults: Values of settings that a file may leave out. A setting in
             ``settings`` without a default is required.
         valid: Valid values of settings that have no field.
-        read: Function that makes the other fields from settings.
-        write: Function that makes the other settings from fields.
+        read: Function that computes the other fields from settings.
+        write: Function that computes the other settings from fields.
         names: Function that makes the table of names in files from fields.
-        ignored: A regex for arrays in files that the model does not need.
+        ignored: A regex for names of arrays in files that the model does not need.
         presets: Fields of published models, by name of the model.
     """
 
@@ -64,7 +66,7 @@ class Family:
 
 
 def nearest(fields: Values, families: Sequence[Family]) -> Family:
-    """Returns the last family with the same ``positions`` and the most marks."""
+    """Returns the family with the same ``positions`` and the most true `marks`."""
     alike = [
         family
         for family in families
@@ -80,8 +82,8 @@ def read_fields(
     """Returns the family of a ``config.json``, and the fields of its model.
 
     Raises:
-        ValueError: If it is another type of model, or if a setting is missing, has the
-            wrong type, or has no counterpart here.
+        ValueError: If the file describes a model of another type, or if a setting is
+            missing, has the wrong type, or is not supported.
     """
     inner = content.get("text_config")
     given = dict(inner if isinstance(inner, Mapping) and inner else content)
@@ -90,14 +92,14 @@ def read_fields(
     if kind not in kinds:
         known = f"one of: {', '.join(kinds)}" if kinds[1:] else repr(*kinds)
         raise ValueError(
-            f"config.json has model_type {kind!r}. A {model} can be read from {known}."
+            f"config.json has model_type {kind!r}. {model} can read only {known}."
         )
     family = families[kinds.index(kind)]
     for key, valid in family.valid.items():
         if (found := given.get(key)) is not None and found not in valid:
             raise ValueError(
-                f"config.json has {key}={found!r}. A {model} has no counterpart of it: "
-                f"it must be {' or '.join(map(repr, valid))}, or absent."
+                f"config.json has {key}={found!r}, which {model} does not support: it "
+                f"must be {' or '.join(map(repr, valid))}, or absent."
             )
     settings = {**family.defaults, **given}
     _check_counts(settings, family)
@@ -106,11 +108,11 @@ def read_fields(
         return family, {**family.parts, **same, **family.read(settings)}
     except KeyError as error:
         raise ValueError(
-            f"config.json has no {error} and is of model_type {kind!r}, which needs it."
+            f"config.json has no {error}, but its model_type {kind!r} needs it."
         ) from None
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
-            f"config.json of model_type {kind!r} has a setting of the wrong kind: "
+            f"config.json of model_type {kind!r} has a setting with a wrong type: "
             f"{error}."
         ) from error
 
@@ -122,11 +124,11 @@ _COUNTS = {
     2**31 - 1: "vocab_size seq_len embed_dim head_dim mlp_dim width num_labels "
     "moe_intermediate_size sliding_window",
 }
-"""The largest values of fields, and of settings that have no field."""
+"""The largest valid value of some fields, and of some settings that have no field."""
 
 
 def _check_counts(settings: Values, family: Family) -> None:
-    """Checks counts and sizes before a loop uses them."""
+    """Checks counts and sizes, because code that follows loops over them."""
     for most, names in _COUNTS.items():
         for ours in names.split():
             name = family.settings.get(ours, ours)
@@ -139,14 +141,14 @@ def _check_counts(settings: Values, family: Family) -> None:
 
 
 _TRAINING = {"dropout", "attention", "remat", "z_loss"}
-"""Fields that only training uses, so files do not have them."""
+"""Fields that only training uses; files do not store them."""
 
 
 def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
     """Returns the ``config.json`` of a model, for transformers 4.53 and later.
 
     Raises:
-        ValueError: If no model of the families has this shape.
+        ValueError: If the model has a field that no family can represent.
     """
     fields = config.fields
     family = nearest(fields, families)
@@ -162,15 +164,15 @@ def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
             values = (x[name] for x in (fields, again))
             ours, theirs = (getattr(x, "__name__", x) for x in values)
             raise ValueError(
-                f"{type(config).__name__}.{name} is {ours!r}. The nearest model of "
-                f"transformers, {family.architecture}, has {theirs!r}: no model there "
-                "has this shape."
+                f"{type(config).__name__}.{name} is {ours!r}. The most similar model "
+                f"in transformers, {family.architecture}, has {theirs!r}. No model "
+                "there matches this config."
             )
     return settings
 
 
 class Published(nnx.Module):
-    """A model that transformers has too; reads and writes folders of its weights.
+    """A model that also exists in transformers; reads and writes its folders.
 
     A subclass sets ``families`` and ``config_type``. Its config has a property
     ``fields``: a mapping of all fields, with numbers instead of ``None``.
@@ -187,18 +189,19 @@ class Published(nnx.Module):
         """Returns a model with weights from a folder in the format of transformers.
 
         Args:
-            path: The folder, with ``config.json`` and files of safetensors; or the name
-                of a repository, ``org/model``, if `huggingface_hub` is installed.
+            path: The folder with ``config.json`` and safetensors files, or the name of
+                a repository, ``org/model``, if `huggingface_hub` is installed.
             dtype: Dtype of the parameters; see `Pretrained`.
             overrides: Fields of the model's config to set, such as ``remat``. If
                 ``num_classes`` differs from the files, the head gets new parameters.
 
         Returns:
-            An argument for ``Trainer(model=...)``. Each device will read its shards.
+            A function for ``Trainer(model=...)``. Each device will read its shards.
 
         Raises:
-            ValueError: If the config belongs to another kind of model.
-            WeightsError: If files are damaged, or config and files disagree.
+            ValueError: If the config belongs to another type of model, or has a setting
+                that is not supported.
+            WeightsError: If files are damaged, or if config and files disagree.
         """
         folder = find_folder(path)
         family, saved = read_fields(read_config(folder), cls.families)
@@ -217,11 +220,11 @@ class Published(nnx.Module):
 
     @property
     def family(self) -> Family:
-        """The family that is nearest to the shape of the model."""
+        """The family that best matches the model's config (`nearest`)."""
         return nearest(self.config.fields, self.families)
 
     def names_in_files(self) -> Sequence[Entry]:
-        """Returns the table of the parameters' names in files of transformers."""
+        """Returns the table of names for files in the format of transformers."""
         return self.family.names(self.config.fields)
 
     def config_in_files(self) -> dict[str, Any]:
@@ -229,7 +232,7 @@ class Published(nnx.Module):
         return write_settings(self.config, self.families)
 
     def constants_in_files(self) -> dict[str, np.ndarray]:
-        """Returns arrays that files must have but the model does not, by name."""
+        """Returns arrays that files must have but the model does not have, by name."""
         return {}
 
 
@@ -254,14 +257,16 @@ def block_entries(
     biased: Container[str] | None = None,
     patterns: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Entry]:
-    """Returns entries for the layers in each block of a `Stack`, with their dims.
+    """Returns entries for the layers in each block of a `Stack`.
 
     Args:
         theirs: Start of the names in files, with ``{}`` for the number of the block.
-        layers: Names of layers in files, by our names. Experts have a second ``{}``.
-        biased: Layers that have a bias, by the last part of their names; ``None`` means
-            all.
-        patterns: Patterns of kernel and bias, where they differ from `torch.nn.Linear`.
+        layers: Names of layers in files, by our names. Names of experts have a second
+            ``{}``.
+        biased: The last parts of the names of layers that have a bias; ``None`` means
+            all layers.
+        patterns: Patterns of kernel and bias, by the last part of a layer's name, for
+            layers that differ from `torch.nn.Linear`.
     """
     found = []
     for ours, name in layers.items():
@@ -272,7 +277,8 @@ def block_entries(
         weight, bias = (patterns or {}).get(last, (kernel, f"{left} -> {outs}"))
         path, name = f"blocks.layer.{ours}", f"{theirs}{name}"
         kind = ".scale" if last.endswith("norm") else ".kernel"
-        is_array = last == "router" or "{}" in layers[ours]  # of a mixture of experts
+        # Routers and experts hold arrays directly, not layers that have a kernel.
+        is_array = last == "router" or "{}" in layers[ours]
         found.append((path if is_array else path + kind, f"{name}.weight", weight))
         if biased is None or last in biased:
             found.append((f"{path}.bias", f"{name}.bias", bias))

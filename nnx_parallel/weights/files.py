@@ -1,12 +1,11 @@
-"""Files of safetensors: checks their headers, and gives views of arrays.
+"""Reads and writes safetensors files: checks headers, and returns views of arrays.
 
-A file has three parts with no bytes between. The first is the length of the header (8
-bytes, little endian). The second is the header (JSON of at most 100 MB), which maps
-names to dtype, shape and offsets. The third is the arrays. See
-https://github.com/huggingface/safetensors#format. The package safetensors reads into
-arrays of a framework. With NumPy, the package cannot slice bfloat16 (0.8: "data type
-'bfloat16' not understood"), which is the dtype of most models. So this module reads the
-files itself.
+A file has three parts with no bytes between them. The first is the length of the header
+(8 bytes, little endian). The second is the header (JSON of at most 100 MB), which maps
+names to dtype, shape and offsets. The third is the data of the arrays. See
+https://github.com/huggingface/safetensors#format. The package safetensors is not used,
+because with NumPy it cannot slice bfloat16 (0.8: "data type 'bfloat16' not
+understood"), which is the dtype of most models.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Dtypes that JAX supports too, by their names in a header."""
+"""Dtypes of safetensors that JAX supports too, by their names in a header."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -53,7 +52,7 @@ class Tensor:
         file: Path of the file.
         dtype: Dtype of the elements.
         shape: Shape, in C order.
-        start: Position of the first byte in the file.
+        start: Position in the file of the array's first byte.
     """
 
     file: Path
@@ -62,7 +61,7 @@ class Tensor:
     start: int
 
     def view(self) -> np.ndarray:
-        """Returns a read-only view; a page is read from disk when it is first used."""
+        """Returns a read-only memory map, which is read from disk when it is used."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
@@ -71,14 +70,13 @@ class Tensor:
 def open_tensors(path: Path) -> dict[str, Tensor]:
     """Returns the arrays of a file, or of a folder, by name.
 
-    In a folder, only ``model.safetensors`` is read if it exists, as in transformers. If
-    not, the files in the folder's index are read. If there is no index, all files of
-    the folder are read.
+    As in transformers, only ``model.safetensors`` of a folder is read if it exists.
+    Otherwise the files in the folder's index are read. If there is no index, all
+    safetensors files of the folder are read.
 
     Raises:
-        WeightsError: If a file is damaged, cut short or not in the format of
-            safetensors. Also if the index of a folder names files outside of it, or
-            disagrees with the files.
+        WeightsError: If a file is damaged, truncated or not a safetensors file, or if
+            an index names files outside of its folder or disagrees with the files.
     """
     if not path.is_dir():
         return _read_header(path)
@@ -90,18 +88,18 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
         if not files:
             found = sorted(each.name for each in path.glob("*"))[:8]
             raise WeightsError(
-                f"No file ends with .safetensors in {str(path)!r}. It has: "
+                f"No file in {str(path)!r} ends with .safetensors. It has: "
                 f"{', '.join(found) or 'nothing'}. Pickled weights (.bin, .pt) are not "
-                "read, for reading them runs their code: convert them."
+                "read, because reading a pickle can run code. Convert them."
             )
         return _merge(files)
     places = _read_index(index)
     tensors = _merge([path / name for name in sorted(set(places.values()))])
     for name, file in places.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise WeightsError(f"{INDEX} says that {name!r} is in {file}: it is not.")
+            raise WeightsError(f"{INDEX} says that {name!r} is in {file}. It is not.")
     if unlisted := sorted(tensors.keys() - places.keys()):
-        raise WeightsError(f"{INDEX} lacks {unlisted[:5]}, which the files have.")
+        raise WeightsError(f"{INDEX} does not list {unlisted[:5]}, which is in a file.")
     return tensors
 
 
@@ -109,8 +107,8 @@ def find_folder(path: str | Path) -> Path:
     """Returns a folder by its path, or by the name of a Hugging Face repository.
 
     Raises:
-        WeightsError: If the folder does not exist, and the path is not a repository's
-            name or `huggingface_hub` is not installed.
+        WeightsError: If the path looks like a repository's name, but `huggingface_hub`
+            is not installed.
     """
     if Path(path).exists() or str(path).count("/") != 1:
         return Path(path)
@@ -118,8 +116,8 @@ def find_folder(path: str | Path) -> Path:
         from huggingface_hub import snapshot_download  # pyright: ignore
     except ImportError:
         raise WeightsError(
-            f"Folder {str(path)!r} does not exist. For a model on the Hugging Face hub "
-            "of this name: pip install 'nnx-parallel[hub]'."
+            f"Folder {str(path)!r} does not exist. To download a repository of this "
+            "name from the Hugging Face hub: pip install 'nnx-parallel[hub]'."
         ) from None
     kept = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     return Path(snapshot_download(str(path), allow_patterns=kept))
@@ -177,11 +175,11 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         start = file.read(8)
         length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            what = "a pickle" if _is_pickle(start) else "cut short, or another format"
+            what = "a pickle" if _is_pickle(start) else "truncated, or another format"
             raise WeightsError(
                 f"{str(path)!r} is not a safetensors file: its first bytes say that a "
-                f"header of {length:,} bytes follows, and the file has {size:,}. It is "
-                f"{what}."
+                f"header of {length:,} bytes follows, but the file has {size:,} bytes. "
+                f"It is {what}."
             )
         header = _parse(file.read(length), path)
     header.pop("__metadata__", None)
@@ -191,7 +189,7 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 
 
 def _is_pickle(start: bytes) -> bool:
-    """Returns True for pickled data, also inside PyTorch's zip archive."""
+    """Returns True for a pickle, or a zip archive with pickles as PyTorch writes it."""
     return start[:2] == b"PK" or start[:1] == b"\x80"
 
 
@@ -209,7 +207,7 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
             pass
         case _:
             raise WeightsError(
-                f"The header has no dtype, shape and offsets of {where}."
+                f"The header lacks the dtype, shape or offsets of {where}."
             )
     if code not in DTYPES:
         raise WeightsError(
@@ -217,12 +215,14 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
         )
     numbers = [*shape, first, last]
     if not all(type(n) is int and 0 <= n < 2**60 for n in numbers):
-        raise WeightsError(f"{where} has shape {shape} and offsets {[first, last]}.")
+        raise WeightsError(
+            f"{where} has invalid numbers: shape {shape}, offsets {[first, last]}."
+        )
     dtype = DTYPES[code]
     if last - first != math.prod(shape) * dtype.itemsize:
         raise WeightsError(
-            f"{where} has {last - first:,} bytes, but shape {tuple(shape)} of {code} "
-            f"needs {math.prod(shape) * dtype.itemsize:,}."
+            f"{where} has {last - first:,} bytes, but its shape {tuple(shape)} and "
+            f"dtype {code} need {math.prod(shape) * dtype.itemsize:,} bytes."
         )
     return Tensor(path, dtype, tuple(shape), start + first)
 
@@ -242,7 +242,7 @@ def _check_places(
     if start != size:
         raise WeightsError(
             f"{str(path)!r} has {size:,} bytes, but its header describes {start:,}: it "
-            f"is {'cut short' if size < start else 'longer than its arrays'}."
+            f"is {'truncated' if size < start else 'longer than its arrays'}."
         )
 
 
@@ -259,7 +259,7 @@ def num_bytes(described: Described) -> int:
 def write_tensors(
     file: BinaryIO, described: list[Described], arrays: Iterator[np.ndarray]
 ) -> None:
-    """Writes a file; ``arrays`` come one by one, in the order of ``described``."""
+    """Writes a file; ``arrays`` yields the arrays in the order of ``described``."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     first = 0
     for each in described:
@@ -279,11 +279,11 @@ def code_of(dtype: np.dtype) -> str:
     """Returns the name of a dtype in a header.
 
     Raises:
-        WeightsError: If safetensors does not have this dtype.
+        WeightsError: If `DTYPES` does not have this dtype.
     """
     if dtype not in _CODES:
         raise WeightsError(
-            f"safetensors has no dtype for {dtype}. It has: "
+            f"Files of safetensors cannot store {dtype}. Supported dtypes: "
             f"{', '.join(map(str, _CODES))}."
         )
     return _CODES[dtype]

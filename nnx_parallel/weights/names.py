@@ -1,20 +1,21 @@
-"""Tables of names: they map arrays of a model to arrays of files, in both directions.
+"""Tables of names, which map arrays of a model to arrays in files and back.
 
 An entry is ``(our path, their name, pattern)``, such as
 ``("blocks.layer.mlp.up.kernel", "layers.{}.up.weight", "mlp embed -> embed mlp")``.
-"Ours" is in the model, and "theirs" is in the file.
+"Our" arrays are in the model, and "their" arrays are in the files.
 
-- ``{}`` in their name is the number of a layer, which is the first dim of our array. A
-  second ``{}`` is the number of an expert, which is the next dim.
-- ``{}`` in our path is a number in a list of layers; the first ``{}`` in their name is
-  then this number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
-- The pattern, in the notation of einops, turns their array into ours. It names every
-  dim of our array.
+- ``{}`` in their name is the number of a layer. The first dim of our array enumerates
+  layers. A second ``{}`` is the number of an expert; the next dim enumerates experts.
+- ``{}`` in our path is a number in a list of layers. Then the first ``{}`` in their name
+  is the same number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
+- The pattern, in the notation of einops, rearranges their array to ours. It names every
+  dim of our array, except the dims of layers and experts.
 - ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
-  along the first dim of the pattern's result.
-- If one of our dims joins several of their dims, ``embed c p q -> (p q c) embed``, the
-  sizes of these come after the pattern: ``, p=16 q=16 c=3``. A ``1`` is a dim of their
-  array that our array does not have.
+  along the first dim of the pattern's result, and that ours is number 1, counted from
+  0.
+- If one of our dims joins several of their dims, as in
+  ``embed c p q -> (p q c) embed``, the sizes of their dims follow the pattern:
+  ``, p=16 q=16 c=3``. A ``1`` is a dim of their array that our array does not have.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from nnx_parallel.weights.files import Tensor
 Entry = tuple[str, str, str]
 
 WEIGHTS = (nnx.Param, nnx.BatchStat)
-"""Variables that are in files: parameters, and statistics of norms."""
+"""Types of Variables that are in files: parameters, and statistics of norms."""
 
 _PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *([^,]+)(?:, *(.+))?")
 _GROUP = re.compile(r"\([^)]*\)|\w+")
@@ -47,13 +48,14 @@ class Rule:
 
     Attributes:
         ours: Dotted path of our array.
-        theirs: Name of their array, which may have ``{}``.
+        theirs: Name of their array, which may contain ``{}``.
         left: Dims of their array, in the notation of einops.
         right: Dims of our array, without the dims of layers and experts. If their array
             has parts, the dim of parts is included.
-        part: Number of the part of their array that is our array.
-        num_parts: Number of parts of their array; 0 if it holds only our array.
-        given: Sizes of dims of their array that are joined in one of our dims.
+        part: Number of the part of their array that is our array, from 0.
+        num_parts: Number of parts of their array; 0 if their array holds only our
+            array.
+        given: Names and sizes of dims of their array that one of our dims joins.
     """
 
     ours: str
@@ -77,14 +79,14 @@ class Rule:
                 pass
             case _:
                 raise WeightsError(
-                    f"The entry {entry!r} of a table of names must be three strings: "
-                    "our path, their name, a pattern of einops."
+                    f"The entry {entry!r} of a table of names is invalid. It must be "
+                    "three strings: our path, their name, and an einops pattern."
                 )
         found = _PART.fullmatch(pattern)
         if found is None:
             raise WeightsError(
-                f"The pattern of `{ours}` is {pattern!r}. It must be a pattern of "
-                "einops: 'their dims -> our dims', perhaps after 'part 1 of 3: '."
+                f"The pattern of `{ours}` is {pattern!r}. It must be an einops "
+                "pattern, 'their dims -> our dims', which may follow 'part 1 of 3: '."
             )
         part, count, left, right, given = found.groups()
         sizes = tuple((n, int(x)) for n, x in re.findall(r"(\w+)=(\d+)", given or ""))
@@ -92,13 +94,13 @@ class Rule:
 
     @property
     def num_stacked(self) -> int:
-        """Number of our leading dims (layers, experts) that their names enumerate."""
+        """Number of leading dims of our array that enumerate layers and experts."""
         return self.theirs.count("{}")
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
-        """Returns their names for our array of this shape.
+        """Returns the names of their arrays that make up our array of this shape.
 
-        The keys are indices in our array's dims of layers and experts.
+        The keys are indices along the dims of layers and experts.
         """
         indices = np.ndindex(*shape[: self.num_stacked])
         return {index: self.theirs.format(*index) for index in indices}
@@ -107,7 +109,7 @@ class Rule:
         """Returns the size of each dim in the pattern, from the shape of our array.
 
         Raises:
-            WeightsError: If the pattern does not have the dims of the shape.
+            WeightsError: If the dims of the pattern do not match the shape.
         """
         dims, given = _GROUP.findall(self.right), dict(self.given)
         ours = [self.num_parts] if self.num_parts else []
@@ -116,9 +118,9 @@ class Rule:
             names = re.findall(r"\w+", dim)
             if dim != names[0] and math.prod(given.get(n, 0) for n in names) != size:
                 raise WeightsError(
-                    f"Dim {dim} of `{self.ours}` has size {size}; its pattern gives "
-                    f"{given or 'no sizes'}: write ', name=size' for each dim that it "
-                    "joins, after the pattern."
+                    f"Dim {dim} of `{self.ours}` has size {size}, but its pattern "
+                    f"gives {given or 'no sizes'}. After the pattern, write "
+                    "', name=size' for each dim that is joined."
                 )
         if len(dims) != len(ours):
             raise WeightsError(
@@ -129,12 +131,15 @@ class Rule:
         return single | given
 
     def to_ours(self, theirs: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """Returns our array at one index; a view unless the pattern joins dims."""
+        """Returns our array at one index of layers and experts.
+
+        The array is a view unless the pattern joins dims.
+        """
         view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
         return view[self.part] if self.num_parts else view
 
     def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Returns their array at one index, from all of our arrays that it holds."""
+        """Returns their array at one index, given all of our arrays that it holds."""
         joined = np.stack(ours) if self.num_parts else ours[0]
         return rearrange(joined, f"{self.right} -> {self.left}", **sizes)
 
@@ -151,7 +156,7 @@ def _after(num_stacked: int) -> str:
 
 
 def numbered_rules(entries: Sequence[Entry], paths: Collection[str]) -> list[Rule]:
-    """Returns the rules; one for each path that fits, if ours has ``{}``."""
+    """Parses entries; an entry with ``{}`` in our path gives a rule for each path."""
     rules = []
     for rule in map(Rule.of, entries):
         pattern = re.escape(rule.ours).replace(r"\{\}", r"(\d+)")
@@ -176,7 +181,7 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
 
     Raises:
         WeightsError: If an array has no entry, if an entry has no array, or if a
-            pattern does not fit its array.
+            pattern does not match its array.
     """
     read = numbered_rules(entries, shapes)
     rules = {rule.ours: rule for rule in read}
@@ -185,18 +190,19 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         if parts != list(range(max(group[0].num_parts, 1))):
             ours = ", ".join(f"`{rule.ours}`" for rule in group)
             raise WeightsError(
-                f"{group[0].theirs!r} is parts {parts} of {ours}. An array must be one "
-                "array of ours, or hold each part from 0 on exactly once."
+                f"{group[0].theirs!r} has the parts {parts}, for {ours}. An array in "
+                "files must hold only one of our arrays, or each part from 0 on "
+                "exactly once."
             )
     if missing := sorted(shapes.keys() - rules.keys()):
         raise WeightsError(
-            f"The table of names lacks `{missing[0]}`"
+            f"The table of names has no entry for `{missing[0]}`"
             f"{f' and {len(missing) - 1} more' if missing[1:] else ''} of the model."
             f"{suggest(missing[0], rules)}"
         )
     if unused := sorted(rules.keys() - shapes.keys()):
         raise WeightsError(
-            f"The table of names has `{unused[0]}`, which the model lacks."
+            f"The table of names has `{unused[0]}`, which the model does not have."
             f"{suggest(unused[0], shapes)}"
         )
     for path, rule in rules.items():
@@ -204,7 +210,7 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         if sorted(given) != sorted(sizes):
             raise WeightsError(
                 f"The pattern of `{path}` has dims ({rule.left}) on its left and "
-                f"({rule.right}) on its right: they must be the same."
+                f"({rule.right}) on its right. Both sides must have the same dims."
             )
     return rules
 
@@ -215,16 +221,16 @@ def check_numbers(
     """Checks that the files have an array for each layer and expert of a model.
 
     Raises:
-        WeightsError: If arrays are missing. This is raised before a name is made for
-            each array, because a config may ask for any number of layers.
+        WeightsError: If arrays are missing. The check comes before names are made for
+            all arrays, because a config may have any number of layers.
     """
     for path, rule in rules.items():
         count = math.prod(shapes[path][: rule.num_stacked])
         if count > len(tensors):
             raise WeightsError(
-                f"`{path}` of shape {tuple(shapes[path])} is in {count:,} arrays of "
-                f"the files, which have {len(tensors):,} in all. Config and files "
-                "disagree."
+                f"`{path}` of shape {tuple(shapes[path])} needs {count:,} arrays in "
+                f"the files, but the files have only {len(tensors):,} arrays. Config "
+                "and files disagree."
             )
 
 
@@ -234,11 +240,11 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     ignored: str | None,
 ) -> None:
-    """Checks that names and shapes in the files fit the model.
+    """Checks that names and shapes in the files match the model.
 
     Raises:
-        WeightsError: If an array is missing or has another shape. Also if an array in
-            the files is not used and does not match the regex ``ignored``.
+        WeightsError: If an array is missing or has another shape, or if an array in the
+            files is not used and does not match the regex ``ignored``.
     """
     used: set[str] = set()
     for path, rule in rules.items():
@@ -248,7 +254,7 @@ def check_tensors(
             used.add(name)
             if name not in tensors:
                 raise WeightsError(
-                    f"The files lack {name!r}, which is `{path}`."
+                    f"The files have no array {name!r}, which is needed for `{path}`."
                     f"{suggest(name, tensors)}"
                 )
             if (found := tensors[name].shape) != expected:
@@ -263,12 +269,12 @@ def check_tensors(
         raise WeightsError(
             f"The files have {unused[0]!r}"
             f"{f' and {len(unused) - 1} more' if unused[1:] else ''}, which the model "
-            "does not use. Add an entry to the table, or pass ignored=, a regex."
+            "does not use. Add an entry to the table, or pass a regex as ignored=."
         )
 
 
 def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
-    """Yields groups of rules that share an array in files, in the order of parts."""
+    """Yields groups of rules that share an array in files, sorted by part."""
     groups: dict[str, list[Rule]] = {}
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)

@@ -1,4 +1,4 @@
-"""A model with weights from files, of which each device reads only its shards."""
+"""A model with weights from files; each device reads only its shards."""
 
 from __future__ import annotations
 
@@ -33,27 +33,26 @@ class Pretrained:
 
     Pass it as the model to a Trainer, or to a strategy's ``init``. Then each device's
     shards are read directly from the files, under any strategy. No process holds more
-    than its shards and the slice that it is reading. A direct call returns the entire
-    model on one device. If ``names`` lacks a parameter, or a statistic of a
-    `nnx.BatchNorm`, an error is raised. Variables of other types keep the model's
-    initial values.
+    than its shards and the slice that it is reading. A direct call returns the complete
+    model on one device. ``names`` must have all parameters, and all statistics of
+    `nnx.BatchNorm`. Variables of other types keep the model's initial values.
 
     Args:
-        build: Function that builds the model, as a Trainer takes it.
-        path: A folder of safetensors, with an index if there are several files; or a
-            file.
+        build: Function that builds the model, as for a Trainer.
+        path: A folder of safetensors files, with or without an index, or a single file.
         names: The table of names; see `nnx_parallel.weights.names`.
-        dtype: Dtype that parameters are cast to. ``"keep"`` keeps each array's dtype in
-            the files. ``None`` takes the dtype that ``build`` gives.
+        dtype: Dtype that parameters are cast to. ``"keep"`` keeps the dtype that each
+            array has in the files. ``None`` takes the dtype that ``build`` gives.
         ignored: A regex for names of arrays in the files that the model does not need.
             The regex may match anywhere in the name.
-        new: A regex for our paths, matched in the same way. These parameters are not
-            read and keep the model's initial values, such as a head for other classes.
+        new: A regex for paths of the model's parameters. It may match anywhere in the
+            path. Matching parameters are not read and keep the model's initial values.
+            An example is a head for other classes.
 
     Raises:
-        WeightsError: If files are damaged, or if names or shapes do not fit. This is
-            checked before any array is read. During the read, the error is raised if an
-            array has values that are not finite.
+        WeightsError: If files are damaged, or if names or shapes do not match. These
+            checks come before any array is read. The error is also raised if an array
+            that is read has values that are not finite.
 
     Example:
         >>> import tempfile
@@ -68,7 +67,7 @@ class Pretrained:
     """
 
     kinds: tuple[type[nnx.Variable], ...] = WEIGHTS
-    """Types of Variables that the table has to name."""
+    """Types of Variables that the table must name."""
 
     def __init__(
         self,
@@ -90,18 +89,19 @@ class Pretrained:
         """Returns the model with its weights, unsharded, on the default device.
 
         Raises:
-            WeightsError: If it is called while a function is traced, because a traced
-                program cannot read files.
+            WeightsError: If a function is being traced, because a traced program cannot
+                read files.
         """
         probe = jnp.zeros(())
         if isinstance(probe, Tracer):
             raise WeightsError(
                 f"The weights of {str(self.path)!r} cannot be read while a function is "
-                "traced, such as model=lambda rngs: ... of a Trainer. Pass the model "
-                "that from_pretrained returns, or change the model that it builds "
-                "outside of the function."
+                "traced, such as a Trainer's model=lambda rngs: ... Pass the result of "
+                "from_pretrained as model=, without a lambda, or build and change the "
+                "model outside of the function."
             )
-        # This comes before the model takes memory, as a config may ask for any shape.
+        # Shapes are checked before the model takes memory, because a config may have
+        # any shape.
         nnx.eval_shape(lambda: self.build_shapes(nnx.Rngs(0)))
         model = self.build_shapes(rngs)
         params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
@@ -115,7 +115,7 @@ class Pretrained:
         return model
 
     def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
-        """Returns the model with parameters of the right shapes and dtypes, unread."""
+        """Returns the model with the right shapes and dtypes; reads no arrays."""
         model = build_model(self.build, rngs)
         variables = self._variables(model)
         arrays = {dotted(path): x for path, x in arrays_of(model).items()}
@@ -141,7 +141,7 @@ class Pretrained:
     def _wanted(
         self, rules: Mapping[str, Rule], read: Mapping[str, Rule], shapes: Mapping
     ) -> dict[str, Tensor]:
-        """Returns the files' arrays, except those that new parameters replace."""
+        """Returns the files' arrays, without arrays that new parameters replace."""
         names = {p: set(rule.names(shapes[p]).values()) for p, rule in rules.items()}
         used = set().union(*(names[path] for path in read))
         new = set().union(*(names[path] for path in rules.keys() - read.keys())) - used
@@ -154,7 +154,10 @@ class Pretrained:
         return np.result_type(*kinds)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
-        """Reads the arrays that the table names, with their shardings, by path."""
+        """Reads the arrays that the table names, with the shardings of ``arrays``.
+
+        Keys are paths. Arrays that the table does not name are left out.
+        """
         given = {dotted(path): path for path in arrays}
         found = {}
         for rule in numbered_rules(self.names, given):
@@ -190,9 +193,9 @@ def _read(
 
 
 def _copy(part: np.ndarray, out: np.ndarray) -> None:
-    """Copies an array; a transposed array is copied in strips that stay in the cache.
+    """Copies an array; a transposed array is copied in strips that fit in the cache.
 
-    A copy of bfloat16 (8192, 256) takes 1.5 ms in strips of 16 rows, and 17 ms at once.
+    Copying bfloat16 (8192, 256) takes 1.5 ms in strips of 16 rows, and 17 ms at once.
     """
     # NumPy copies bfloat16 one element at a time, but integers in blocks.
     if part.dtype == out.dtype:

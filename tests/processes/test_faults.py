@@ -31,7 +31,7 @@ def _hears_interrupts() -> Iterator[None]:
 
 
 LOST = "Process 1 is lost: "
-SAME_CALLS = "All processes make the same calls, in the same order: "
+SAME_CALLS = "All processes must make the same calls, in the same order: "
 IN_TWO_CALLS = [
     "process 0 is in Trainer.save, at worker.py:",
     ", process 1 is in Trainer.evaluate, at worker.py:",
@@ -86,7 +86,7 @@ def break_process(kind: str, steps: int = 40, process: int = 1, **more: Any) -> 
         (
             break_process("exit"),
             PEER_LOST,
-            ["[0] " + LOST + "it ended while others go on: process 0 waits for it in"],
+            ["[0] " + LOST + "it ended too early: process 0 waits for it in"],
         ),
         (
             break_process("save_after", steps=2, process=0, evaluates=True),

@@ -1,7 +1,7 @@
-"""Attention: one call for every platform, mask and layout.
+"""Attention: one function for every platform, mask and layout.
 
-`attention` takes named heads and chooses an implementation (`kernels`): a fused kernel,
-a plain product, or exact attention in blocks (`blocks`). If the mesh splits the
+`attention`, in `dot_product`, chooses an implementation from `kernels`: a fused kernel,
+plain operations, or exact attention in blocks (`blocks`). If the mesh splits the
 sequence, `context` exchanges keys and values. Start reading in `dot_product`.
 """
 

@@ -1,10 +1,10 @@
-"""Exact attention in blocks, without an array of queries x keys.
+"""Exact attention in blocks, without an array of the size queries x keys.
 
 Scores are computed for one block of queries and keys at a time. The output of a block
-is merged with the earlier output, weighted by the log-sum-exp of the scores [1]. The
-backward pass computes the scores of a block again, and their softmax from the
-log-sum-exp that the forward pass kept [2]. Masks are computed within a block, from
-positions and segment ids. A block is skipped if causality, a window or the ends of
+is merged with the output of earlier blocks, weighted by the log-sum-exp of the scores
+[1]. The backward pass recomputes the scores of each block, and their softmax from the
+log-sum-exp that the forward pass kept [2]. The mask of a block is computed from
+positions and segment ids. A block is skipped if causality, a window or the borders of
 documents hide all its keys.
 
 `context` calls `forward_block`, `merge` and `backward_block` for the keys of each
@@ -36,10 +36,11 @@ class Tokens(NamedTuple):
 
     Attributes:
         positions: int ``(batch or 1, seq)``, positions in the row, for causality and
-            windows. They may have any order. But blocks can be skipped only if tokens
-            of a block have similar positions.
-        segments: int ``(batch or 1, seq)``, the document of each token. 0 is padding,
-            which sees nothing and is seen by nothing. ``None``: one document.
+            windows. They may have any order, but blocks can be skipped only if the
+            tokens of a block have similar positions.
+        segments: int ``(batch or 1, seq)``, the id of each token's document. 0 marks
+            padding, which sees no token and is seen by no token. ``None``: each row is
+            one document.
     """
 
     positions: Array
@@ -47,7 +48,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def in_order(cls, length: int, segments: Array | None = None) -> Self:
-        """Makes the tokens of complete rows, in order from position 0."""
+        """Makes the tokens of complete rows, whose positions count from 0."""
         return cls(jnp.arange(length)[None], segments)
 
 
@@ -59,8 +60,8 @@ class Pattern:
         scale: Factor of the products of queries and keys.
         causal: True if a query sees only keys up to its position.
         window: Number of keys that a query sees to the left and to the right of its
-            position. ``None``: all of them.
-        softcap: Bound of the scores: ``softcap * tanh(scores / softcap)``.
+            position. ``None``: all keys.
+        softcap: Bound of the scores, which become ``softcap * tanh(scores / softcap)``.
         block: Maximum number of queries and of keys in a block.
     """
 
@@ -72,9 +73,9 @@ class Pattern:
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """Returns the smallest and largest distance from a key to a query that sees it.
+        """Returns the smallest and largest distance at which a query sees a key.
 
-        ``None``: no limit.
+        The distance is the query's position minus the key's. ``None``: no limit.
         """
         left, right = self.window
         return (0 if self.causal else None if right is None else -right), left
@@ -122,9 +123,9 @@ class Cut(NamedTuple):
         return jnp.moveaxis(x, 1, 0)
 
     def tokens(self, tokens: Tokens, *, is_padded: bool) -> Tokens:
-        """Cuts tokens into blocks; if there is padding, it gets segment 0."""
+        """Cuts tokens into blocks; padding gets segment 0."""
         segments = tokens.segments
-        if segments is None and is_padded:  # padding will have segment 0
+        if segments is None and is_padded:  # all tokens except padding get segment 1
             segments = jnp.ones((1, tokens.positions.shape[1]), jnp.int32)
         segments = None if segments is None else self(segments)
         return Tokens(self(tokens.positions, "edge"), segments)
@@ -149,9 +150,9 @@ class Grid:
     ) -> None:
         lengths = query.shape[1], key.shape[1]
         # Masks depend only on the tokens. So JAX would compute the masks of all blocks,
-        # an array of queries x keys, before a scan over layers, and hold them. With
-        # this barrier the tokens depend on the queries
-        # (docs/library-notes.md, "Attention").
+        # an array of queries x keys, before a scan over layers, and keep them. Because
+        # of this barrier, the tokens depend on the queries, and the masks are computed
+        # inside the scan (docs/library-notes.md, "Attention").
         _, q_tokens, k_tokens = jax.lax.optimization_barrier(
             (query, q_tokens, k_tokens)
         )
@@ -176,7 +177,7 @@ class Grid:
         return self.k(x)
 
     def join(self, x: Array, query: Array) -> Array:
-        """Undoes `queries`: joins blocks to ``(batch, seq, heads, ...)``."""
+        """Undoes `queries`: joins blocks into ``(batch, seq, heads, ...)``."""
         x = join_blocks(x, query.shape[1])
         return x.reshape(*query.shape[:3], *x.shape[4:])
 
@@ -205,9 +206,10 @@ class Grid:
         return jax.lax.cond(needed, attend, lambda *state: state, *state)
 
     def _needed(self) -> Array | None:
-        """Returns ``(q blocks, k blocks)``, False if no query of a pair sees a key.
+        """Returns which pairs of blocks are needed, bool ``(q blocks, k blocks)``.
 
-        Returns ``None`` if all pairs are needed.
+        A pair is False if none of its queries sees any of its keys. Returns ``None`` if
+        all pairs are needed.
         """
         if self.q.num * self.k.num == 1:
             return None
@@ -250,7 +252,7 @@ class Grid:
 def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
     """Returns the smallest and largest valid value of each block and row.
 
-    The range is empty if nothing is valid.
+    If no value is valid, the smallest value is greater than the largest.
     """
     limits = jnp.iinfo(x.dtype)
     least = jnp.min(x, -1, initial=limits.max, where=valid)
@@ -258,13 +260,13 @@ def _ranges(x: Array, valid: Any = True) -> tuple[Array, Array]:
 
 
 def join_blocks(x: Array, length: int) -> Array:
-    """Joins ``(blocks, batch, size, ...)`` to ``(batch, length, ...)``."""
+    """Joins ``(blocks, batch, size, ...)`` into ``(batch, length, ...)``."""
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def product(dims: str, x: Array, y: Array) -> Array:
-    """Computes an einsum of two arrays, summed in `sum_dtype`."""
+    """Computes an einsum of two arrays, with sums in the dtype `sum_dtype`."""
     y = y.astype(jnp.promote_types(x.dtype, y.dtype))
     return jnp.einsum(dims, x.astype(y.dtype), y, preferred_element_type=sum_dtype(y))
 
@@ -272,9 +274,9 @@ def product(dims: str, x: Array, y: Array) -> Array:
 Partial = tuple[Array, Array]
 """Attention to some of the keys, and the log-sum-exp of the scores.
 
-The first array is the normalised output, float32 ``(batch, seq, heads, value_dim)``,
-and 0 for a query that sees none of these keys. The second array is the log-sum-exp,
-float32 ``(batch, seq, heads)``, and -inf for such a query.
+The first array is the normalised output, float32 ``(batch, seq, heads, value_dim)``. It
+is 0 for a query that sees none of these keys. The second array is the log-sum-exp,
+float32 ``(batch, seq, heads)``. It is -inf for such a query.
 """
 
 
@@ -294,8 +296,8 @@ def forward_block(
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
         q_tokens: Positions and segments of the queries.
-        k_tokens: Positions and segments of the keys. Queries and keys must both have
-            segments, or neither.
+        k_tokens: Positions and segments of the keys. Either both queries and keys must
+            have segments, or neither.
         pattern: The keys that each query may see.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True if a query sees a key,
             unless the pattern hides the key.
@@ -314,7 +316,7 @@ def forward_block(
             def attend(out: Array, top: Array, total: Array) -> tuple:
                 scores = grid.scores(query, key, q_tokens, k_tokens, mask)[0]
                 new_top = jnp.maximum(top, scores.max(-1))
-                # For a query that has seen nothing yet, exp(-inf - 0) is 0, not NaN.
+                # For a query that has seen no key yet, exp(-inf - 0) is 0, not NaN.
                 base = _finite(new_top)
                 weights = jnp.exp(scores - base[..., None])
                 shrink = jnp.exp(top - base)
@@ -328,7 +330,7 @@ def forward_block(
         empty = jnp.zeros((*shape, value.shape[-1]), dtype)
         start = (empty, jnp.full(shape, -jnp.inf, dtype), jnp.zeros(shape, dtype))
         (out, top, total), _ = _scan(of_keys, start, (keys, grid.k_tokens, row))
-        # For a query that sees nothing, `out` is 0 / 1, and the log-sum-exp is
+        # For a query that sees no key, `out` is 0 / 1, and the log-sum-exp is
         # -inf + log(0), which is -inf.
         out /= jnp.where(total == 0, 1, total)[..., None]
         return None, (_to_queries(out), _to_queries(top + jnp.log(total)))
@@ -349,7 +351,7 @@ def backward_block(
     pattern: Pattern,
     mask: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Computes gradients of queries, and of some of the keys and values, in blocks [2].
+    """Computes gradients of queries and of some of the keys and values, in blocks [2].
 
     Args:
         query: The same as in `forward_block`.
@@ -364,16 +366,17 @@ def backward_block(
         mask: The same as in `forward_block`.
 
     Returns:
-        Float32 arrays with the shapes of query, key and value. They are partial sums,
-        which a ring adds up.
+        The gradients, float32 arrays with the shapes of query, key and value. If
+        several calls compute gradients for parts of the keys or queries, their results
+        must be added.
     """
     grid = Grid(query, key, q_tokens, k_tokens, pattern, mask)
     queries = tuple(grid.queries(x) for x in (query, grad, lse, delta))
     keys = (grid.keys(key), grid.keys(value))
     dtype = sum_dtype(query)
 
-    # Gradients of queries are carried over the blocks of keys, and updated in place.
-    # As outputs of the scan, they would exist once for each block of keys.
+    # The scan over blocks of keys carries the gradients of queries and updates them in
+    # place. As outputs of the scan, they would exist once for each block of keys.
     def of_keys(dqueries: Array, xs: tuple) -> tuple[Array, tuple]:
         (key, value), k_tokens, column = xs
 
@@ -414,7 +417,7 @@ def backward_block(
 def merge(first: Partial, second: Partial) -> Partial:
     """Merges the attention to two sets of keys that have no key in common."""
     lse = jnp.logaddexp(first[1], second[1])
-    # If a query sees nothing in either set, the weights are exp(-inf - 0) = 0.
+    # If a query sees no key in either set, the weights are exp(-inf - 0) = 0.
     weights = (
         jnp.exp(part_lse - _finite(lse))[..., None] for _, part_lse in (first, second)
     )
@@ -432,7 +435,7 @@ def with_sinks(part: Partial, sinks: Array | None) -> Partial:
 
 
 def output_delta(out: Array, grad: Array) -> Array:
-    """Sums the product of outputs and their gradients: ``(batch, seq, heads)``."""
+    """Sums outputs times their gradients over value_dim: ``(batch, seq, heads)``."""
     dtype = sum_dtype(out)
     return jnp.sum(out.astype(dtype) * grad.astype(dtype), axis=-1)
 
@@ -456,10 +459,10 @@ def blockwise_attention(
     sinks: Array | None = None,
     mask: Array | None = None,
 ) -> Array:
-    """Computes attention to all keys, in the dtype of the query.
+    """Computes attention to all keys, in blocks; returns the dtype of the query.
 
-    It can be differentiated once, in reverse mode. The backward pass needs the
-    operands, the output, and one number per query and head.
+    The function can be differentiated once, in reverse mode. The backward pass needs
+    the operands, the output, and one number per query and head.
 
     Example:
         >>> x = jnp.ones((1, 1024, 2, 8))
@@ -493,7 +496,7 @@ blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)
 
 
 def _scan(function: Callable, start: Any, xs: Any) -> tuple[Any, Any]:
-    """Calls `jax.lax.scan`; for only one block, calls the body without a loop."""
+    """Calls `jax.lax.scan`; if there is only one block, calls the body directly."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(function, start, xs)
     carry, out = function(start, jax.tree.map(lambda x: x[0], xs))

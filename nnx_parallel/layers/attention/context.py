@@ -1,9 +1,9 @@
 """Attention over a sequence that the mesh splits, with three kinds of exchange.
 
-Everything runs in one region that is manual over every axis. In it a device has its
+All code runs in one region that is manual over every axis. There, each device has its
 rows, heads and tokens of queries, keys and values, and sends the arrays that the
 exchange needs. Masks are made from positions and segment ids. Each device can compute
-the positions of all devices; segment ids travel with their keys.
+the positions of all devices' tokens. Segment ids travel with the keys.
 """
 
 import abc
@@ -54,12 +54,12 @@ Kernel = Callable[[AttentionCall], Array]
 def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis | None:
     """Returns the axis and exchange of an attention, or ``None`` without an exchange.
 
-    There is an exchange if a strategy splits the queries. The single query of a model
-    that generates is not split. If the mask is an array, which has the size of queries
-    x keys already, XLA's partitioner gathers the keys instead.
+    There is an exchange if a strategy splits the queries. During generation there is a
+    single query, which is not split. A call with a mask array also has no exchange: the
+    mask already has the size queries x keys, and XLA's partitioner gathers the keys.
 
     Raises:
-        IndivisibleDimError: If the axis does not divide the queries.
+        IndivisibleDimError: If the axis does not divide the number of queries.
     """
     query = call.query
     found = None if layout is None else layout.claims.sequence
@@ -69,8 +69,8 @@ def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis |
     size = layout.mesh.shape[found.axis]
     if is_manual or size == 1 or found.axis not in layout.activation_axes("seq"):
         return None
-    # Other activations are not split if the axis does not divide them. For attention
-    # this is an error, because each device would compute all of it.
+    # Other activations are not split if the axis does not divide them. Here this is an
+    # error, because each device would then compute the complete attention.
     check_divides(found.axis, size, ("the queries of an attention", query, 1))
     return found
 
@@ -78,13 +78,14 @@ def split_sequence(layout: Layout | None, call: AttentionCall) -> SequenceAxis |
 def context_attention(layout: Layout, call: AttentionCall, kernel: Kernel) -> Array:
     """Computes attention over a sequence that a mesh axis splits (`split_sequence`).
 
-    Cross-attention may have a number of keys that the axis does not divide. Then each
-    device has all keys, and nothing is exchanged.
+    In cross-attention, the axis may not divide the number of keys. Then each device has
+    all keys, and there is no exchange.
 
     Args:
         layout: The active layout, with an axis for sequences.
-        call: The global call.
-        kernel: Computes complete sequences, for the exchange ``all_to_all``.
+        call: The call with global arrays.
+        kernel: Function that computes attention over complete sequences, for the
+            exchange ``all_to_all``.
 
     Raises:
         IndivisibleDimError: If the exchange is ``all_to_all`` and the axis does not
@@ -115,14 +116,19 @@ def _check_heads(
         own = f" (a tensor shard's share of {call.query.shape[2]})"
         divisors = [d for d in range(1, heads + 1) if heads % d == 0]
         raise IndivisibleDimError(
-            f"exchange='all_to_all' shares the heads of attention over {axis}={size}, "
-            f"which does not divide {heads} heads{own if tensor > 1 else ''}. Take a "
-            f"size among {divisors}, or exchange='ring' or 'gather', which share none."
+            f"exchange='all_to_all' splits the heads of attention over {axis}={size}, "
+            f"which does not divide {heads} heads{own if tensor > 1 else ''}. Use a "
+            f"size among {divisors}, or exchange='ring' or 'gather', which do not "
+            "split heads."
         )
 
 
 def _all_to_all(axis: str, kernel: Kernel, call: AttentionCall) -> Array:
-    """Exchanges tokens of all heads for all tokens of some heads, and back."""
+    """Computes attention with an all-to-all before it and another one after it.
+
+    After the first exchange, a device has all tokens of some heads, instead of some
+    tokens of all heads.
+    """
     size, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     key, value = (repeat_heads(x, size) for x in (call.key, call.value))
     query, key, value = (heads_for_sequence(x, axis) for x in (call.query, key, value))
@@ -146,7 +152,7 @@ class _Keys(NamedTuple):
 
 
 class _Sides(NamedTuple):
-    """Queries, and the values that the backward pass has for each query."""
+    """Queries, and the values that the backward pass needs for each query."""
 
     query: Array
     grad: Array
@@ -156,29 +162,29 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Exchange(abc.ABC):
-    """A way for the queries of a device to meet the keys of all devices."""
+    """A way to compute attention of a device's queries to the keys of all devices."""
 
     order: SequenceOrder
     pattern: Pattern
 
-    # True if keys are put into the order of queries (`SequenceOrder.enter`).
+    # True if keys are moved into the same order as queries (`SequenceOrder.enter`).
     moves_keys: ClassVar[bool] = False
 
     @classmethod
     def of(cls, call: AttentionCall, axis: str, size: int) -> Self:
-        """Makes the exchange for a global call over an axis, balanced if possible."""
+        """Makes the exchange for a call with global arrays; balanced if possible."""
         queries, keys = call.lengths
         length, is_causal = queries // size, call.causal and queries == keys
         if is_causal and length % 2:
             warn_user(
                 f"Causal attention of {queries} tokens over {axis}={size} is not "
                 f"balanced: the last device has {2 * size - 1} times the work of the "
-                f"first. Take sequences of a multiple of {2 * size}.",
+                f"first. Use a sequence length that is a multiple of {2 * size}.",
                 ParallelWarning,
             )
         is_balanced = is_causal and length % 2 == 0
-        # Each block lies in one chunk. A block over the border of two chunks could
-        # hardly ever be skipped.
+        # Each block lies within one chunk. A block across the border of two chunks
+        # could almost never be skipped.
         chunk = length // 2 if is_balanced else length
         block = -(-chunk // -(-chunk // BLOCK))
         return cls(
@@ -224,7 +230,7 @@ class _Exchange(abc.ABC):
 
 
 # The exchange has a custom gradient, because JAX's gradient would keep all keys that
-# have passed by.
+# pass through a device.
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     exchange: _Exchange,
@@ -251,8 +257,8 @@ def _attend_forward(
 
 def _attend_backward(exchange: _Exchange, saved: tuple, grad: Array) -> tuple:
     query, keys, q_segments, sinks, out, lse = saved
-    # Without this barrier XLA sees that both passes receive the same arrays from other
-    # devices, and keeps these arrays from the forward pass.
+    # Without this barrier, XLA would see that both passes receive the same arrays from
+    # other devices, and would keep them after the forward pass.
     keys, grad = jax.lax.optimization_barrier((keys, grad))
     delta = output_delta(out, grad)
     sides = _Sides(query, grad, lse, delta)
@@ -266,7 +272,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 class _Local(_Exchange):
-    """Every device has all keys, and sends nothing."""
+    """An exchange that sends nothing, because every device has all keys."""
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         tokens = Tokens.in_order(keys.key.shape[1], keys.segments)
@@ -278,7 +284,7 @@ class _Local(_Exchange):
 
 
 class _Gather(_Local):
-    """Gathers the keys of all devices at once, and again for the backward pass."""
+    """Gathers the keys of all devices, and gathers them again in the backward pass."""
 
     def forward(self, query: Array, q_tokens: Tokens, keys: _Keys) -> Partial:
         return super().forward(query, q_tokens, self._gather(keys))
@@ -299,11 +305,11 @@ class _Gather(_Local):
 
 
 class _Ring(_Exchange):
-    """Keys travel from device to device; backward, their gradients travel with them.
+    """Sends keys from device to device; their gradients follow in the backward pass.
 
-    Each hop is issued before the product that hides it. Because of barriers, the
-    product and the hop of a turn end together. So a device holds the keys of only two
-    devices, and XLA's scheduler for TPUs cannot move a hop behind the last product.
+    Each hop starts before the product that hides it. Barriers make the next turn wait
+    for the hop and the product of this turn. So a device holds the keys of only two
+    devices, and XLA's scheduler for TPUs cannot move a hop after the last product.
     """
 
     moves_keys: ClassVar[bool] = True
@@ -329,9 +335,9 @@ class _Ring(_Exchange):
 
     def backward(self, sides: _Sides, q_tokens: Tokens, keys: _Keys) -> tuple:
         axis, last = self.order.axis, self.order.size - 1
-        # The keys of this device need no hop. The products with them hide two other
-        # hops: the first half of the queries hides the first hop of keys, the second
-        # half hides the last hop of gradients.
+        # The keys of this device need no hop. The products with these keys hide two
+        # other hops: products with the first half of the queries hide the first hop of
+        # keys, and products with the second half hide the last hop of gradients.
         half = sides[0].shape[1] // 2
         (early, early_tokens), (late, late_tokens) = (
             jax.tree.map(lambda x, at=at: x[:, at], (sides, q_tokens))
@@ -343,12 +349,13 @@ class _Ring(_Exchange):
         local_grads, passing = jax.lax.optimization_barrier((local_grads, passing))
 
         def turn(state: tuple, hop: int | Array, *, ends: bool = False) -> tuple:
-            # `sums` has the gradients of the keys that pass by; it starts empty.
+            # `sums` holds the gradients that travel with the keys. It starts empty.
             dquery, sums, passing = state
             following = () if ends else send_on(passing, axis)
             arriving = send_on(sums, axis)
             more, *found = self._backward(sides, q_tokens, passing, hop)
-            # The sums are added after the product, so that it does not wait for them.
+            # The sums are added after the product, so that the product does not wait
+            # for them.
             found, arriving = jax.lax.optimization_barrier((found, arriving))
             found = jax.tree.map(jnp.add, found, arriving) if arriving else found
             return jax.lax.optimization_barrier((dquery + more, found, following)), None

@@ -1,6 +1,6 @@
 """Scaled dot-product attention, with the fused kernel of the platform if there is one.
 
-To XLA's partitioner a fused kernel is one opaque operation, for which it would gather
+For XLA's partitioner, a fused kernel is one opaque operation, for which it would gather
 all operands. But heads and rows of the batch are independent. So each device calls the
 kernel, or attention in blocks, on its shard (`per_shard`).
 """
@@ -40,9 +40,9 @@ def choose_kernel(
     wanted: Implementation | None,
     split: SequenceAxis | None = None,
 ) -> FusedKernel | None:
-    """Returns the wanted or default kernel, or ``None`` for plain operations.
+    """Returns the requested or default kernel, or ``None`` for plain operations.
 
-    It raises the same errors as `attention`.
+    The function raises the same errors as `attention`.
     """
     if wanted not in (None, *get_args(Implementation)):
         raise ValueError(
@@ -55,8 +55,8 @@ def choose_kernel(
     platform = _platform(layout)
     if wanted is None:
         if split is None and layout is not None and splits_queries(layout, call.query):
-            # A kernel would gather the queries, and every device would compute all of
-            # them.
+            # A kernel would gather the queries, and every device would compute the
+            # attention of all queries.
             return None
         if split is not None and split.exchange != "all_to_all":
             return None
@@ -73,8 +73,8 @@ def choose_kernel(
     if split is not None and split.exchange != "all_to_all":
         reasons.insert(
             0,
-            f"exchange={split.exchange!r} of a split sequence; it needs whole "
-            "sequences, as exchange='all_to_all' gives them",
+            f"exchange={split.exchange!r} of a split sequence; it needs complete "
+            "sequences, which exchange='all_to_all' provides",
         )
     if platform not in kernel.platforms:
         runs_on = " or ".join(kernel.platforms)
@@ -83,8 +83,8 @@ def choose_kernel(
     if reasons:
         raise AttentionKernelError(
             f"implementation={wanted!r} cannot compute this attention: "
-            f"{'; '.join(reasons)}. Leave implementation=None to use it only where it "
-            "fits, or take 'xla'."
+            f"{'; '.join(reasons)}. Pass implementation=None, to use a kernel only "
+            "where it fits, or 'xla'."
         )
     return kernel
 
@@ -92,8 +92,8 @@ def choose_kernel(
 def _platform(layout: Layout | None) -> str:
     """Returns the platform of the devices that will run the code being traced."""
     default = getattr(jax.config, "jax_default_device", None)
-    # `jax.devices` comes last, because it starts a backend, and a mesh of described
-    # devices must work without one.
+    # `jax.devices` is the last resort, because it starts a backend. A mesh of devices
+    # that are only described must work without a backend.
     device: Any = layout.mesh.devices.flat[0] if layout else default or jax.devices()[0]
     if isinstance(device, str):  # `jax_default_device` may name a platform
         return "gpu" if device == "cuda" else device
@@ -102,7 +102,7 @@ def _platform(layout: Layout | None) -> str:
 
 
 def splits_queries(layout: Layout, query: Array) -> bool:
-    """True if an axis splits the queries' sequence."""
+    """Returns True if a mesh axis splits the sequence of the queries."""
     return bool(dim_axes(layout.activation_spec(query.shape, NAMES), query.ndim)[1])
 
 
@@ -115,7 +115,7 @@ def per_shard(
     """Runs a kernel on each device, on the device's shard of the rows and heads.
 
     With ``splits_seq``, queries that the layout splits along the sequence stay split,
-    and the kernel gets their positions. It always gets the keys of all positions.
+    and the kernel also gets their positions. The kernel always gets all keys.
     """
     layout = active_layout()
     names = NAMES if splits_seq else HEADS
@@ -149,39 +149,40 @@ def attention(
     """Multiplies the softmax of scaled scores by values [1]; heads may be grouped [2].
 
     Heads are independent, so heads that are split over ``tensor`` need no
-    communication. A fused kernel runs on each device's rows and heads, under any
-    strategy, and holds no scores [3]. The backward pass runs the kernel's forward pass
-    again, unless the remat policy keeps all activations.
+    communication. Under any strategy, a fused kernel runs on each device's rows and
+    heads. It does not hold the scores in memory [3]. The backward pass runs the
+    kernel's forward pass again, unless the remat policy keeps all activations.
 
     The implementation ``xla`` works in blocks if there are packed documents, windows,
     soft caps, sinks, or more than 2048 x 2048 scores. Like a kernel, it then makes no
-    array of queries x keys, and is computed again in the backward pass. It skips blocks
-    in which no query sees a key.
+    array of the size queries x keys, and the backward pass computes it again. It skips
+    blocks in which no query sees a key.
 
     Args:
         query: ``(batch, seq, heads, head_dim)``.
         key: ``(batch, keys, kv_heads, head_dim)``; kv_heads divides heads.
         value: ``(batch, keys, kv_heads, value_dim)``.
         causal: True if position i sees only positions up to i.
-        segments: int ``(batch, seq)``, the document of each token. A token sees only
-            its document. 0 is padding, which sees nothing and is seen by nothing; its
-            output is 0. Cross-attention takes a pair, ``(batch, seq)`` and
-            ``(batch, keys)``.
+        segments: int ``(batch, seq)``, the id of each token's document. A token sees
+            only its document. 0 marks padding, which sees no token and is seen by no
+            token; its output is 0. For cross-attention, pass a pair of arrays,
+            ``(batch, seq)`` and ``(batch, keys)``.
         window: Number of keys that a query sees to the left of its position, and also
             to the right unless ``causal``. (Mistral's `sliding_window` is greater by
             one, because it also counts the query's position.)
-        softcap: Bound of the scores: ``softcap * tanh(scores / softcap)`` [4].
+        softcap: Bound of the scores, which become ``softcap * tanh(scores / softcap)``
+            [4].
         sinks: ``(heads,)``, an additional logit for each head. It takes part in the
-            softmax and has no value, so the weights of the keys become smaller [5].
+            softmax but has no value, so the weights of the keys become smaller [5].
         scale: Factor of the scores. ``None``: ``head_dim ** -0.5``.
         mask: bool ``(batch or 1, heads or 1, seq, keys)``, True if a query sees a key,
             unless another argument hides the key. In every implementation, a query that
-            sees nothing has the output 0 and no gradient.
+            sees no key has the output 0, and no gradient flows through it.
         implementation: ``cudnn`` on NVIDIA GPUs, ``splash`` on TPUs, ``tokamax`` on
             both, or ``xla`` for plain operations. ``None``: the platform's kernel if it
-            takes these arguments, otherwise ``xla``. No implementation lets a query see
-            more keys than these arguments allow. A table in the documentation lists the
-            arguments that each implementation takes.
+            supports these arguments, otherwise ``xla``. No implementation lets a query
+            see more keys than these arguments allow. A table in the documentation lists
+            the arguments that each implementation supports.
 
     Returns:
         ``(batch, seq, heads, value_dim)``.
@@ -251,10 +252,10 @@ def check_call(call: AttentionCall) -> None:
     is_met = is_met and query[::3] == key[::3] and query[2] % key[2] == 0
     if not is_met:
         raise ValueError(
-            f"Attention of queries, keys and values of shapes {query}, {key}, {value}; "
-            "they must be (batch, seq, heads, head_dim), (batch, keys, kv_heads, "
-            "head_dim) and (batch, keys, kv_heads, value_dim), and kv_heads must "
-            "divide heads."
+            f"Queries, keys and values of an attention have shapes {query}, {key} and "
+            f"{value}; they must be (batch, seq, heads, head_dim), (batch, keys, "
+            "kv_heads, head_dim) and (batch, keys, kv_heads, value_dim), and kv_heads "
+            "must divide heads."
         )
     batch, heads, lengths = query[0], query[2], call.lengths
     if call.segments is not None:
@@ -262,27 +263,28 @@ def check_call(call: AttentionCall) -> None:
     window, softcap = call.window, call.softcap
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(
-            f"window is {window!r}; it must be an int of at least 1, the number of "
-            "keys that a query sees on each side of its position, or None for all."
+            f"window is {window!r}; it must be None, for no limit, or an int of at "
+            "least 1: the number of keys that a query sees on each side of its "
+            "position."
         )
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(
-            f"softcap is {softcap!r}; it must be a number above 0, the bound of the "
-            "scores, or None for no bound."
+            f"softcap is {softcap!r}; it must be None, for no bound, or a number above "
+            "0: the bound of the scores."
         )
     if call.sinks is not None and jnp.shape(call.sinks) != (heads,):
         raise ValueError(
-            f"Sinks of shape {jnp.shape(call.sinks)} for {heads} query heads; each "
-            f"head has one: ({heads},)."
+            f"sinks has shape {jnp.shape(call.sinks)} for {heads} query heads; it must "
+            f"be ({heads},), one number for each head."
         )
     if call.mask is not None:
         dims = zip(jnp.shape(call.mask), (batch, heads, *lengths), strict=False)
         is_met = jnp.ndim(call.mask) == 4 and all(n in (1, most) for n, most in dims)
         if not is_met or call.mask.dtype != bool:
             raise ValueError(
-                f"A mask of shape {jnp.shape(call.mask)} and dtype {call.mask.dtype}; "
-                f"it must be bool {(batch, heads, *lengths)}, where any dim may also "
-                "be 1, to broadcast."
+                f"The mask has shape {jnp.shape(call.mask)} and dtype "
+                f"{call.mask.dtype}; it must be bool {(batch, heads, *lengths)}, where "
+                "any dim may also be 1, to broadcast."
             )
 
 
@@ -294,18 +296,18 @@ def _check_segments(
         found = "one array" if len(segments) == 2 else f"{len(segments)} arrays"
         raise ValueError(
             f"Segments are {found}, for {lengths[0]} queries and {lengths[1]} keys; "
-            f"cross-attention takes a pair, int {shapes[0]} and {shapes[1]}."
+            f"cross-attention needs a pair of arrays, int {shapes[0]} and {shapes[1]}."
         )
     for side, ids, shape in zip(("queries", "keys"), segments, shapes, strict=True):
         if jnp.shape(ids) != shape:
             raise ValueError(
-                f"Segments of {side} have shape {jnp.shape(ids)}; each token has the "
-                f"id of its document: int {shape}."
+                f"Segments of {side} have shape {jnp.shape(ids)}; they must be int "
+                f"{shape}, the id of each token's document."
             )
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(
-                f"Segments of {side} have dtype {ids.dtype}; ids of documents are "
-                "integers, and 0 is padding."
+                f"Segments of {side} have dtype {ids.dtype}; they must be integers, "
+                "the ids of documents, and 0 for padding."
             )
 
 
@@ -313,8 +315,8 @@ def segment_positions(segments: Array) -> Array:
     """Computes positions that restart in each document of a packed row.
 
     Args:
-        segments: int ``(batch, seq)``, the document of each token. The tokens of one
-            document are next to each other.
+        segments: int ``(batch, seq)``, the id of each token's document. The tokens of a
+            document must be next to each other.
 
     Returns:
         int32 ``(batch, seq)``, the number of earlier tokens in the same document.

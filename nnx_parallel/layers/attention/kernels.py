@@ -1,4 +1,4 @@
-"""Implementations of attention; an error names each argument that one cannot obey.
+"""Implementations of attention, and the reasons why one cannot compute a call.
 
 No implementation lets a query see more keys than the arguments allow.
 """
@@ -20,27 +20,28 @@ from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
 
 AT_ONCE = 2048
-"""Most queries or keys for which plain operations hold all scores at once.
+"""Plain operations hold up to ``AT_ONCE ** 2`` scores of a head at once.
 
-The scores and their softmax are kept for the backward pass. With more queries or keys
-they would be most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, against
-29 MiB in blocks. On CPU, blocks are also faster from 1024 on. GPUs and TPUs were not
-timed.
+The scores and their softmax are kept for the backward pass. With longer sequences they
+would be most of a layer's memory: 262 MiB at 2048 x 2048 with 4 heads, compared with
+29 MiB in blocks. On CPU, attention in blocks is also faster from 1024 tokens on. GPUs
+and TPUs were not timed.
 """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The arguments of `attention`; in a manual region, one device's part of them."""
+    """The arguments of `attention`. In a manual region, arrays are shards."""
 
     query: Array  # (batch, seq, heads, head_dim)
     key: Array  # (batch, keys, kv_heads, head_dim)
     value: Array  # (batch, keys, kv_heads, value_dim)
     mask: Array | None = None  # bool (batch or 1, heads or 1, seq, keys)
-    # For queries and for keys, int (batch, seq); the same array in self-attention.
+    # Ids of the queries' and keys' documents, int (batch, seq); in self-attention both
+    # are the same array.
     segments: tuple[Array, Array] | None = None
-    # For queries and for keys, int (1, seq); None if both are in order from 0.
+    # Positions of queries and of keys, int (1, seq); None if both count from 0.
     positions: tuple[Array, Array] | None = None
     sinks: Array | None = None  # (heads,)
     causal: bool = field(default=False, metadata={"static": True})
@@ -77,7 +78,7 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """True if plain operations can compute it, with all scores at once."""
+        """True if plain operations can compute the call, with all scores at once."""
         queries, keys = self.lengths
         special = (self.segments, self.positions, self.window, self.softcap, self.sinks)
         return (
@@ -99,7 +100,7 @@ def specs_of(
 
     The other arguments are the mesh axes of rows, queries, heads and keys.
     """
-    # Dims of size 1 of a mask are not split.
+    # A mask's dims of size 1 are not split.
     sizes = (1, 1, 1, 1) if call.mask is None else call.mask.shape
     dims = zip(sizes, (rows, heads, seq, keys), strict=True)
     of_mask = to_spec(tuple(a if size > 1 else () for size, a in dims))
@@ -125,14 +126,14 @@ def for_each_device(
 ) -> Array:
     """Calls a function on each device with the device's part of a call of attention.
 
-    If the axes of the query's heads do not divide the key heads, key heads are repeated
-    until the axes divide them. So every device has the key heads that its query heads
-    use.
+    If the mesh axes that split the query heads do not divide the number of key heads,
+    key heads are repeated until they do. So every device has the key heads that its
+    query heads use.
 
     Args:
-        run: A function of a part of the call. It returns
+        run: A function of a call with shards. It returns
             ``(batch, seq, heads, value_dim)``.
-        call: The global call.
+        call: The call with global arrays.
         layout: The active layout. Axes that are automatic become manual for ``run``.
         axes: Mesh axes of each dim of the query. Axes that are already manual are
             ignored.
@@ -142,8 +143,8 @@ def for_each_device(
     rows, seq, heads, _ = (tuple(a for a in dim if a in free) for dim in axes)
     call = call.with_key_heads_for(math.prod(layout.mesh.shape[a] for a in heads))
     specs = specs_of(call, rows, seq, heads, keys)
-    # All axes become manual, even if they split nothing here, because XLA's partitioner
-    # fails on cuDNN's custom call if an axis is automatic.
+    # All axes become manual, even those that split no dim here, because XLA's
+    # partitioner fails on cuDNN's custom call if an axis is automatic.
     return manual_region(run, layout.mesh, (specs,), specs.query)(call)
 
 
@@ -155,17 +156,17 @@ def repeat_heads(x: Array, size: int) -> Array:
 Implementation = Literal["xla", "cudnn", "splash", "tokamax"]
 """Implementations of attention.
 
-- ``xla``: plain operations. Short sequences are computed at once, with all scores in
-  memory; long sequences are computed in blocks.
+- ``xla``: plain operations. For short sequences, all scores are in memory at once. Long
+  sequences are computed in blocks.
 - ``cudnn``: NVIDIA's fused kernel, in float16 and bfloat16.
-- ``splash``: a Pallas kernel for TPUs, for sequences of a multiple of 128.
+- ``splash``: a Pallas kernel for TPUs, for sequence lengths that are multiples of 128.
 - ``tokamax``: Tokamax's Pallas kernels for GPUs and TPUs, from the extra ``kernels``.
   They run only on request.
 """
 
 HEADS = ("batch", None, "heads", None)
 SPLASH_BLOCK = 128
-"""The length of a sequence must be a multiple of this for the TPU's kernel."""
+"""For the TPU's kernel, sequence lengths must be multiples of this number."""
 
 
 def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
@@ -188,13 +189,14 @@ def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
 def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
     """Changes a mask so that each query sees a key, for kernels that need this.
 
-    For a query that sees nothing, the softmax of these kernels gives the mean of all
-    values, or NaN. So the caller must set the query's output to 0, which also stops its
-    gradients (docs/library-notes.md, "Attention").
+    For a query that sees no key, the softmax of these kernels gives the mean of all
+    values, or NaN. So the new mask hides no key from this query, and the caller must
+    set its output to 0, which also stops its gradients (docs/library-notes.md,
+    "Attention").
 
     Returns:
         The call, and a bool array ``(batch or 1, seq or 1, heads or 1, 1)``, which is
-        False for a query that sees nothing. Without a mask, the same call and ``None``.
+        False for a query that saw no key. Without a mask, the same call and ``None``.
     """
     if call.mask is None:
         return call, None
@@ -205,7 +207,7 @@ def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
 
 
 def attention_in_blocks(call: AttentionCall) -> Array:
-    """Computes any call of attention with the scores of only one block in memory."""
+    """Computes a call with any arguments, with the scores of one block in memory."""
     return blockwise_attention(
         call.pattern,
         call.query,
@@ -222,9 +224,9 @@ class FusedKernel(NamedTuple):
 
     platforms: tuple[str, ...]
     call: Callable[[AttentionCall], Array]
-    # The reasons why it cannot compute a call; none if it can.
+    # Yields the reasons why the kernel cannot compute a call.
     refusals: Callable[[AttentionCall], Iterator[str]]
-    is_default: Callable[[Layout | None], bool]  # True: used without being asked for
+    is_default: Callable[[Layout | None], bool]  # True: used without a request
 
 
 def cudnn_attention(call: AttentionCall) -> Array:
@@ -234,8 +236,8 @@ def cudnn_attention(call: AttentionCall) -> Array:
 
 def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
     """Yields the reasons why cuDNN's kernel cannot compute a call."""
-    # The arrays are checked here, because JAX cannot even trace the kernel without
-    # NVIDIA's libraries.
+    # The arrays are checked here and not by tracing the kernel, because JAX can trace
+    # it only with NVIDIA's libraries.
     query, key, value = call.query, call.key, call.value
     head_dim = query.shape[-1]
     if query.dtype not in (jnp.float16, jnp.bfloat16):
@@ -250,13 +252,13 @@ def cudnn_refusals(call: AttentionCall) -> Iterator[str]:
         lengths = f"{queries} queries and {keys} keys"
         yield f"a mask over {lengths}; with a mask it takes even numbers"
     if call.segments is not None:
-        # The kernel has a packed layout, but only JAX's private modules can select it;
-        # jax.nn takes lengths of rows (docs/library-notes.md, "Attention").
+        # The kernel has a layout for packed rows, but only JAX's private modules can
+        # select it. jax.nn takes lengths of rows (docs/library-notes.md, "Attention").
         yield "segments; it takes rows of one document"
     if call.window is not None and (not call.causal or queries != keys):
         yield f"window={call.window}; it needs causal=True and self-attention"
     if call.window is not None and call.mask is not None:
-        yield "a window and a mask; it takes one of the two"
+        yield "a window and a mask; it takes only one of the two"
     yield from _unsupported(call, "softcap", "sinks")
 
 
@@ -267,14 +269,15 @@ def splash_refusals(call: AttentionCall) -> Iterator[str]:
             yield f"{length} {name}; it takes multiples of {SPLASH_BLOCK}"
     if call.mask is not None:
         yield "an array as mask; it takes causal=True or no mask"
-    # With a pair, a query may see no key, and would get the mean of all values.
+    # With a pair, some query may see no key, and its output would be the mean of all
+    # values.
     if call.segments is not None and call.segments[0] is not call.segments[1]:
         yield "a pair of segments; it takes one array, for self-attention"
     yield from _late_queries(call)
 
 
 def _late_queries(call: AttentionCall) -> Iterator[str]:
-    """Yields a reason if there may be queries past the window of every key."""
+    """Yields a reason if some queries may be too far from every key for the window."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
         lengths = f"{queries} queries and {keys} keys"
@@ -335,13 +338,13 @@ def _splash_mask(call: AttentionCall) -> Any:
 def tokamax_attention(
     call: AttentionCall, implementation: Any = ("mosaic", "triton")
 ) -> Array:
-    """Computes attention with the first kernel of Tokamax that takes the operands.
+    """Computes attention with the first kernel of Tokamax that supports the operands.
 
-    It needs Python 3.12. ``implementation`` lists the kernels in the order in which
-    Tokamax tries them.
+    Tokamax needs Python 3.12. ``implementation`` lists its kernels in the order in
+    which it tries them.
 
     Raises:
-        AttentionKernelError: If no kernel takes these operands on this device.
+        AttentionKernelError: If no kernel supports these operands on this device.
     """
     # Tokamax is imported by name, so that types can be checked without the package.
     tokamax = importlib.import_module("tokamax")
@@ -366,7 +369,7 @@ def tokamax_attention(
         reasons = "; ".join(str(reason) for reason in each)
         raise AttentionKernelError(
             f"implementation='tokamax' has no kernel for this attention: {reasons}. "
-            "Leave implementation=None, or take 'xla'."
+            "Pass implementation=None, or 'xla'."
         ) from error
     return out if sees is None else jnp.where(sees, out, 0)
 
@@ -379,26 +382,26 @@ def tokamax_refusals(call: AttentionCall) -> Iterator[str]:
             "(pip install 'nnx-parallel[kernels]')"
         )
     if call.segments is not None:
-        # A mask for them would be an array of queries x keys, too large for packed
-        # rows.
+        # Tokamax would need a mask array of the size queries x keys, which is too large
+        # for packed rows.
         yield "segments; it takes rows of one document"
     yield from _late_queries(call)
     yield from _unsupported(call, "sinks")
 
 
 def _is_never(_: Layout | None) -> bool:
-    """False, since no measurement shows that Tokamax is faster than other kernels."""
+    """Returns False: no measurement shows that Tokamax is faster than other kernels."""
     return False
 
 
 def _is_ampere(layout: Layout | None) -> bool:
-    """True if an NVIDIA GPU has the units that cuDNN's kernel needs."""
+    """Returns True if an NVIDIA GPU is recent enough for cuDNN's kernel."""
     device = jax.devices()[0] if layout is None else layout.mesh.devices.flat[0]
     return float(getattr(device, "compute_capability", 8.0)) >= 8.0
 
 
 def _is_placed(layout: Layout | None) -> bool:
-    """True if placements are known, because XLA cannot partition a Pallas kernel."""
+    """Returns True if placements are known; XLA cannot partition a Pallas kernel."""
     if layout is None:
         return jax.device_count() == 1
     return layout.mesh.size == 1 or not layout.is_silent(HEADS)

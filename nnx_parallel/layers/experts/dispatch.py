@@ -1,15 +1,16 @@
 """Sorts tokens by expert, and computes the products of all experts at once.
 
-On a mesh, tokens reach the experts in one of two ways. Either the tokens of all devices
-are gathered and the outputs are scattered back (`gathered`), or each row goes to the
-device of its expert and comes back (`layers.experts.ragged`). Both ways run inside a
-region that is manual over all axes.
+A row is one choice of a token: a token has a row for each expert that it goes to. On a
+mesh, tokens reach the experts in one of two ways. Either the tokens of all devices are
+gathered and the outputs are scattered back (`gathered`), or each row goes to the device
+of its expert and comes back (`layers.experts.ragged`). Both ways run inside a region
+that is manual over all axes.
 
-A device's experts may get the tokens of all devices. On N devices, buffers for that
-case would be N times as large as buffers for balanced tokens. So rows are computed in
-rounds: a device has room for its share of rows and a few more, and the remaining rows
-wait for the next round. Balanced tokens fit into the first round, and then the loop
-over further rounds does not run.
+In the worst case, the experts of one device get the tokens of all devices. On N
+devices, buffers for this case would be N times as large as buffers for balanced tokens.
+So rows are computed in rounds: a device has room for its share of the rows and a few
+more, and the remaining rows wait for the next round. Balanced tokens fit into the first
+round, and then there are no further rounds.
 """
 
 import math
@@ -30,20 +31,21 @@ SLACK = 0.25
 """Extra room for rows, as a share of a device's rows under perfect balance."""
 
 Part = Callable[..., Array]
-"""A round: a function ``(given, operands)`` that returns a part of a sum.
+"""A function that computes one round and returns its part of a sum.
 
-A further round is a function ``(index, given, operands)``.
+The arguments are ``(given, operands)`` for the first round, and ``(index, given,
+operands)`` for further rounds (`sum_rounds`).
 """
 
 
 def round_rows(expected: float, most: int) -> int:
-    """Returns how many rows a round has room for: a few more than ``expected``.
+    """Returns the number of rows of a round: a few more than ``expected``.
 
     The number is at most ``most``.
     """
     rows = math.ceil(expected * (1 + SLACK))
-    # Kernels of grouped products take tiles of 128 rows. A small number of rows is
-    # rounded up to a smaller step.
+    # Kernels of grouped products work on tiles of 128 rows, so the number of rows is
+    # rounded up to a multiple of 128. A small number is rounded up to a multiple of 8.
     step = 128 if rows >= 1024 else 8
     return min(-(-rows // step) * step, most)
 
@@ -58,19 +60,19 @@ def sum_rounds(
     """Sums ``first(given, operands)`` and all ``further(index, given, operands)``.
 
     The gradient runs the same rounds. It uses the saved residuals of the first round
-    and computes further rounds again, so that it needs the memory of only one round.
+    and recomputes further rounds, so that it needs memory for only one round.
 
     Args:
         first: The first round. It must be hashable, and must not close over traced
             values.
-        further: The further rounds, which balanced tokens do not need. The conditions
-            of ``first`` hold here too.
-        num_further: int32 scalar, the number of further rounds. It must be equal on
+        further: The further rounds, which balanced tokens do not need. The function
+            must also be hashable and must not close over traced values.
+        num_further: int32 scalar, the number of further rounds. It must be equal on all
             devices that communicate in a round. ``None`` if further rounds cannot
-            occur: then there is no loop.
-        given: A pytree of integers.
-        operands: A pytree of arrays, with respect to which the sum can be
-            differentiated.
+            occur; then there is no loop.
+        given: A pytree of integer arrays.
+        operands: A pytree of arrays. The sum can be differentiated with respect to
+            them.
     """
     if num_further is None:
         return first(given, operands)
@@ -111,8 +113,8 @@ def _add_others(function: Callable[[Array], Any], count: Array, first: Any) -> A
         index, total = carry
         return index + 1, jax.tree.map(jnp.add, total, function(index))
 
-    # The length of this loop depends on data. `audit(trips=...)` refers to the loop by
-    # the name of this scope.
+    # The number of trips of this loop depends on data. `audit(trips=...)` refers to the
+    # loop by the name of this scope.
     with jax.named_scope("more_rounds"):
         start = (jnp.int32(0), first)
         return jax.lax.while_loop(lambda carry: carry[0] < count, body, start)[1]
@@ -130,10 +132,11 @@ class Order(NamedTuple):
     Attributes:
         choice: int ``(rows,)``, the choice of each row, as an index into the choices of
             all tokens.
-        row: int ``(tokens, top_k)``, the row of each choice. After `part`, the numbers
-            of choices in other parts are outside the range of rows.
-        sizes: int ``(experts,)``, the number of rows of each expert. Rows after these
-            belong to no expert, and their choices count as zero.
+        row: int ``(tokens, top_k)``, the row of each choice. In the result of `part`,
+            choices whose rows are in other parts have numbers outside the range of
+            rows.
+        sizes: int ``(experts,)``, the number of rows of each expert. Rows after the sum
+            of the sizes belong to no expert, and contribute zero to the outputs.
     """
 
     choice: Array
@@ -146,7 +149,7 @@ class Order(NamedTuple):
         return self.choice // self.row.shape[1]
 
     def part(self, start: Array | int, num_rows: int) -> "Order":
-        """Returns the order of ``num_rows`` rows from ``start`` on."""
+        """Returns the order of the rows ``start`` to ``start + num_rows - 1``."""
         choice = jnp.pad(self.choice, (0, num_rows))
         ends = jnp.clip(jnp.cumsum(self.sizes) - start, 0, num_rows)
         return Order(
@@ -160,7 +163,8 @@ def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
     """Sorts choices, int ``(tokens, top_k)``, into rows by expert.
 
     Args:
-        chosen: The choices. A number of at least ``num_experts`` means no expert.
+        chosen: The chosen experts. A number of at least ``num_experts`` means no
+            expert.
         num_experts: Number of experts.
         num_rows: Maximum number of rows that can belong to experts.
     """
@@ -171,9 +175,9 @@ def sort_by_expert(chosen: Array, num_experts: int, num_rows: int) -> Order:
     return Order(choice[:num_rows], row, sizes)
 
 
-# These functions have custom gradients, which are gathers too: each row knows its
-# token, and each choice knows its row. JAX's gradient of a gather is a scatter-add,
-# which TPUs and GPUs run row by row.
+# These functions have custom gradients, which are gathers too, because `Order` has the
+# token of each row and the row of each choice. JAX's gradient of a gather would be a
+# scatter-add, which TPUs and GPUs run row by row.
 @jax.custom_vjp
 def dispatch(tokens: Array, order: Order) -> Array:
     """Copies tokens to their rows: ``(tokens, width)`` to ``(rows, width)``."""
@@ -188,7 +192,7 @@ def collect(rows: Array, order: Order) -> Array:
 
 @jax.custom_vjp
 def combine(rows: Array, weights: Array, order: Order) -> Array:
-    """Sums each token's rows, times the weights of its choices ``(tokens, top_k)``."""
+    """Sums each token's rows, multiplied by its weights ``(tokens, top_k)``."""
     of_choices = zip(_rows_of_choices(rows, order), weights.T, strict=True)
     weighted = (row * weight[:, None] for row, weight in of_choices)
     return reduce(add, weighted).astype(rows.dtype)
@@ -197,8 +201,8 @@ def combine(rows: Array, weights: Array, order: Order) -> Array:
 def _rows_of_choices(rows: Array, order: Order) -> Iterator[Array]:
     """Yields ``(tokens, width)`` in a wide dtype for each of the `top_k` choices.
 
-    It yields them one by one, because under `gathered` all of them together would be as
-    large as the rows of all devices.
+    A choice without a row gives zeros. The arrays are yielded one by one, because in
+    `gathered` all of them together would be as large as the rows of all devices.
     """
     num_rows = jnp.sum(order.sizes)
     for row in order.row.T:
@@ -245,9 +249,10 @@ class ExpertMLPs:
     activate: Callable[[Array], Array]
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
-        """Applies each expert's MLP to its rows ``(rows, embed)``, sorted by expert.
+        """Applies each expert's MLP to the expert's rows.
 
-        TPUs multiply each row once. On CPUs every expert multiplies all rows.
+        ``rows`` is ``(rows, embed)``, sorted by expert. On TPUs, each row is multiplied
+        only by its expert. On CPUs, it is multiplied by every expert.
         """
         up, gate, down = self.kernels
         hidden = jax.lax.ragged_dot(rows, up, sizes)
@@ -268,8 +273,8 @@ class Routed(NamedTuple):
 
     Attributes:
         x: The tokens, ``(batch, seq, embed)``.
-        chosen: int ``(batch, seq, top_k)``, the experts. For a choice that was dropped
-            it is the number of experts.
+        chosen: int ``(batch, seq, top_k)``, the chosen experts. A dropped choice has
+            the value ``num_experts``.
         weights: Weights of the choices, ``(batch, seq, top_k)``.
     """
 
@@ -309,11 +314,11 @@ class TokenAxes:
 
 
 def gathered(experts: ExpertMLPs, axes: TokenAxes, routed: Routed) -> Array:
-    """Computes outputs of tokens, with an all-gather that brings them to the experts.
+    """Computes outputs of tokens; an all-gather brings the tokens to the experts.
 
     A device gathers the tokens of the devices that have other experts, and computes the
-    rows of its experts. One round has room for a few more rows than the device's share.
-    The outputs are summed and scattered back.
+    rows of its experts. A round has room for a few more rows than the device's share.
+    The outputs are summed over the devices and scattered back.
     """
     run = partial(_local, experts, axes.expert)
     return around(run, axes, (*axes.expert, *axes.mlp), routed)
@@ -325,9 +330,11 @@ def around(
     """Gathers tokens over some axes, calls a function, and sums the outputs.
 
     Args:
-        run: Computes a device's part of the outputs of the gathered tokens.
+        run: A function that computes a device's part of the outputs, from the gathered
+            tokens.
         axes: The manual axes.
-        over: The axes along which devices have other experts or parts of experts.
+        over: The axes along which devices have different experts or different parts of
+            experts.
         routed: The device's tokens.
     """
     moves = [
@@ -341,7 +348,8 @@ def around(
     y = run(routed)
     for dim, names in reversed(moves):
         y = jax.lax.psum_scatter(y, names, scatter_dimension=dim, tiled=True)
-    # Along the remaining axes each device has the same tokens, and parts are added.
+    # Along the remaining axes, devices have the same tokens, so the parts of the
+    # outputs are added.
     kept = tuple(axis for axis in over if axis not in (*axes.batch, *axes.seq))
     return jax.lax.psum(y, kept) if kept else y
 
@@ -388,7 +396,7 @@ def _local_round(
 
 def products(experts: ExpertMLPs, rows: Array, order: Order) -> Array:
     """Computes the experts' outputs for rows that are sorted by expert."""
-    # An audit finds these products by the name of the scope, because on CPUs they are
-    # plain products.
+    # An audit finds these products by the name of this scope, because on CPUs they are
+    # compiled to ordinary products.
     with jax.named_scope("grouped_products"):
         return experts(rows, order.sizes)

@@ -1,9 +1,10 @@
 """Mixture of experts: a router sends each token to a few of many MLPs [1].
 
-The code is written for one device and drops no token: each expert has one row for each
-token that chose it, and all products run at once (`layers.experts.dispatch`). If a
-strategy splits the experts, it also decides how tokens reach them. The results are the
-same as on one device.
+The computation is defined for one device. Each expert has one row for each token that
+chose it, and the products of all experts run at once (`layers.experts.dispatch`). No
+token is dropped, unless the mixture has a capacity. If a strategy splits the experts,
+the strategy also decides how tokens reach them. The results are the same as on one
+device.
 
 References:
     [1] Shazeer et al., "Outrageously Large Neural Networks", 2017, section 2,
@@ -53,18 +54,18 @@ INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
 class RouterState(nnx.Variable):
-    """Statistics of a router, which gradients do not train."""
+    """Statistics and bias of a router, which are not trained by gradients."""
 
 
 class Load(NamedTuple):
-    """The number of tokens that chose each expert; padding chooses none.
+    """The number of tokens that chose each expert. Padding chooses no expert.
 
     Attributes:
-        counts: int ``(batch, experts)``, counted in each row.
-        of_documents: int ``(batch, seq, experts)``, counted in each token's document.
-            ``None`` if rows have no segments.
-        dropped: int ``(batch,)``, the choices above the capacity of a document.
-            ``None`` without a capacity or without segments.
+        counts: int ``(batch, experts)``, the number in each row.
+        of_documents: int ``(batch, seq, experts)``, the number in each token's
+            document. ``None`` if rows have no segments.
+        dropped: int ``(batch,)``, the number of choices above the capacity of a
+            document. ``None`` without a capacity or without segments.
     """
 
     counts: Array
@@ -74,19 +75,20 @@ class Load(NamedTuple):
 
 @suggests_names
 class MoE(nnx.Module):
-    """A mixture of experts in place of an MLP.
+    """A mixture of experts, which takes the place of an MLP.
 
-    In training mode it counts the tokens of each expert. Once per step, after all
-    microbatches, the Trainer calls `finish_step`; a custom loop must call it too.
+    In training mode, the layer counts the tokens of each expert. Once per step, after
+    all microbatches, the Trainer calls `finish_step`. A custom training loop must call
+    it too.
 
     Args:
         embed_dim: Width of input and output.
         experts: The mixture.
         rngs: Keys of the parameters.
         activation: SwiGLU, GEGLU, or GELU without a gate.
-        kernel_init: Initializer of the first kernels of experts, and of the router. The
-            default is normal with variance 1 / fan-in.
-        out_init: Initializer of the last kernels of experts, with the same default.
+        kernel_init: Initializer of the router and of the experts' first kernels. The
+            default is a normal with variance 1 / fan-in.
+        out_init: Initializer of the experts' last kernels, with the same default.
 
     Raises:
         ExpertsError: If an argument has a wrong type, or the width or the activation is
@@ -155,18 +157,19 @@ class MoE(nnx.Module):
         counts_tokens: bool = True,
         segments: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Computes outputs, and each token's part of the losses that balance experts.
+        """Computes outputs, and each token's part of the balance loss and the z-loss.
 
         Args:
             x: ``(batch, seq, embed)``.
             counts_tokens: True if these tokens count for the bias and the metrics.
-            segments: int ``(batch, seq)``, the document of each token. A document is
-                balanced, and has a capacity, as if it were a sequence. 0 is padding,
+            segments: int ``(batch, seq)``, the id of each token's document. For balance
+                and capacity, each document is treated like a sequence. 0 marks padding,
                 which goes to no expert and is not counted.
 
         Returns:
-            Outputs with the shape of x; and losses, float32 ``(batch, seq)``, which are
-            0 for padding. Add their mean, over all tokens except padding, to the loss.
+            The outputs, with the shape of x, and the losses, float32 ``(batch, seq)``,
+            which are 0 for padding. Add the mean of the losses over all tokens except
+            padding to the model's loss.
 
         Raises:
             ExpertsError: If x or segments have a wrong shape.
@@ -176,13 +179,13 @@ class MoE(nnx.Module):
         if shape is None or len(shape) != 3 or shape[2] != embed:
             found = kind_of(x) if shape is None else f"x of shape {shape}"
             raise ExpertsError(
-                f"MoE({embed}) got {found}; it must be (batch, seq, {embed}), since "
-                "capacities and losses are counted per sequence."
+                f"MoE({embed}) got {found}; it must be (batch, seq, {embed}), because "
+                "capacities and losses are computed per sequence."
             )
         if segments is not None:
             _check_segments(segments, shape[:2])
         # The product is in float32. Otherwise rounding would decide between experts
-        # with almost equal scores. The precision may have given the kernel another
+        # with almost equal scores. Under a `Precision`, the kernel may have another
         # dtype.
         dtype = sum_dtype(x)
         logits = x.astype(dtype) @ self.router[...].astype(dtype)
@@ -203,21 +206,21 @@ class MoE(nnx.Module):
     def finish_step(self) -> dict[str, Array | Mean]:
         """Updates the bias from the tokens of a step, and resets the counts.
 
-        It also works for several layers at once, if their arrays have a leading dim.
+        The method also works for stacked layers, whose arrays have a leading dim.
 
         Returns:
-            A dict. ``expert_load`` is a scalar: the tokens of the busiest expert,
-            divided by the mean, in the layer with the largest ratio.
-            ``router_entropy`` is a `Mean` over layers, in nats. ``dropped_share``, only
-            with a capacity, is the share of choices that were dropped.
-            ``expert_loads``, ``router_entropies`` and ``dropped_shares`` are arrays
-            ``(layers,)`` with these values of each layer.
+            A dict of metrics. ``expert_load`` is a scalar: the number of tokens of the
+            busiest expert divided by the mean over experts, in the layer where this
+            ratio is largest. ``router_entropy`` is a `Mean` over layers, in nats.
+            ``dropped_share`` is the share of choices that were dropped; it is present
+            only with a capacity. ``expert_loads``, ``router_entropies`` and
+            ``dropped_shares`` are arrays ``(layers,)`` with the value of each layer.
         """
         counts = self.counts[...]  # (..., experts)
         num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)
         if self.bias is not None:
-            # Integers are compared, because floats would round. They are divided by
-            # num, because count * num may exceed 32 bits.
+            # Integers are compared, because floats would be rounded. The total is
+            # divided by `num`, because count * num may exceed 32 bits.
             mean, rest = total // num, total % num
             below = (counts < mean) | ((counts == mean) & (rest > 0))
             sign = (counts > mean).astype(jnp.float32) - below
@@ -241,7 +244,7 @@ class MoE(nnx.Module):
         return found
 
     def describe_exchange(self, layout: Layout) -> str:
-        """Says how tokens reach the experts; empty if no strategy splits them."""
+        """Describes how tokens reach the experts; "" if no strategy splits experts."""
         if (claim := layout.claims.experts) is None:
             return ""
         how, why = claim.choose(layout.mesh, self.experts.top_k)
@@ -273,8 +276,8 @@ class MoE(nnx.Module):
             total = jnp.sum(counts, axis=-1, keepdims=True)
             if load.of_documents is not None:  # the total of padding is 0
                 total = jnp.maximum(total, 1)
-            # A share is 1 if all experts have the same share. Shares are floats,
-            # because count * num_experts may exceed 32 bits.
+            # If all experts have equally many tokens, each share is 1. Shares are
+            # floats, because count * num_experts may exceed 32 bits.
             share = counts.astype(jnp.float32) * mixture.num_experts / total
             share = share[:, None] if share.ndim == 2 else share
             found = jnp.sum(share * normalised(scores), axis=-1)
@@ -292,8 +295,8 @@ class MoE(nnx.Module):
     ) -> tuple[Array, Load]:
         """Computes outputs of the routed experts, and the load of each expert.
 
-        ``alongside``, ``(batch, seq, mlp)``, is the result of a computation that can
-        hide an exchange.
+        ``alongside``, ``(batch, seq, mlp)``, is the result of another computation,
+        which can hide an exchange of rows.
         """
         bias = None if self.bias is None else self.bias[...]
         gate = None if self.gate is None else self.gate[...]
@@ -332,7 +335,7 @@ def _check_arguments(
     kernel_init: object,
     out_init: object,
 ) -> None:
-    """Refuses common mistakes in the arguments of `MoE`, with their names."""
+    """Checks the arguments of `MoE`; an error names the argument that is invalid."""
     is_width = is_int(embed_dim) and embed_dim >= 1
     require("MoE.embed_dim", embed_dim, is_width, "an int of at least 1")
     mixture = "an Experts, such as Experts(num_experts=8, top_k=2, mlp_dim=64)"
@@ -347,33 +350,33 @@ def _check_arguments(
 
 
 def _check_segments(segments: object, shape: tuple[int, ...]) -> None:
-    """Refuses segments that are not one integer for each token."""
+    """Raises an error unless segments have one integer for each token."""
     found, dtype = getattr(segments, "shape", None), getattr(segments, "dtype", None)
     if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         is_array = found is not None and dtype is not None
         shown = f"{dtype} {found}" if is_array else kind_of(segments)
         raise ExpertsError(
-            f"MoE got segments {shown}; each token has the id of its document: int "
-            f"{shape}, and 0 is padding."
+            f"MoE got segments {shown}; they must be int {shape}, the id of each "
+            "token's document, and 0 for padding."
         )
 
 
 def warn_of_lost_losses(moe: MoE) -> None:
-    """Warns in a step if the loss lacks the part that balances experts."""
-    # Outside of a step, the caller may want only the logits.
+    """Warns in a training step that the loss lacks the mixture's own losses."""
+    # Outside of a step, the caller may need only the logits.
     if active_layout() is not None and not moe.deterministic:
         warn_user(
-            "The loss leaves out the losses that balance the experts, "
-            "Experts(balance_loss, z_loss): logits do not include them. Take "
-            "next_token_loss, or add the mean of the losses that GPT.hidden_and_losses "
-            "returns; or set both weights to 0."
+            "The loss does not include the losses of the experts, "
+            "Experts(balance_loss, z_loss), because it is computed from logits. Use "
+            "next_token_loss, or add the mean of the losses that "
+            "GPT.hidden_and_losses returns, or set both weights to 0."
         )
 
 
 def _specs_of(
     layout: Layout, x: Array, kernels: Kernels, free: set[str]
 ) -> tuple[P, Any, TokenAxes]:
-    """Returns specs of tokens and kernels over the free axes, and these axes by dim."""
+    """Returns the specs of tokens and of kernels over the free axes, and the axes."""
     axes_of = partial(_free_axes, free)
     # Neither tokens nor kernels are split along `embed`.
     batch, seq, _ = axes_of(activation_spec(layout, x.shape, ("batch", "seq", "embed")))
@@ -444,12 +447,13 @@ def _run_shard(
 
 
 class _Documents(NamedTuple):
-    """For each token, the number of choices in its document and before it.
+    """Counts for the document of each token.
 
     Attributes:
-        counts: int ``(batch, seq, experts)``, choices of the tokens in the document.
-        before: int ``(batch, seq, experts)``, choices of the tokens before the document
-            in the row.
+        counts: int ``(batch, seq, experts)``, how many tokens of the document chose
+            each expert.
+        before: int ``(batch, seq, experts)``, how many earlier tokens of the row,
+            before the document, chose each expert.
         lengths: int ``(batch, seq)``, the number of tokens in the document.
     """
 
@@ -461,9 +465,9 @@ class _Documents(NamedTuple):
     def find(
         cls, chosen: Array, segments: Array, num_experts: int, axes: tuple[str, ...]
     ) -> "_Documents":
-        """Counts a device's choices by document; mesh axes may split the rows."""
+        """Counts a device's choices by document; ``axes`` are mesh axes of the rows."""
         num_tokens = chosen.shape[1]
-        if axes:  # a document may begin and end on other devices
+        if axes:  # a document may extend over several devices
             gather = partial(jax.lax.all_gather, axis_name=axes, axis=1, tiled=True)
             chosen, segments = gather(chosen), gather(segments)
         index = jnp.arange(segments.shape[1])[None]
@@ -500,8 +504,8 @@ def _is_in_capacity(
 def _ranks(chosen: Array, num_experts: int, earlier: Array) -> Array:
     """Counts, for each choice, the earlier choices of the same expert in the sequence.
 
-    ``earlier``, ``(batch, experts)``, has the number of choices that earlier tokens on
-    other devices made.
+    ``earlier``, ``(batch, experts)``, is the number of choices of each expert by
+    earlier tokens on other devices.
     """
 
     def of_row(chosen: Array, earlier: Array) -> Array:
@@ -523,7 +527,7 @@ def _exchange_of(
 
 
 class SharedExpert(nnx.Module):
-    """An MLP that every token goes through."""
+    """An MLP that processes every token, in addition to the chosen experts."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """Sends rows to the devices of their experts, and back.
 
-All devices know the number of rows that each device has for each expert. From this
-table each device computes which rows it sends and receives. A device's tokens are sent
-in chunks: while the rows of one chunk travel, the experts multiply the rows of another
-chunk.
+Each device knows how many rows every device has for every expert. From this table, it
+computes which rows it sends and receives. The tokens of a device are sent in chunks:
+while the rows of one chunk travel, the experts compute the products of another chunk.
 """
 
 import math
@@ -36,14 +35,14 @@ from nnx_parallel.precision import sum_dtype
 NUM_CHUNKS = 2
 """Number of chunks of a device's tokens, which travel separately.
 
-With more chunks, products hide more of the exchanges. But each chunk after the first
-also adds a partly filled tile of 128 rows to the grouped products for each expert of
-the device.
+With more chunks, products hide more of the exchanges. But for each expert of a device,
+each chunk after the first adds a partly filled tile of 128 rows to the grouped
+products.
 """
 
 
 class Moves(NamedTuple):
-    """Rows from this device to others, as arguments of `jax.lax.ragged_all_to_all`.
+    """Sizes and offsets of the rows that travel, for `jax.lax.ragged_all_to_all`.
 
     All attributes are int ``(devices,)``.
 
@@ -67,7 +66,8 @@ class RowExchange(NamedTuple):
         there: The moves to the devices of the experts.
         back: The moves back.
         expert: int ``(rows,)``, the expert of each received row, as an index into this
-            device's experts. For places that get no row it is the number of experts.
+            device's experts. At indices without a received row, the value is the number
+            of experts.
     """
 
     there: Moves
@@ -85,15 +85,15 @@ class RowExchange(NamedTuple):
     ) -> "RowExchange":
         """Plans the moves of one round.
 
-        A sender has its rows in the order of their experts, and so of their receivers.
-        A receiver has rows in the order of their senders.
+        On a sender, rows are sorted by expert, and so also by receiver. On a receiver,
+        rows are sorted by sender.
 
         Args:
             counts: int ``(devices, experts)``, the number of rows that each device has
                 for each expert.
             index: The index of this device.
-            num_local: The number of experts of a device.
-            first: The index of the first row of this round, among the rows of a
+            num_local: The number of experts on each device.
+            first: The index of the first row of this round, among all rows of a
                 receiver.
             num_rows: Maximum number of rows that a receiver gets in a round.
         """
@@ -108,7 +108,7 @@ class RowExchange(NamedTuple):
         starts = at_sender + begin
         places = jnp.clip(at_receiver, 0, num_rows)
         ends = jnp.cumsum(counts[:, index].reshape(-1)) - first  # of (from, expert)
-        # Each row is compared with all ends, because a search would be a loop of
+        # Each row is compared with all ends. A binary search would be a loop of
         # gathers.
         is_after = jnp.arange(num_rows)[:, None] >= ends[None]
         segment = jnp.sum(is_after, axis=1, dtype=jnp.int32)
@@ -122,12 +122,12 @@ class RowExchange(NamedTuple):
         )
 
     def send(self, rows: Array, axis: str) -> Array:
-        """Sends rows to their experts' devices; returns ``(received rows, width)``."""
+        """Sends rows to the devices of their experts: ``(received rows, width)``."""
         sizes = (len(rows), len(self.expert))
         return _move(axis, sizes, rows, self.there, self.back)
 
     def send_back(self, rows: Array, num_rows: int, axis: str) -> Array:
-        """Undoes `send`; rows that `send` left out are zero."""
+        """Undoes `send`; rows that `send` did not send are zero."""
         return _move(axis, (len(rows), num_rows), rows, self.back, self.there)
 
     def numbers(self, of_rows: Array, axis: str) -> Array:
@@ -135,14 +135,14 @@ class RowExchange(NamedTuple):
         return _pick(of_rows, self.back, len(self.expert), axis)
 
     def numbers_back(self, of_rows: Array, num_rows: int, axis: str) -> Array:
-        """Undoes `numbers`."""
+        """Sends one number per received row back, which undoes `numbers`."""
         return _pick(of_rows, self.there, num_rows, axis)
 
 
 def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
     """Moves one number per row, by an all-gather and a selection.
 
-    With `jax.lax.ragged_all_to_all`, TPUs would pad each number to a row of 128.
+    In `jax.lax.ragged_all_to_all`, TPUs would pad each number to a row of 128 numbers.
     """
     table = jax.lax.all_gather(numbers, axis)  # (devices, rows there)
     first = jnp.arange(len(table)) * len(numbers) + moves.places
@@ -158,7 +158,7 @@ def _pick(numbers: Array, moves: Moves, length: int, axis: str) -> Array:
 def _move(
     axis: str, sizes: tuple[int, int], rows: Array, there: Moves, back: Moves
 ) -> Array:
-    """Moves rows to other devices; ``sizes`` are the numbers before and after."""
+    """Moves rows to other devices; ``sizes``: number of rows before and after."""
     out = jnp.zeros((sizes[1], rows.shape[1]), rows.dtype)
     return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axis)
 
@@ -183,12 +183,12 @@ def ragged(
 ) -> Array:
     """Computes outputs of tokens by sending rows to the devices of their experts.
 
-    It does not run on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented. A
-    device has room for a few more rows than it sends. The remaining rows come in
+    This does not run on CPUs, for which `jax.lax.ragged_all_to_all` is not implemented.
+    A device can receive a few more rows than it sends. The remaining rows arrive in
     further rounds, so that no row is dropped.
 
-    ``alongside`` is the result of another computation. It is computed before the first
-    products, to hide the exchange that these products wait for.
+    ``alongside`` is the result of another computation. This computation runs before the
+    first products of experts, and hides the exchange that these products wait for.
     """
     run = partial(_in_chunks, experts, axes.expert[0], alongside)
     return around(run, axes, axes.mlp, routed)
@@ -199,11 +199,11 @@ class _Routes(NamedTuple):
 
     Attributes:
         order: Order of the rows of each chunk; arrays have a leading dim of chunks.
-        counts: int ``(chunks, devices, experts)``, the rows of each device for each
-            expert.
-        further: int ``(chunks,)``, the number of rounds after the first.
-        alongside: An array that is computed before the first products. No gradient
-            flows to it from here.
+        counts: int ``(chunks, devices, experts)``, the number of rows of each device
+            for each expert.
+        further: int ``(chunks,)``, the number of rounds after the first round.
+        alongside: An array that is computed before the first products, or ``None``. No
+            gradient flows to the array from here.
     """
 
     order: Order
@@ -231,8 +231,8 @@ def _in_chunks(
     most = size * tokens.shape[1] * min(chosen.shape[2], experts.count)
     num_rows = round_rows(num_choices, most)
     received = jnp.sum(counts.reshape(num_chunks, size, size, -1), axis=(1, 3))
-    # `further` is equal on all devices of the axis, because all of them take part in
-    # each exchange.
+    # The maximum makes `further` equal on all devices of the axis, because all of them
+    # must take part in each exchange.
     further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
     exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
     y = sum_rounds(
@@ -261,16 +261,16 @@ class _Exchange:
             came, _ = jax.lax.optimization_barrier((came, routes.alongside))
         for this, following in zip(rounds, [*rounds[1:], None], strict=True):
             coming = [] if following is None else following.send()
-            # XLA's scheduler for TPUs runs one exchange at a time. These barriers give
-            # each exchange the products of one chunk to hide it: the next chunk comes
+            # XLA's scheduler for TPUs runs one exchange at a time. These barriers let
+            # the products of one chunk hide each exchange: the next chunk arrives
             # during these products, and their results go back during the next products.
-            # Without barriers the scheduler put two exchanges beside the same products,
-            # and others beside none.
+            # Without barriers, the scheduler put two exchanges beside the same
+            # products, so that products hid only one of them.
             rows, came = jax.lax.optimization_barrier((this.multiply(came), coming))
             outs.append(rows)
-        # The same holds in the backward pass, which begins with the last chunk. Its
-        # gradients can come while its products are computed again, and the gradients of
-        # the other chunks after that.
+        # The same holds in the backward pass, which begins with the last chunk. The
+        # gradients of the last chunk can arrive while its products are recomputed, and
+        # the gradients of the other chunks can arrive after that.
         after = [*outs[1:], outs[-2]] if len(outs) > 1 else [None]
         parts = zip(rounds, outs, after, strict=True)
         return jnp.stack([this.send_back(rows, known) for this, rows, known in parts])
@@ -294,7 +294,7 @@ class _Exchange:
         routes: _Routes,
         operands: _Operands,
     ) -> "_Round":
-        """Makes the round for the rows that receivers have from index ``first`` on."""
+        """Makes the round that begins at row ``first`` of each receiver."""
         tokens, weights, kernels = operands
         experts = ExpertMLPs(kernels=kernels, activate=self.activate)
         order, counts, chunk_tokens, weight = jax.tree.map(
@@ -306,7 +306,7 @@ class _Exchange:
 
 
 class _Round(NamedTuple):
-    """One round: as many rows of a chunk of tokens as there is room for."""
+    """One round, with as many rows of a chunk as receivers have room for."""
 
     experts: ExpertMLPs
     axis: str
@@ -319,7 +319,8 @@ class _Round(NamedTuple):
         return self.plan.send(dispatch(self.tokens, self.order), self.axis)
 
     def multiply(self, rows: Array) -> Array:
-        # Rows are put from the order of senders into the order of experts, and back.
+        # Rows are sorted by sender. They are sorted by expert for the products, and
+        # then put back into the order of senders.
         expert = self.plan.expert
         inner = sort_by_expert(expert[:, None], self.experts.count, len(expert))
         return collect(products(self.experts, dispatch(rows, inner), inner), inner)
@@ -337,17 +338,18 @@ def _bring_home(
     order: Order,
     after: Array | None,
 ) -> Array:
-    """Sends rows back to the devices of their tokens, which add them with weights.
+    """Sends rows back to the devices of their tokens, which compute weighted sums.
 
-    The gradient is sent only when ``after`` has been computed.
+    In the backward pass, the gradient is sent only after ``after`` has been computed.
     """
     del after
     return combine(plan.send_back(rows, weights.size, axis), weights, order)
 
 
-# JAX's gradient of the weights needs the rows that came back. To keep them would take
-# as much memory as all rows of a layer, and with remat they would be sent once more.
-# Instead, this gradient sends the weights to the rows: one number for each row.
+# JAX's gradient of the weights would need the rows that were sent back. Keeping these
+# rows would take as much memory as all rows of a layer, and with remat they would be
+# sent once more. Instead, this gradient sends the weights to the rows: one number for
+# each row.
 def _bring_home_backward(
     axis: str, saved: tuple, grad: Array
 ) -> tuple[Array, Array, None, None, None]:

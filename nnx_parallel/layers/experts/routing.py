@@ -35,34 +35,36 @@ class Experts:
     Attributes:
         num_experts: Number of experts.
         top_k: Number of experts that a token goes to.
-        mlp_dim: Width of an expert.
-        shared_dim: Width of a shared MLP that every token also goes through [2]. 0: no
-            shared MLP.
+        mlp_dim: Hidden width of an expert.
+        shared_dim: Hidden width of an additional MLP that processes every token [2].
+            0: no such MLP.
         scores: Function of the router's logits: the ``softmax`` over all experts [1],
             or the ``sigmoid`` of each logit [2].
-        normalise: True to scale the weights of a token's experts so that they add up to
-            1. It is not allowed with ``top_k=1``, because the weight would be constant.
+        normalise: True to scale the weights of a token's experts so that their sum is
+            1. With ``top_k=1`` and several experts it must be False, because the weight
+            would be constant.
         scale: Factor of the weights.
         num_groups: Number of groups of neighbouring experts.
         top_groups: Number of groups from which a token's experts are chosen: the groups
             with the largest sums of their two best scores [2].
-        bias_rate: Change of a bias in each training step. The bias is added to scores
-            in the choice of experts. It goes up for experts with fewer tokens than the
-            mean, and down for experts with more [2]. Tokens are counted over the global
-            batch, in integers, so that the bias is bit for bit the same on any mesh and
-            with any number of microbatches. 0: no bias.
+        bias_rate: Amount by which the biases of the experts change in each training
+            step. The biases are added to the scores when experts are chosen. A bias
+            rises if its expert had fewer tokens than the mean, and falls if it had more
+            [2]. Tokens are counted over the global batch, in integers, so that the
+            biases are the same, bit for bit, on any mesh and with any number of
+            microbatches. 0: no biases.
         balance_loss: Weight of a loss that is smallest if all experts have equal
-            shares. 0: no such loss.
-        balance_over: The tokens among which shares are counted. ``sequence``: each
-            sequence [2], or each document of a packed sequence. The loss of a batch is
-            then the mean over its tokens, whatever the split into microbatches.
-            ``batch``: all tokens of a microbatch, on all devices [3]. The loss then
-            depends on the number of microbatches.
+            shares of the tokens. 0: no such loss.
+        balance_over: The set of tokens over which shares are computed. ``sequence``:
+            each sequence [2], or each document of a packed sequence. Then the loss does
+            not depend on the number of microbatches. ``batch``: all tokens of a
+            microbatch, on all devices [3]. Then the loss depends on the number of
+            microbatches.
         z_loss: Weight of the squared log-normaliser of the router's logits [4].
-        capacity_factor: Limit above which tokens are dropped. An expert takes only the
-            first ``capacity_factor * seq * top_k / num_experts`` tokens, rounded up, of
-            each sequence, or of each document of a packed sequence. ``None``: no token
-            is dropped.
+        capacity_factor: Factor that limits the tokens of an expert. From each sequence,
+            or each document of a packed sequence, an expert takes only the first
+            ``capacity_factor * seq * top_k / num_experts`` tokens, rounded up. Its
+            other tokens are dropped. ``None``: no token is dropped.
 
     Raises:
         ExpertsError: If a value has the wrong type or is out of range, or if the groups
@@ -132,15 +134,15 @@ class Experts:
             self._require(name, is_met, rule)
         if self.normalise and self.top_k == 1 < count:
             raise ExpertsError(
-                "Experts.normalise is True with top_k=1: the weight of a token's one "
-                "expert would always be 1, and no gradient of it would reach the "
-                "router. Set normalise=False, or top_k to 2 or more."
+                "Experts.normalise is True with top_k=1: the weight of a token's only "
+                "expert would always be 1, and the router would get no gradient from "
+                "it. Set normalise=False, or top_k to 2 or more."
             )
         if (left := self.top_groups * count // groups) < self.top_k:
             least = -(-self.top_k * groups // count)
             raise ExpertsError(
                 f"Experts.top_groups is {self.top_groups}: {self.top_groups} of "
-                f"{groups} groups leave a token {left} experts, and it takes "
+                f"{groups} groups have only {left} experts, but a token goes to "
                 f"top_k={self.top_k}. top_groups must be at least {least}."
             )
 
@@ -149,11 +151,11 @@ class Experts:
 
     @property
     def has_losses(self) -> bool:
-        """True if a model's loss has a part that balances experts."""
+        """True if the mixture adds a balance loss or a z-loss to a model's loss."""
         return self.balance_loss > 0 or self.z_loss > 0
 
     def capacity(self, seq_len: int) -> int | None:
-        """Returns the maximum number of tokens that an expert takes of a sequence."""
+        """Returns the most tokens that an expert takes from a sequence, or ``None``."""
         if self.capacity_factor is None:
             return None
         share = seq_len * self.top_k / self.num_experts
@@ -165,7 +167,7 @@ class Experts:
 
         Args:
             scores: ``(..., experts)``.
-            bias: ``(experts,)`` or ``None``. It counts for the choice, but not for the
+            bias: ``(experts,)`` or ``None``. It affects the choice, but not the
                 weights.
 
         Returns:
@@ -194,10 +196,10 @@ class Experts:
 
 
 def require(name: str, found: object, is_met: bool, rule: str) -> None:
-    """Refuses a value that a rule does not allow.
+    """Raises an error unless a value meets a rule.
 
     Raises:
-        ExpertsError: If ``is_met`` is False. The message has the value and the rule.
+        ExpertsError: If ``is_met`` is False. The message states the value and the rule.
     """
     if not is_met:
         shown = "None" if found is None else kind_of(found)
@@ -205,12 +207,12 @@ def require(name: str, found: object, is_met: bool, rule: str) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """True for whole numbers, including NumPy's; False for bools."""
+    """Returns True for integers, including NumPy's, and False for bools."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_one_of(value: object, valid: tuple[str, ...]) -> bool:
-    # The type is checked first, because the comparison of an array has no truth value.
+    # The type is checked first, because comparing an array gives no single truth value.
     return isinstance(value, str) and value in valid
 
 
@@ -221,14 +223,14 @@ def _is_number(value: object) -> bool:
 
 
 def normalised(scores: Array) -> Array:
-    """Divides scores ``(..., experts)`` by their sum; a softmax does not change."""
+    """Divides scores ``(..., experts)`` by their sum, which is 1 for a softmax."""
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
 def is_equal(chosen: Array, count: int) -> Array:
-    """Compares choices ``(..., top_k)`` with a range: bool ``(..., top_k, count)``.
+    """Returns one-hot choices, bool ``(..., top_k, count)``, for ``(..., top_k)``.
 
-    Callers reduce the result at once, so that XLA does not make the array in memory.
+    Callers should reduce the result immediately. Then XLA does not materialize it.
     """
     shape = (*chosen.shape, count)
     return chosen[..., None] == jax.lax.broadcasted_iota(jnp.int32, shape, chosen.ndim)

@@ -22,8 +22,8 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
     """Checks that blocks can be layers of one stack, in groups of ``period``.
 
     Raises:
-        StackError: If the period does not divide their number, if they share a
-            Variable, or if they differ in anything but the values of their arrays.
+        StackError: If the period does not divide the number of blocks, if blocks share
+            a Variable, or if they differ in anything but the values of their arrays.
     """
     for i, block in enumerate(blocks):
         if not isinstance(block, nnx.Module):
@@ -33,15 +33,15 @@ def check_blocks(blocks: Sequence[nnx.Module], period: int) -> None:
             )
     if not blocks or period < 1 or len(blocks) % period:
         raise StackError(
-            f"A stack of {len(blocks)} blocks with period {period}: it needs at least "
-            "1 block, and their number must be a multiple of the period."
+            f"Cannot stack {len(blocks)} blocks with period {period}: there must be at "
+            "least 1 block, and their number must be a multiple of the period."
         )
     _check_unshared(blocks, period)
     for i, block in enumerate(blocks):
         if found := _difference(blocks[i % period], block):
             raise StackError(
-                f"Blocks {i % period} and {i} of the stack differ: {found}. One "
-                "program runs every layer: blocks may differ only in the values of "
+                f"Blocks {i % period} and {i} of the stack differ: {found}. All layers "
+                "run the same program, so blocks may differ only in the values of "
                 f"their arrays. {_remedy(blocks)}"
             )
 
@@ -57,8 +57,8 @@ def find_blocks(model: nnx.Module) -> tuple[Path, int]:
             lists[path[:-1]][index] = module
     found: list[tuple[Path, int]] = []
     for path, blocks in lists.items():
-        # If an index is missing, one entry of the list is not a module, such as a
-        # function in a Sequential.
+        # If an index is missing, an entry of the list is not a module, but for example
+        # a function in a Sequential.
         if len(blocks) > 1 and set(blocks) == set(range(len(blocks))):
             with suppress(StackError):
                 check_blocks([blocks[i] for i in range(len(blocks))], period=1)
@@ -71,16 +71,17 @@ def _remedy(blocks: Sequence[nnx.Module]) -> str:
     for period in (p for p in range(2, count) if count % p == 0):
         pairs = ((blocks[i % period], block) for i, block in enumerate(blocks))
         if not any(_difference(*pair) for pair in pairs):
-            return f"They repeat after {period}: pass period={period}."
+            return f"The blocks repeat with period {period}: pass period={period}."
     return (
-        "If a number differs, keep it in an nnx.Variable, which is stacked. If no "
-        "layer reads an attribute, give it the same value in all blocks. Leave blocks "
-        "of another kind out of the stack."
+        "If a number differs, keep it in an nnx.Variable, because Variables are "
+        "stacked. If no layer reads an attribute that differs, give it the same value "
+        "in all blocks. Do not stack blocks of different kinds."
     )
 
 
 def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
-    # Blocks of one group may share a Variable, because their graphdef has it once.
+    # Blocks of the same group may share a Variable, because the group's graphdef has it
+    # only once.
     owners: dict[int, int] = {}
     for i, block in enumerate(blocks):
         for path, variable in variables_of(block):
@@ -90,22 +91,22 @@ def _check_unshared(blocks: Sequence[nnx.Module], period: int) -> None:
             owner = owners.setdefault(id(variable), i)
             if owner // period != i // period:
                 raise StackError(
-                    f"Blocks {owner} and {i} of the stack hold the same Variable: "
-                    f"`{dotted(path)}`. Each stacked block would silently train its "
-                    "copy. Give each block a separate Variable, or keep the shared "
-                    "module outside the stack and pass its output to the blocks as an "
-                    "argument."
+                    f"Blocks {owner} and {i} of the stack share the Variable "
+                    f"`{dotted(path)}`. Each stacked block would silently train a "
+                    "separate copy. Give each block its own Variable, or keep the "
+                    "shared module outside the stack and pass its output to the blocks "
+                    "as an argument."
                 )
 
 
 def _difference(first: nnx.Module, other: nnx.Module) -> str:
-    """Describes the first difference of two blocks; empty if they are equal."""
+    """Describes the first difference of two blocks; returns "" if they are equal."""
     if first is other:
         return ""
     ours, theirs = map(_parts, (first, other))
     for path in dict.fromkeys((*ours, *theirs)):
         if path not in ours or path not in theirs:
-            return f"only one of them has `{dotted(path)}`"
+            return f"only one of the two has `{dotted(path)}`"
         one, two = ours[path], theirs[path]
         if not _is_same(one, two):
             where = f"`{dotted(path)}`" if path else "the block"
@@ -118,8 +119,8 @@ def _parts(block: nnx.Module) -> dict[tuple, Any]:
     parts = {}
     for path, node in nnx.iter_graph(block):
         name = str(path[-1]) if path else ""
-        # Initializers may differ, since a model may scale them by depth, and they have
-        # run already.
+        # Initializers may differ, because a model may scale them by depth. They have
+        # already run.
         if not name.startswith("_pytree__") and not name.endswith("_init"):
             parts[path] = _part(node)
     return parts
@@ -135,18 +136,18 @@ def _part(node: Any) -> Any:
 
 
 def _types(tree: Any) -> Any:
-    """Replaces each array of a tree by its dtype and shape, as JAX writes them."""
+    """Replaces each array of a tree by a string, such as "float32[2, 4]"."""
     return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """True if two static values have the same effect when a block runs."""
+    """Returns True if two static values have the same effect when a block runs."""
     if one is two:
         return True
     if type(one) is not type(two):
         return False
     if isinstance(one, types.FunctionType):
-        # A lambda in __init__ makes a different object in each block.
+        # A lambda in __init__ is a different object in each block.
         return one.__code__ is two.__code__ and _is_same(_bound(one), _bound(two))
     if isinstance(one, functools.partial):
         one, two = ((f.func, f.args, f.keywords) for f in (one, two))
@@ -156,7 +157,7 @@ def _is_same(one: Any, two: Any) -> bool:
         return len(one) == len(two) and all(map(_is_same, one, two))
     if isinstance(one, jax.Array | np.ndarray):
         return np.array_equal(one, two)
-    # If a function closes over a module, that is its block, which is compared
+    # If a function closes over a module, the module is its block. Blocks are compared
     # separately.
     return isinstance(one, nnx.Pytree) or bool(one == two)
 
@@ -168,14 +169,14 @@ def _bound(function: types.FunctionType) -> tuple:
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
-    """Stacks equal modules into one module; its arrays have a leading dim."""
+    """Stacks equal modules into one module, whose arrays have a leading dim."""
     every = [_arrays(block) for block in blocks]
     stacked = {p: _of_arrays(jnp.stack, [x[p] for x in every]) for p in every[0]}
     return _like(blocks[0], stacked)
 
 
 def unstack_block(stacked: nnx.Module, index: int) -> nnx.Module:
-    """Returns one of the stacked modules; its arrays have no dim ``layers``."""
+    """Returns one of the stacked modules; its arrays do not have the dim ``layers``."""
     arrays = _arrays(stacked).items()
     block = _like(stacked, {p: _of_arrays(lambda x: x[index], x) for p, x in arrays})
     for _, leaf in nnx.to_flat_state(nnx.state(block)):
@@ -192,9 +193,9 @@ def _arrays(module: nnx.Module) -> dict[Path, Any]:
 
 
 def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
-    """Returns a copy of a module with other arrays, which are not placed yet."""
-    # With eager sharding, Flax would place the arrays by names that belong to other
-    # dims.
+    """Returns a copy of a module with other arrays, which are not placed."""
+    # With eager sharding, Flax would place the arrays by the module's names, but the
+    # arrays have one dim more or less.
     with nnx.use_eager_sharding(False):
         new = ModelDef.of(module).merge(arrays)
     for _, leaf in nnx.to_flat_state(nnx.state(new)):
@@ -204,6 +205,6 @@ def _like(module: nnx.Module, arrays: dict[Path, Any]) -> nnx.Module:
 
 
 def _of_arrays(function: Callable, arrays: Any) -> Any:
-    """Calls a function of arrays; if they are abstract, computes only the shapes."""
+    """Calls a function of arrays; for abstract arrays, computes only the shapes."""
     is_abstract = isinstance(jax.tree.leaves(arrays)[0], jax.ShapeDtypeStruct)
     return jax.eval_shape(function, arrays) if is_abstract else function(arrays)

@@ -1,9 +1,9 @@
-"""Gathers parameters that are stored in shards, where a loss uses them.
+"""Gathers parameters that are stored in shards at the places where a loss uses them.
 
-The loss is traced. A parameter keeps its stored shards through casts, slices, calls and
-loops, until an equation computes with it. There the parameter is gathered. In the body
-of a loop over layers, only one layer is gathered. This changes the placement of arrays,
-but never their values.
+The loss is traced. A parameter stays in shards through casts, slices, calls and loops,
+until an equation computes with it. The parameter is gathered just before that equation.
+In the body of a loop over layers, only one layer is gathered. This changes the
+placement of arrays, but never their values.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,15 +43,15 @@ _keeping_all_else = partial(jax.checkpoint, policy=saves_all_but_gathers)
 
 
 def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callable:
-    """Wraps a function of ``(params, variables, *rest)``: it gathers parameters at use.
+    """Wraps a function of ``(params, variables, *rest)`` to gather parameters at use.
 
-    The backward pass gathers parameters again, and keeps all other values that the
-    function's own checkpoints do not drop. There is one exception: if layers are
+    The backward pass gathers parameters again. All other values that the function's
+    checkpoints do not drop are kept for it. There is one exception: if layers are
     stacked and have checkpoints, parameters outside of the layers are kept gathered.
 
     Args:
         function: The function, written for gathered parameters.
-        places: The placements of arrays that the result takes as they are stored.
+        places: The placements of the arrays that the new function takes in shards.
     """
     if not places:
         return function
@@ -65,8 +65,8 @@ def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callabl
         has_layers = any(place.is_stacked for place in places.values())
         layout = active_layout()
         prefetches = has_layers and layout is not None and layout.prefetches
-        # A checkpoint around the function would replace the policies of checkpoints
-        # inside it (docs/library-notes.md, "Remat"), and of layers that prefetch.
+        # A checkpoint around the function would replace the policies of the checkpoints
+        # and the prefetching layers inside it (docs/library-notes.md, "Remat").
         is_wrapped = names.isdisjoint(_CHECKPOINTS) and not prefetches
         checkpoint = None if is_wrapped or has_layers else _keeping_all_else
 
@@ -95,11 +95,12 @@ def _run(
 
     Args:
         eqns: The equations.
-        outs: The variables and literals to return the values of.
+        outs: Variables and literals, whose values are returned.
         env: The values of the inputs.
         places: The placements of inputs that are not gathered yet.
-        checkpoint: Wraps equations that use gathered parameters. ``None`` if these may
-            be kept, or if a checkpoint around all the equations drops them.
+        checkpoint: A function that wraps computations with gathered parameters in a
+            checkpoint. ``None`` if gathered parameters may be kept for the backward
+            pass, or if a checkpoint around all equations drops them.
     """
     env, places, plain = dict(env), dict(places), []
     for i, eqn in enumerate(eqns):
@@ -111,8 +112,8 @@ def _run(
         if moved is None and not (is_loop or is_checkpoint):
             plain.append(eqn)
             continue
-        # If the operand of a cast is known, the equations in `plain` are not computed
-        # yet, so that more equations can join them.
+        # If the operand of a cast is known, the equations in `plain` need not be
+        # computed yet, and later equations can be computed together with them.
         if moved is None or not env.keys() >= {*variables_in(eqn.invars)}:
             later = inputs_of(eqns[i:], outs)
             _compute(plain, later, env, places, checkpoint)
@@ -137,11 +138,11 @@ def _compute(
     places: Places,
     checkpoint: Callable | None,
 ) -> None:
-    """Computes ``eqns``, and adds those results to ``env`` that ``later`` lists."""
+    """Computes ``eqns``, and adds the results that are in ``later`` to ``env``."""
     taken = inputs_of(eqns)
     if checkpoint is None:
         _gather(taken, env, places)
-    # An equation that computes with all layers of a stack gets the stored shards.
+    # Stacked layers are not gathered here, even if an equation uses all of them.
     stored = {v: places[v] for v in taken if v in places and not places[v].is_stacked}
     made = {v for eqn in eqns for v in eqn.outvars}
     wanted = [v for v in later if v in made]
@@ -152,14 +153,14 @@ def _compute(
         return run(eqns, wanted, known | gathered)
 
     if stored and checkpoint is not None:
-        # Gathered parameters are not kept, because all layers together would be as
-        # large as the model.
+        # Gathered parameters are not kept for the backward pass, because all of them
+        # together would be as large as the model.
         compute = checkpoint(compute)
     env.update(zip(wanted, compute([env[v] for v in taken]), strict=True))
 
 
 def _gather(variables: Iterable[jex.Var], env: dict, places: Places) -> None:
-    """Gathers values once for all later uses, except stacked layers."""
+    """Gathers values once for all later uses; stacked layers stay in shards."""
     found = {v: places[v] for v in variables if v in places}
     found = {v: place for v, place in found.items() if not place.is_stacked}
     env.update(use_params({v: env[v] for v in found}, found))
@@ -168,20 +169,20 @@ def _gather(variables: Iterable[jex.Var], env: dict, places: Places) -> None:
 
 
 def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
-    """Returns the output's placement, or ``None`` if the parameter is needed here."""
+    """Returns the output's placement, or ``None`` if ``eqn`` needs the parameter."""
     match eqn.primitive.name:
         case "convert_element_type":
             # The cast comes first, so that the gather sends half the bytes in bfloat16.
             return place
         case "sharding_constraint":
-            # This constrains parameters that an `nnx.jit` inside the loss returns. They
-            # count as assigned, and such a constraint does not gather them.
+            # Such a constraint is on parameters that an `nnx.jit` inside the loss
+            # returns, because they count as assigned. It does not gather them.
             is_kept = eqn.params["sharding"].spec == place.stored == place.gradient
             return place if is_kept else None
         case "squeeze" if place.is_stacked and eqn.params["dimensions"] == (0,):
             return place.of_layer()
-    # The output keeps the stored shards if it still has the dim of layers, as after
-    # slices of layers and elementwise operations (noise, for example).
+    # The output stays in shards if it still has the dim of layers, for example after
+    # slices of layers and elementwise operations such as adding noise.
     avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
     dims, outs = {x.shape[1:] for x in avals if x.ndim}, avals[len(eqn.invars) :]
     is_of_layers = len(dims) == 1 and [x.ndim > 0 for x in outs] == [True]
@@ -199,8 +200,8 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
         return saves_all_but_gathers(*args, **params) and policy(*args, **params)
 
     jaxpr = ClosedJaxpr(next(jex.jaxprs_in_params(eqn.params)), [])
-    # The gather is inside the model's checkpoint, and the policy never keeps its
-    # result.
+    # The parameters are gathered inside the model's checkpoint, and the policy never
+    # keeps them gathered.
     body = jax.checkpoint(
         _body(jaxpr, given, None),
         policy=policy and keeps,
@@ -210,9 +211,9 @@ def _run_checkpoint(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
 
 
 def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
-    """Runs a loop or a condition, and gathers layers in its bodies."""
+    """Runs a loop or a condition, and gathers layers inside its bodies."""
     is_scan = eqn.primitive.name == "scan"
-    # Within a loop XLA merges no operation of the backward pass with a forward one.
+    # Within a loop, XLA cannot merge operations of the backward and forward passes.
     checkpoint = partial(_keeping_all_else, prevent_cse=False) if is_scan else None
 
     def rewrite(inner: list[Placement | None], jaxpr: Any) -> Any:
@@ -228,7 +229,7 @@ def _run_loop(eqn: jex.JaxprEqn, env: dict, given: list) -> list:
 
 
 def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
-    """Returns the placements of each body's inputs, by parameter of the equation."""
+    """Returns the placements of each body's inputs, by the body's parameter name."""
     if eqn.primitive.name == "cond":
         return {"branches": given[1:]}
     # A carried value changes from step to step, so it is not a stored parameter.
@@ -248,7 +249,7 @@ def _body(
 ) -> Callable:
     """Makes a function of a jaxpr's inputs that gathers parameters at use.
 
-    ``inner`` has the placement of each input, or ``None``.
+    ``inner`` lists the placement of each input, or ``None`` if it is not in shards.
     """
     function = jex.jaxpr_as_fun(jaxpr)
     traced = trace(function, *map(_shape, jaxpr.in_avals), inlined=_is_inlined)

@@ -1,8 +1,8 @@
 """Traces one layer together with its VJP, and chooses the residuals to keep.
 
-The backward pass computes a value again if it depends only on weights or on arguments
-that all layers get. A backward pass can also be cut into a part for the gradients of
-inputs and a part for the gradients of weights.
+The backward pass recomputes values that depend only on weights or on arguments that all
+layers get. A backward pass can also be split into a part for the gradients of inputs
+and a part for the gradients of weights.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,14 @@ class Layers:
 class LayerWithResiduals:
     """One layer, traced together with its VJP, and the residuals to keep.
 
-    The backward pass computes a value again if it depends only on the layer's weights
+    The backward pass recomputes a value if it depends only on the layer's weights
     (casts, gathered shards), or on arguments that all layers get (masks). Otherwise
-    such a value would be kept once per microbatch, or once per layer.
+    a value of the first kind would be kept once per microbatch, and a value of the
+    second kind once per layer.
 
     Args:
-        block_vjp: The function of one layer: ``(layer, x, args) -> (x, state, vjp)``.
+        block_vjp: A function that runs one layer: ``(layer, x, args) -> (x, state,
+            vjp)``.
         layer: The arrays of one layer, or their shapes.
         x: The layer's input.
         args: The layer's arguments.
@@ -56,16 +58,16 @@ class LayerWithResiduals:
         args: list,
     ) -> None:
         # Checkpoints are not inlined, because their policies choose the residuals. The
-        # residuals are the leaves of the third output, the VJP.
+        # leaves of the VJP, the third output, are the residuals.
         self._traced = traced = trace(
             block_vjp, layer, x, args, inlined=lambda eqn: eqn.primitive.name == "jit"
         )
         warn_of_effects(traced)
         layer, _, args = traced.inputs
-        # A residual that is an input cannot be recognised by identity, because
-        # `jax.checkpoint` passes it through `reduce_precision`,
-        # https://github.com/jax-ml/jax/pull/22244. So each residual is traced back to
-        # the variables that it is derived from.
+        # A residual may be an input, but `jax.checkpoint` passes it through
+        # `reduce_precision` (https://github.com/jax-ml/jax/pull/22244), so it is not
+        # the same variable. So the code finds the variables from which each residual is
+        # derived.
         free: set[jex.Var] = set()
         for given in ((layer.trained, layer.fixed), args):
             free |= derived(traced.eqns, [*traced.consts, *jax.tree.leaves(given)])
@@ -87,19 +89,21 @@ class LayerWithResiduals:
 
 
 class SplitBackward:
-    """A backward pass that is cut after the gradients of the inputs [1].
+    """A backward pass that is split after the gradients of the inputs [1].
 
     The first part has the equations that the gradients of the inputs need, and the
-    second part has all other equations. So each equation runs once. To differentiate
-    once for the inputs and once for the weights would repeat the products that both
-    need, and take 6.2 times as long as a forward pass instead of 3.0 times.
+    second part has all other equations. So each equation runs only once.
+    Differentiating once with respect to the inputs and once with respect to the weights
+    would repeat the products that both gradients need. It would take 6.2 times as long
+    as a forward pass, instead of 3.0 times.
 
     Args:
         backward: The function ``(weights, kept) -> (input gradients, weight
             gradients)``.
-        weights: Arrays, or their shapes, that are available again when the second part
+        weights: Arrays, or their shapes, that are also available when the second part
             runs.
-        kept: All other arrays: the residuals and the output's gradient.
+        kept: All other arrays, or their shapes: the residuals and the output's
+            gradient.
 
     References:
         [1] Qi et al., "Zero Bubble Pipeline Parallelism", 2024, section 2,
@@ -111,7 +115,7 @@ class SplitBackward:
     ) -> None:
         self._traced = traced = trace(backward, weights, kept, inlined=is_call)
         inputs, grads = map(jax.tree.leaves, traced.outputs)
-        # Values that depend only on the weights are computed again, and not kept.
+        # Values that depend only on the weights are not kept, but recomputed.
         free = {*traced.consts, *jax.tree.leaves(traced.inputs[0])}
         first = needed(traced.eqns, inputs)
         made = {v for eqn in first for v in eqn.outvars} - derived(traced.eqns, free)

@@ -28,12 +28,13 @@ from nnx_parallel.sharding.offload import HOST, Kept
 from nnx_parallel.sharding.placement import Placement
 
 Remat = Literal["none", "dots", "full"]
-"""Recomputation in the backward pass [1].
+"""The values that the backward pass recomputes [1].
 
-- ``none``: keep every activation. Gathered parameters are still gathered again.
-- ``dots``: keep the outputs of products with weights; recompute all other values
-  (norms, activation functions, attention scores).
-- ``full``: keep the input of each block; recompute the block.
+- ``none``: no value; every activation is kept. Gathered parameters are not kept, but
+  gathered again.
+- ``dots``: all values except the outputs of products with weights, which are kept.
+  Recomputed values are norms, activation functions and attention scores.
+- ``full``: the complete block. Only the input of each block is kept.
 
 References:
     [1] Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
@@ -41,10 +42,10 @@ References:
 """
 
 OVERLAPPED = "overlapped_matmul"
-"""Checkpoint name of a product that runs as a ring, which a policy cannot recognise."""
+"""Checkpoint name of products that run as rings; policies recognise them by name."""
 
 BLOCK_INPUT = "block_input"
-"""Checkpoint name of the input of a block, which can be kept in host memory."""
+"""Checkpoint name of the input of a block; this input can be kept in host memory."""
 
 _place = jax.lax.with_sharding_constraint
 
@@ -63,9 +64,9 @@ def check_remat(remat: str | None) -> None:
 
 @contextlib.contextmanager
 def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
-    """Sets the default policy of every `Stack` that is traced inside.
+    """Sets the default policy of every `Stack` that is traced in the context.
 
-    With ``offload``, the values that it names are kept in host memory.
+    With ``offload``, the values that ``offload`` names are kept in host memory.
     """
     token, offloaded = _default.set(remat), _offloaded.set(offload)
     try:
@@ -85,9 +86,9 @@ def apply_remat(function: Callable, remat: Remat) -> Callable:
     if remat == "none":
         return function
     policy = {
-        # Products with weights have no batch dims, but products in attention have. A
-        # ring is a custom gradient around many small products, so it is recognised by
-        # its name.
+        # Products with weights have no batch dims, but products in attention have batch
+        # dims. A ring is a custom gradient around many small products, so the policy
+        # recognises it by its name.
         "dots": without_complex(
             jax.checkpoint_policies.save_from_both_policies(
                 jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -98,9 +99,9 @@ def apply_remat(function: Callable, remat: Remat) -> Callable:
     }[remat]
     if _offloaded.get() == "block_inputs":
         policy = _with_inputs_on_host(policy)
-    # A checkpoint replaces the policies of checkpoints inside it, so do not put one
-    # around a `Stack`. `prevent_cse` is not needed, because in a scan the compiler
-    # cannot merge the recomputation with the forward pass.
+    # A checkpoint around a `Stack` would replace the policies of the checkpoints inside
+    # it. `prevent_cse` is not needed, because in a scan the compiler cannot merge the
+    # recomputation with the forward pass.
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
@@ -118,7 +119,7 @@ def _with_inputs_on_host(policy: Callable) -> Callable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StackCall:
-    """One call of a `Stack`: the data for a function that runs its layers."""
+    """One call of a `Stack`, with all data that a function needs to run the layers."""
 
     # One layer: (gathered params, others, x, args, slot) -> (x, others, slot).
     inner: Callable[..., tuple[Any, dict, Any]]
@@ -127,14 +128,14 @@ class StackCall:
     x: Any  # input of the first layer
     args: tuple  # (args, kwargs), passed unchanged to every layer
     scanned: Any  # a pytree with a leading `layers` dim, or None
-    remat: Remat  # policy for the values that a layer keeps for the backward pass
-    placements: dict[Any, Placement]  # of one layer's arrays, by path
-    is_plain: bool  # True: a layer only calls its block, which returns only its output
-    prefetches: bool  # True: gather the next layer's first kernel during each layer
+    remat: Remat  # which values the backward pass recomputes
+    placements: dict[Any, Placement]  # by path, placements of one layer's arrays
+    is_plain: bool  # True if a layer only calls its block, and returns only the output
+    prefetches: bool  # True to gather the next layer's first kernel during each layer
 
     @property
     def has_out(self) -> bool:
-        """True if a layer returns more than its output and its variables."""
+        """True if a layer returns more than an output and its variables."""
         if self.is_plain:
             return False
         params, others = jax.tree.map(
@@ -145,10 +146,9 @@ class StackCall:
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-        """Runs one layer, and names its input."""
+        """Runs one layer, and gives its input the checkpoint name `BLOCK_INPUT`."""
         others, x, *rest = arrays
-        # The block uses the named value in place of `x`, so that no second copy is
-        # kept.
+        # The block uses the named value instead of `x`, so that only one copy is kept.
         x = jax.tree.map(partial(checkpoint_name, name=BLOCK_INPUT), x)
         return self.inner(params, others, x, *rest)
 
@@ -161,9 +161,10 @@ def check_carry(given: Any, found: Any) -> None:
     )
     if found != given:
         raise StackError(
-            f"A block of the Stack maps {given} to {found}. Its output must be like "
-            "its input: the next block takes it. If it returns more, or in another "
-            "order, say so with stack.scan(step, x, xs, *args)."
+            f"A block of the Stack maps {given} to {found}. The output must have the "
+            "structure, shapes and dtypes of the input, because it is the input of the "
+            "next block. If a block returns more values, or takes or returns them in "
+            "another order, use stack.scan(step, x, xs, *args)."
         )
 
 
@@ -186,9 +187,9 @@ def run_layers(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _with_array_args(call: StackCall) -> StackCall:
-    """Moves arguments that are not arrays into the function of the call.
+    """Binds arguments that are not arrays to the function of the call.
 
-    Remat would trace them as arguments. In the function, a mode such as
+    As arguments they would be traced under remat. If they are bound, a flag such as
     ``training=True`` stays a Python value.
     """
     leaves, tree = jax.tree.flatten(call.args)
@@ -209,13 +210,13 @@ def _with_array_args(call: StackCall) -> StackCall:
 def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
     """Runs the layers of a call that prefetches.
 
-    The result has only reverse-mode derivatives, as with all custom gradients in this
-    package.
+    The result can be differentiated only in reverse mode, like all functions with
+    custom gradients in this package.
     """
     layers = _PrefetchedLayers(call)
 
-    # JAX's backward pass of such a scan would keep its carry, and so the gathered
-    # parameters of all layers.
+    # JAX's backward pass of such a scan would keep the carry of each step, and so the
+    # gathered parameters of all layers.
     @jax.custom_vjp
     def run(params: dict, others: dict, arrays: list) -> tuple[list, dict]:
         return layers.forward(params, others, arrays, keeps=False)[0]
@@ -226,14 +227,14 @@ def _run_prefetched(call: StackCall) -> tuple[Any, dict, None]:
 
 
 class _PrefetchedLayers:
-    """The layers of a call; each gathers the first kernel of the next one in advance.
+    """The layers of a call; each layer gathers the next layer's first kernel.
 
-    The scan carries the gathered parameters up to the first kernel of a layer. While
-    the layer runs, it gathers the same parameters of the next layer, and nothing in the
-    present layer waits for them. The next layer is the following layer in the forward
-    pass, and the preceding layer in the backward pass. A layer gathers its other
-    parameters during its products [1, 2]. Its residuals are found as in a stage of a
-    pipeline.
+    The carry of the scan has a layer's gathered parameters, up to its first kernel.
+    While a layer runs, the scan gathers the same parameters of the next layer, and no
+    operation of the present layer waits for them. The next layer is the following layer
+    in the forward pass, and the preceding layer in the backward pass. A layer gathers
+    its other parameters during its products [1, 2]. As in a stage of a pipeline,
+    `LayerWithResiduals` finds the residuals.
 
     References:
         [1] Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data
@@ -249,8 +250,8 @@ class _PrefetchedLayers:
         self.call = call
         x = jax.tree.map(jnp.asarray, call.x)
         self.leaves, self.tree = jax.tree.flatten((x, call.args))
-        # Arrays of x come first, then arrays of the arguments. The arguments may also
-        # have leaves that are not arrays.
+        # The arrays of x come before the arrays of the arguments. The arguments may
+        # also have leaves that are not arrays.
         self.arrays = [a for a in self.leaves if isinstance(a, jax.Array)]
         self.num_x = len(jax.tree.leaves(x))
         self.num_layers = len(next(iter(call.params.values())))
@@ -263,7 +264,7 @@ class _PrefetchedLayers:
         }
         moved = {k: p for k, p in places.items() if p.used != p.stored}
         first = _used_first(call, params, others)
-        # The layer gathers these parameters while it computes with earlier ones.
+        # A layer gathers these parameters while it computes with earlier parameters.
         self.own = {k: p for k, p in moved.items() if k not in first}
         moved = {k: p for k, p in moved.items() if k in first}
         self.stored = {k: layout.sharding(p.stored) for k, p in moved.items()}
@@ -283,8 +284,8 @@ class _PrefetchedLayers:
         def step(carry: tuple[list, dict], xs: tuple) -> tuple[tuple, tuple]:
             x, gathered = carry
             index, held, state = xs
-            # One program runs for all layers, so the last layer prefetches itself. The
-            # backward pass begins with these parameters.
+            # All layers run the same program, so the last layer also gathers
+            # parameters: its own. The backward pass begins with them.
             ahead = self._gather(params, jnp.minimum(index + 1, self.num_layers - 1))
             layer = Layers(gathered | held, {}, state)
             x, state, saved = self.one.forward(layer, x, args)
@@ -292,17 +293,18 @@ class _PrefetchedLayers:
             return (x, following), (state, saved if keeps else [])
 
         first = self._gather(params, 0)
-        # The scan does not slice `params`, because steps index them one layer ahead. It
-        # slices all other arrays.
+        # The scan does not slice the parameters that it gathers in advance, because
+        # each step needs the slice of the next layer. It slices all other arrays.
         slices = (jnp.arange(self.num_layers), self._held(params), others)
         (x, gathered), (others, saved) = jax.lax.scan(step, (x, first), slices)
-        # `params` are the stored shards, and `gathered` has only the last layer.
+        # For the backward pass, `params` are kept as stored shards. Only the last
+        # layer's parameters are kept gathered.
         return (x, others), (params, args, gathered, saved)
 
     def backward(self, kept: tuple, grads: tuple[list, dict]) -> tuple:
-        """Computes gradients of parameters, variables and arrays.
+        """Computes the gradients of parameters, variables and arrays.
 
-        A gradient is ``None`` for integers and keys.
+        The gradients of integers and keys are ``None``.
         """
         params, args, gathered, saved = kept
         grads_x, grads_state = grads
@@ -315,8 +317,8 @@ class _PrefetchedLayers:
             new, grads_x, more, grads_state = vjp((grads_x, grads_state))
             grads_args = [a + b for a, b in zip(grads_args, more, strict=True)]
             grads_x, following = self._finish(grads_x, ahead)
-            # Gradients are summed into shards here. Otherwise the scan would stack
-            # gradients that are not split.
+            # Gradients are reduced to shards in each step. Otherwise the scan would
+            # stack complete gradients.
             places = self.gradients
             new = {
                 k: _place(g, places[k]) if k in places else g for k, g in new.items()
@@ -346,11 +348,11 @@ class _PrefetchedLayers:
         return {k: _place(x, self.used[k]) for k, x in shards.items()}
 
     def _finish(self, x: list, ahead: dict) -> tuple[list, dict]:
-        """Returns ``x`` and the gathered parameters, through a barrier that joins them.
+        """Passes ``x`` and the next layer's gathered parameters through one barrier.
 
-        In the carry, the next layer's parameters get the buffer of the present layer's
-        parameters. Without this barrier they would be gathered into that buffer, and
-        would wait for the last read of the present layer.
+        In the carry, the next layer's parameters replace the present layer's parameters
+        in the same buffer. Without this barrier, they would be gathered directly into
+        this buffer, and would wait until the present layer no longer reads it.
         """
         x, ahead = jax.lax.optimization_barrier((x, ahead))
         return x, {k: _place(whole, self.used[k]) for k, whole in ahead.items()}
@@ -360,12 +362,13 @@ class _PrefetchedLayers:
     ) -> tuple[list, dict, Callable]:
         """Computes one layer's output, its state, and its VJP.
 
-        The VJP maps gradients of x and of the floating state to gradients of
-        parameters, x, floating arguments and floating state.
+        The VJP maps gradients of the output and of the floating-point state to
+        gradients of the parameters, of x, and of the floating-point arguments and
+        state.
         """
 
         def inner(params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
-            # All other parameters are already gathered.
+            # The other parameters are already gathered.
             return self.call.inner(use_params(params, self.own), *arrays)
 
         block = apply_remat(inner, self.call.remat)
@@ -383,9 +386,10 @@ class _PrefetchedLayers:
             out, after, _ = block(trained, layer.state | state, x, inputs, None)
             if assigned := sorted(dotted(path) for path in after if path in trained):
                 raise StackError(
-                    f"A block of the Stack assigns its parameters: {assigned}. "
-                    "FSDP(prefetch='first') gathers the next layer's parameters "
-                    "meanwhile: leave prefetch out for such blocks."
+                    f"A block of the Stack assigns its parameters: {assigned}. This "
+                    "is not possible with FSDP(prefetch='first'), which gathers the "
+                    "next layer's parameters during each block. Leave prefetch out "
+                    "for such blocks."
                 )
             smooth = {k: v for k, v in after.items() if is_inexact(v)}
             # Integers and keys have no gradient, so `after` is an auxiliary output.
@@ -400,7 +404,7 @@ class _PrefetchedLayers:
 
 
 def _used_first(call: StackCall, params: dict, others: dict) -> set:
-    """Returns the parameters that a layer reads first, up to its first kernel."""
+    """Returns the keys of the parameters that a layer reads up to its first kernel."""
     traced = trace(call.inner, params, others, call.x, call.args, None, inlined=is_call)
     keys = {var: key for key, var in traced.inputs[0].items()}
     read = (v for eqn in traced.eqns for v in variables_in(eqn.invars) if v in keys)

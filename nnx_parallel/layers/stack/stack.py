@@ -1,4 +1,4 @@
-"""`Stack`: N equal blocks as one module that scans over them."""
+"""`Stack`: a module that stores N equal blocks as one and scans over them."""
 
 import contextlib
 import math
@@ -35,7 +35,10 @@ from nnx_parallel.sharding.nnx_arrays import is_inexact, name_dim, variables_of
 from nnx_parallel.sharding.specs import dim_axes
 
 Runner = Callable[[StackCall], tuple[Any, dict, Any]]
-"""Runs all layers of a call; returns the output, the other variables and the slots."""
+"""A function that runs all layers of a call.
+
+It returns the output, the variables that are not parameters, and the scanned outputs.
+"""
 
 Step = Callable[..., tuple[Any, Any]]
 """The step of one block: ``(block, x, slice, *args, **kwargs) -> (x, out)``."""
@@ -45,7 +48,7 @@ _runner: ContextVar[Runner] = ContextVar("runner", default=run_layers)
 
 @contextlib.contextmanager
 def using_runner(runner: Runner) -> Iterator[None]:
-    """Passes the calls of every `Stack` traced inside to ``runner``."""
+    """Makes ``runner`` run the layers of every `Stack` traced in the context."""
     token = _runner.set(runner)
     try:
         yield
@@ -58,23 +61,24 @@ class Stack(nnx.Module):
 
     Only one block is traced and compiled, for any N. A call is a `jax.lax.scan` over
     the layers. If the strategy stores parameters in shards, the scan gathers them one
-    layer at a time, and again in the backward pass.
+    layer at a time, and gathers them again in the backward pass.
 
-    An optimizer that reads properties of a complete array, such as ``optax.lamb``,
-    treats the layers of an array as one. With `by_layer` it sees each layer.
+    An optimizer that computes a property of a complete array, such as the norm in
+    ``optax.lamb``, treats all layers of an array as one array. With `by_layer`, it
+    treats each layer separately.
 
     Args:
-        make_block: Builds one block from an ``nnx.Rngs``. The block maps ``(x, *args)``
-            to an array with the shape and dtype of ``x``.
+        make_block: A function that builds one block from an ``nnx.Rngs``. The block
+            maps ``(x, *args)`` to an array with the shape and dtype of ``x``.
         num_layers: The number of blocks, N.
-        rngs: Keys of all blocks.
-        remat: Policy for the values that a block keeps for the backward pass; ``None``
-            follows the Trainer.
+        rngs: Keys for all blocks.
+        remat: The values that the backward pass recomputes (`Remat`); ``None`` uses the
+            Trainer's policy.
 
     Raises:
         StackError: If N < 1, or if a block shares a Variable between two of its modules
-            or with a module outside the stack. The copies would silently become
-            different in training.
+            or with a module outside the stack. The stacked copies of this Variable
+            would silently become different in training.
 
     Example:
         >>> def make_block(rngs):
@@ -95,7 +99,9 @@ class Stack(nnx.Module):
         remat: Remat | None = None,
     ) -> None:
         if num_layers < 1:
-            raise StackError(f"A stack of {num_layers} layers: it needs at least 1.")
+            raise StackError(
+                f"num_layers={num_layers}. A Stack needs at least 1 layer."
+            )
         check_remat(remat)
         _check_unshared(make_block)
         self.num_layers = num_layers
@@ -111,21 +117,21 @@ class Stack(nnx.Module):
     ) -> Self:
         """Makes a stack of blocks that are already built, such as pretrained blocks.
 
-        The stack has copies of their arrays; the blocks do not change. Blocks may be
-        abstract, from ``nnx.eval_shape``.
+        The stack copies the arrays of the blocks, and the blocks do not change. Blocks
+        may be abstract, from ``nnx.eval_shape``.
 
         Args:
             blocks: A list, ``nnx.List`` or tuple of N modules that differ only in the
                 values of their arrays.
-            period: Length of the pattern, if blocks of several kinds alternate. Then a
-                layer of the stack is a group of ``period`` blocks, ``num_layers`` is
-                N / period, and FSDP gathers one group at a time.
-            remat: The same as for `Stack`, but for a group.
+            period: Length of the repeating pattern, if blocks of several kinds
+                alternate. Then a layer of the stack is a group of ``period`` blocks,
+                ``num_layers`` is N / period, and FSDP gathers one group at a time.
+            remat: As in `Stack`, but for a group.
 
         Raises:
             StackError: If two blocks differ in anything but the values of their arrays
-                (the message has the first difference), if they share a Variable, or if
-                N is not a multiple of the period.
+                (the message describes the first difference), if they share a Variable,
+                or if N is not a multiple of the period.
 
         Example:
             >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
@@ -138,14 +144,14 @@ class Stack(nnx.Module):
         if not isinstance(blocks, Iterable):
             raise StackError(
                 f"Stack.of got one {type(blocks).__name__}. It takes a list of blocks: "
-                "nnx.List, list or tuple, or the layers of an nnx.Sequential."
+                "an nnx.List, a list, a tuple, or the layers of an nnx.Sequential."
             )
         blocks = list(blocks)
         check_blocks(blocks, period)
         groups = range(0, len(blocks), period)
         layers = [nnx.List(blocks[i : i + period]) for i in groups]
-        # Only a call of the class makes an NNX object, so a stack of an empty block is
-        # made and then filled.
+        # Only a call of the class makes an NNX object. So the code makes a stack of an
+        # empty block and then sets its layer.
         stack = cls(lambda _: nnx.Module(), len(layers), rngs=nnx.Rngs(0), remat=remat)
         stack.period = period
         stack.layer = stack_blocks(layers if period > 1 else blocks)
@@ -159,7 +165,7 @@ class Stack(nnx.Module):
         return layers if self.period == 1 else [block for g in layers for block in g]
 
     def name_layers(self) -> None:
-        """Names the leading dim of every array ``layers``."""
+        """Gives the leading dim of every array the name ``layers``."""
         for _, leaf in nnx.to_flat_state(nnx.state(self.layer)):
             if isinstance(leaf, nnx.Variable):
                 name_dim(leaf)
@@ -169,11 +175,12 @@ class Stack(nnx.Module):
 
         Args:
             x: Input of the first block: an array or a pytree of arrays.
-            args: Passed unchanged to every block. An ``nnx.Rngs`` is passed from block
-                to block, and blocks draw from it in order.
-            scanned: A pytree with a leading dim of N, such as a cache. Each block gets
-                its slice as the last argument, and returns ``(x, slice)``.
-            kwargs: Passed unchanged to every block.
+            args: Arguments that every block gets. Blocks draw from an ``nnx.Rngs``
+                among them in order, as in a Python loop.
+            scanned: A pytree whose arrays have a leading dim of size N, such as a
+                cache. Each block gets its slice as the last positional argument, and
+                returns ``(x, slice)``.
+            kwargs: Keyword arguments that every block gets.
 
         Returns:
             The last block's output, or ``(output, scanned)`` if ``scanned`` is given.
@@ -197,14 +204,16 @@ class Stack(nnx.Module):
             step: The body of the loop:
                 ``(block, x, slice, *args, **kwargs) -> (x, out)``. It must not close
                 over arrays; pass them as arguments.
-            x: Passed from step to step.
-            xs: A pytree with a leading dim of N, or a list of N equal modules, such as
-                caches. Each step gets its ``slice``.
-            args: Passed unchanged to every step.
-            kwargs: Passed unchanged to every step.
+            x: Input of the first step. Each later step gets the ``x`` that the step
+                before it returned.
+            xs: A pytree whose arrays have a leading dim of size N, or a list of N equal
+                modules, such as caches. Each step gets its ``slice``.
+            args: Arguments that every step gets.
+            kwargs: Keyword arguments that every step gets.
 
         Returns:
-            The last ``x``, and the ``out`` of all steps with a leading dim of N.
+            The last ``x``, and the ``out`` of all steps, stacked along a leading dim of
+            size N.
 
         Example:
             >>> stack = Stack.of([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(3)])
@@ -230,8 +239,8 @@ class Stack(nnx.Module):
             sizes, step = (self.num_layers, self.period), _in_groups(step)
             xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
         call = self._call(step, x, inputs, xs, is_plain)
-        # In training and evaluation a pipeline may run the layers. Decoding with a
-        # cache is always a scan.
+        # In training and evaluation, a pipeline may run the layers. Calls with `xs`,
+        # such as decoding with a cache, always use a scan.
         run = _runner.get() if xs is None else run_layers
         x, others, out = (run_in_halves if run is run_layers else run)(call)
         if others:
@@ -243,7 +252,7 @@ class Stack(nnx.Module):
     def _scan_with_streams(
         self, step: Step, x: Any, xs: Any, leaves: list, tree: Any
     ) -> tuple[Any, Any]:
-        """Runs `scan` if arguments have random streams, which the scan must carry."""
+        """Runs `scan` for arguments with random streams, which the scan carries."""
         at = [i for i, leaf in enumerate(leaves) if _is_stream(leaf)]
         streams = nnx.List([leaves[i] for i in at])
         graphdef, state = nnx.split(streams)
@@ -279,14 +288,13 @@ class Stack(nnx.Module):
             out, slot = step(module, x, slot, *args, **kwargs)
             check_carry(x, out)
             after = arrays_of(module)
-            # Parameters are compared by identity, because a parameter that the block
-            # assigns is another array.
+            # A parameter that is not the same object has been assigned by the block.
             assigned = {p: after[p] for p in used if after[p] is not used[p]}
             return out, {path: after[path] for path in others} | assigned, slot
 
         layout = active_layout()
         moves = any(p.used != p.stored for p in placements.values())
-        # The custom gradient of prefetching covers only x and the arguments.
+        # The custom gradient of prefetching needs an x of only floating-point arrays.
         smooth = all(map(is_inexact, jax.tree.leaves(x)))
         prefetches = moves and smooth and xs is None and self.num_layers > 1
         prefetches = bool(layout and layout.prefetches and prefetches)
@@ -306,9 +314,9 @@ class Stack(nnx.Module):
 
 
 def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs only one layer, for a trace that only examines a model.
+    """Runs the first layer instead of all layers, in a trace that examines a model.
 
-    A variable that the layer does not assign stays the same object.
+    Variables that the layer does not assign stay the same objects.
     """
     first = partial(jax.tree.map, lambda x: x[0])
     given = first(call.others)
@@ -323,11 +331,11 @@ def run_one_layer(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
-    """Runs the layers on two halves of each device's rows, if the layout asks for it.
+    """Runs the layers on two halves of each device's rows, if the layout requests it.
 
-    A layer runs both halves, and no half waits for the other. So the transfers of one
-    half can run during the products of the other half ([3] of `TensorParallel`).
-    Otherwise this is `run_layers`.
+    Each layer runs both halves, and neither half waits for the other. So the transfers
+    of one half can run during the products of the other half ([3] of `TensorParallel`).
+    In all other cases, this function is equal to `run_layers`.
     """
     layout, x = active_layout(), call.x
     if layout is None or not layout.claims.halves or not _is_of_rows(call):
@@ -362,16 +370,16 @@ def run_in_halves(call: StackCall) -> tuple[Any, dict, Any]:
 
 
 def _is_of_rows(call: StackCall) -> bool:
-    """True if the arguments and variables of a layer can be split along with its rows.
+    """Returns True if a layer's arguments and variables can be split like its rows.
 
     The computation of the layer is not checked, and might still mix rows.
     """
     x = call.x
-    # A layer that is not plain may return losses of experts. An x of fewer dims may
-    # come from a `jax.vmap` over rows, and then dim 0 enumerates tokens.
+    # A layer that is not plain may return losses of experts. If x has fewer than 3
+    # dims, it may come from a `jax.vmap` over rows, and then dim 0 is the sequence.
     if not call.is_plain or not isinstance(x, jax.Array) or x.ndim < 3:
         return False
-    # Variables that are not parameters cannot be split: they are counters, statistics
+    # Variables that are not parameters cannot be split. They are counters, statistics
     # of a batch, or keys that draw a mask for all rows.
     args = jax.tree.leaves(call.args)
     return not call.others and all(
@@ -380,15 +388,15 @@ def _is_of_rows(call: StackCall) -> bool:
 
 
 def _belongs_to_rows(a: Any, x: jax.Array) -> bool:
-    """True for ``x``, and for integer arrays with an entry per token, as segments."""
-    # If the numbers of rows and tokens are equal, the array may be a mask between
-    # tokens, which has this shape too, so False is returned.
+    """Returns True for ``x``, and for integer arrays ``(batch, seq)``, as segments."""
+    # If `batch` and `seq` are equal, an array of this shape may also be a mask
+    # `(seq, seq)`, so the result is False.
     is_of_tokens = getattr(a, "shape", ()) == x.shape[:2] and len(x) != x.shape[1]
     return a is x or (is_of_tokens and not is_inexact(a))
 
 
 def _is_of_no_row(a: Any, x: jax.Array) -> bool:
-    """True if no dim of an array can be rows; False for random keys."""
+    """Returns True if no dim of an array can be the rows; False for random keys."""
     keys = (jax.dtypes.prng_key, jnp.unsignedinteger)
     is_key = any(jnp.issubdtype(jnp.result_type(a), kind) for kind in keys)
     return not is_key and all(size % len(x) for size in jnp.shape(a))
@@ -413,7 +421,10 @@ def _is_stream(x: object) -> bool:
 
 
 def _is_from_outside(variable: nnx.Variable) -> bool:
-    """True if a Variable was made before the present trace and is not a constant."""
+    """Returns True if a Variable was made outside of the present trace.
+
+    The result is False for a plain `nnx.Variable`.
+    """
     if type(variable) is nnx.Variable:
         return False  # a plain `nnx.Variable` does not change, so copies stay equal
     try:
@@ -424,10 +435,11 @@ def _is_from_outside(variable: nnx.Variable) -> bool:
 
 
 def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
-    """Checks that each Variable of a block is in one place, and made with the block.
+    """Checks that a block holds each Variable only once, and builds it itself.
 
-    `jax.vmap` treats a module as a pytree, in which a shared Variable is one leaf for
-    each place. The copies would silently become different in training.
+    `jax.vmap` treats a module as a pytree. There, a Variable that is shared by several
+    modules has a separate leaf for each of them, and these copies would silently become
+    different in training.
     """
     found: dict[str, bool] = {}  # True if the Variable is from outside
 
@@ -441,20 +453,21 @@ def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
                 found[path_of(path)] = _is_from_outside(leaf)
         return block
 
-    # The pytree has a shared Variable in each place, but NNX's graph has it once.
+    # The pytree has a shared Variable several times, but NNX's graph has it only once.
     leaves = nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))
     once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:
         raise StackError(
-            f"A block of the stack holds Variables from outside of it: {outside}. Each "
-            "stacked block would silently train its copy. Build them in make_block, or "
-            "pass the shared module's output to the blocks as an argument."
+            f"A block of the stack holds Variables from outside the block: {outside}. "
+            "Each stacked block would silently train a separate copy. Build the "
+            "Variables in make_block, or pass the shared module's output to the blocks "
+            "as an argument."
         )
     if len(found) > len(once):
         shared = sorted(found.keys() - set(map(dotted, once)))
         raise StackError(
             f"A block of the stack holds the same Variable in several places: {shared} "
-            "also occur elsewhere in it. Stacked blocks would silently untie them. "
-            "Give each module a separate Variable, or keep the shared one outside the "
-            "stack and pass it to the blocks as an argument."
+            "also occur elsewhere in the block. Stacking would silently untie them. "
+            "Give each module a separate Variable, or keep the shared Variable outside "
+            "the stack and pass it to the blocks as an argument."
         )

@@ -1,7 +1,7 @@
-"""Families of published language models; each file has all facts about one family.
+"""Families of published language models, one module for each family.
 
-A file maps settings of ``config.json`` to fields of `GPTConfig` and back, gives the
-names of arrays in files, and lists presets. These make a `Family`, and
-`models.gpt_config` lists all families. Read `weights.family` first, then `llama`, on
-which most other families build.
+A module defines each `Family`: how to convert settings of ``config.json`` to fields of
+`GPTConfig` and back, the names of arrays in files, and presets. `models.gpt_config`
+lists all families. Read `weights.family` first, and then `llama`, because most other
+families are changed copies of `LLAMA`.
 """

@@ -17,7 +17,7 @@ _NORMS = {
 
 
 def _read(settings: Values) -> Values:
-    # The last layer of each period is global: it sees all keys.
+    # The last layer of each period is global, which means that it sees all keys.
     count = settings["num_hidden_layers"]
     period = settings["sliding_window_pattern"] or count + 1
     types = ["sliding_attention"] * count

@@ -70,7 +70,7 @@ GPT2 = Family(
     read=lambda settings: {},
     write=_write,
     names=_names,
-    # Older versions saved masks, and the head of a model that is tied.
+    # Older versions also saved masks, and the head of tied models.
     ignored=r"\.attn\.(masked_)?bias$|^lm_head\.weight$",
     presets={
         "gpt2": sized(_SIZES, "12 768 12"),

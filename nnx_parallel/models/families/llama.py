@@ -1,6 +1,6 @@
-"""Llama, and other models made of its parts: SmolLM2, and one like DeepSeek-V3.
+"""The family Llama, with SmolLM2 and a model like DeepSeek-V3.
 
-Most other families are `LLAMA` with a few parts replaced.
+Most other families are copies of `LLAMA` with a few parts replaced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,16 @@ NEUTRAL = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
-"""Settings that change a language model's numbers and have no field in `GPTConfig`."""
+"""Valid values of settings that change the computation but have no `GPTConfig` field.
+"""
 
 
 def sized(base: Values, shape: str, **more: Any) -> dict[str, Any]:
     """Returns a preset: ``base`` with the sizes in ``shape``, and ``more`` fields.
 
-    ``shape`` has the numbers of layers, width, heads, key heads and MLP width.
+    ``shape`` lists, in this order, the number of layers, the width, the number of
+    heads, the number of key heads, and the width of the MLP. The last ones may be left
+    out.
     """
     names = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "mlp_dim")
     return {**base, **dict(zip(names, map(int, shape.split()), strict=False)), **more}
@@ -52,7 +55,7 @@ _QK_NORMS = {
 def names(
     fields: Values, mlp: Mapping[str, str] = _MLP, norms: Mapping[str, str] = _NORMS
 ) -> list[Entry]:
-    """Returns the table of names; ``mlp`` and ``norms`` name layers of each block."""
+    """Returns the table of names; ``mlp`` and ``norms`` are names within a block."""
     layers = {**_ATTENTION, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
     biased = ("query", "key", "value") if fields["qkv_bias"] else ()
     found = [
@@ -65,11 +68,12 @@ def names(
 
 
 def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the fields of rotation and windows.
+    """Returns the fields for rotation and windows.
 
-    ``types`` are the kinds of layers, unless the file names them.
+    ``types`` are the kinds of layers, if the file does not list them.
     """
-    # transformers 5 has one setting for the rotation; version 4 has up to three.
+    # transformers 5 has one setting for the rotation. Version 4 has up to three
+    # settings.
     given = settings.get("rope_parameters")
     if given is None:
         rope = {"rope_theta": settings.get("rope_theta", 10_000.0)}
@@ -107,13 +111,13 @@ def _read_scaling(rope: Values) -> RopeScaling | None:
             **{ours: rope[name] for ours, name in _LLAMA_31_ROPE.items()},
         )
     raise ValueError(
-        f"config.json has a rotation of rope_type {kind!r}. A GPT's is one of: "
-        "default, linear, llama3."
+        f"config.json has the rope_type {kind!r}, which GPT does not support. "
+        "Supported rope_types: default, linear, llama3."
     )
 
 
 def read_experts(settings: Values) -> dict[str, Any]:
-    """Returns the fields of a mixture of experts, as in Mixtral and Qwen 3."""
+    """Returns the fields for a mixture of experts, as in Mixtral and Qwen 3."""
     # For Qwen, transformers 5 writes the number of experts under Mixtral's name. It may
     # also write Qwen's name, with the default number.
     experts = Experts(
@@ -126,7 +130,7 @@ def read_experts(settings: Values) -> dict[str, Any]:
 
 
 def write(fields: Values) -> dict[str, Any]:
-    """Returns settings of rotation and windows, for transformers 4.53 and later."""
+    """Returns the settings of rotation and windows for transformers 4.53 and later."""
     theta, scaling = fields["rope_theta"], fields["rope_scaling"]
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
@@ -168,13 +172,13 @@ def _read_windows(settings: Values, types: Sequence[str]) -> dict[str, Any]:
     types = types if settings.get("layer_types") is None else settings["layer_types"]
     if unknown := set(types) - set(_KINDS):
         raise ValueError(
-            f"config.json has layer_types {sorted(unknown)}. A GPT's layers are of: "
-            f"{', '.join(_KINDS)}."
+            f"config.json has layer_types {sorted(unknown)}, which GPT does not "
+            f"support. Supported layer_types: {', '.join(_KINDS)}."
         )
     kinds = tuple(_KINDS[each] for each in types)
     if set(kinds) == {"global"}:
         return {}
-    # The setting in files also counts the key of the query's token.
+    # In files, the window also counts the key of the query's own token.
     found: dict[str, Any] = {"window": window - 1}
     return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
 
@@ -194,7 +198,7 @@ _LLAMA_32 = _LLAMA_31 | {
     "rope_scaling": RopeScaling(factor=32.0, original_len=8192),
 }
 _SMOLLM = {"vocab_size": 49_152, "seq_len": 8192, "rope_theta": 100_000.0, "tied": True}
-# This model has key heads instead of DeepSeek's latent attention.
+# This model has ordinary attention instead of DeepSeek's latent attention.
 _DEEPSEEK_V3 = {
     "vocab_size": 129_280,
     "seq_len": 4096,
@@ -248,7 +252,7 @@ LLAMA = Family(
     read=read,
     write=write,
     names=names,
-    # Older versions saved frequencies, and the head of a model that is tied.
+    # Older versions also saved frequencies, and the head of tied models.
     ignored=r"rotary_emb\.inv_freq$|^lm_head\.weight$",
     presets={
         "llama2-7b": sized(_LLAMA_2, "32 4096 32 32 11008"),

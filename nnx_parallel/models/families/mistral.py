@@ -1,4 +1,4 @@
-"""The family Mistral, and Mixtral, which has a mixture of experts."""
+"""The families Mistral and Mixtral; Mixtral has a mixture of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ def _read(settings: Values) -> dict[str, Any]:
 
 def _write(fields: Values) -> dict[str, Any]:
     found = llama.write(fields)
-    found.pop("layer_types", None)  # they are not needed: all layers have the window
+    found.pop("layer_types", None)  # not needed, because all layers have the window
     return found
 
 

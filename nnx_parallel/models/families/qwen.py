@@ -13,7 +13,7 @@ def _read(settings: Values) -> dict[str, Any]:
     if not settings.get("use_sliding_window", False):
         return llama.read(settings)
     count = settings["num_hidden_layers"]
-    # The first layers are global: they see all keys.
+    # The first layers are global, which means that they see all keys.
     whole = max(0, min(settings.get("max_window_layers", count), count))
     types = ["full_attention"] * whole + ["sliding_attention"] * (count - whole)
     return llama.read(settings, types)
