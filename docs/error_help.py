@@ -190,8 +190,8 @@ HELP = {
         "devices cannot reach pinned memory.",
         'Pass `remat="full"` with a `Stack`; or leave `offload` out. '
         "[What to offload](howto.md#a-model-that-does-not-fit-offload-the-optimizer)",
-        "Offload(activations='block_inputs') moves the inputs of blocks that remat "
-        "keeps ... Pass remat='full' to the Trainer ...",
+        "Offload(activations='block_inputs') moves the inputs of blocks, which are kept "
+        "only with remat ... Pass remat='full' ...",
     ),
     "NonFiniteLossError": Help(
         "The loss became `nan` or `inf`: a division by zero, a `log` of zero, a "

@@ -132,7 +132,7 @@ def check(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizer_that_mixes_layers_warns(name: str) -> None:
-    message = r"unlike a list of the same layers: on trial values an update of `groups"
+    message = r"from a list of the same layers: with test values, an update of `groups"
     with pytest.warns(UserWarning, match=message):
         check(stacked, MIXING[name])
     check(listed, MIXING[name])

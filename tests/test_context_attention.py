@@ -369,7 +369,7 @@ def test_unknown_exchange_raises():
 
 
 def test_kernel_for_whole_sequences_raises():
-    message = "exchange='ring' of a split sequence; it needs whole sequences, as"
+    message = "exchange='ring' of a split sequence; it needs complete sequences, which"
     with pytest.raises(AttentionKernelError, match=re.escape(message)):
         attend(ContextParallel(4), 32, implementation="splash")
 

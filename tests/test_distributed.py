@@ -139,7 +139,7 @@ def test_invalid_process_count_raises() -> None:
         "JAX_NUM_PROCESSES": "two",
         "JAX_PROCESS_ID": "0",
     }
-    message = "JAX_NUM_PROCESSES='two' in the environment. It must be an integer."
+    message = "The environment variable JAX_NUM_PROCESSES is 'two'. It must be an"
     with pytest.raises(ProcessError, match=re.escape(message)):
         find_process(ProcessSpec(), environment)
 

@@ -414,10 +414,10 @@ def test_invalid_dimension_numbers_raise() -> None:
         ),
     ):
         message = (
-            f"`bias` with shape (4,) cannot be an array of matrices with {found}: each "
-            "needs at least one separate dim from 0 to 0. Dims that neither names "
-            "enumerate matrices. muon_dimension_numbers(model) returns the numbers for "
-            "a model; None leaves an array out."
+            f"`bias` with shape (4,) cannot be an array of matrices with {found}: rows "
+            "and columns each need at least one separate dim from 0 to 0. All other "
+            "dims enumerate matrices. muon_dimension_numbers(model) returns the "
+            "numbers for a model. None excludes an array."
         )
         tree = {"bias": numbers, "plain": None, "stacked": None}
         for tx in (
@@ -431,8 +431,8 @@ def test_invalid_dimension_numbers_raise() -> None:
 def test_function_that_changes_shape_raises() -> None:
     tx = by_matrix(lambda matrix: matrix[:2])
     message = (
-        "by_matrix got a matrix of shape (2, 4) from its function for one of shape "
-        "(6, 4). It must keep the shape."
+        "The function of by_matrix returned shape (2, 4) for a matrix of shape (6, 4). "
+        "It must keep the shape."
     )
     with pytest.raises(OptimizerError, match=re.escape(message)):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)

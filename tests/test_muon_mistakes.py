@@ -27,20 +27,20 @@ def test_dimension_numbers_of_another_model_raise() -> None:
     def build(numbers: Any) -> optax.GradientTransformation:
         return muon(0.1, muon_weight_dimension_numbers=numbers)
 
-    rule = "as muon_dimension_numbers(model) returns them, with the Trainer's wrt."
+    rule = "Use muon_dimension_numbers(model), with the same wrt as in the Trainer."
     tree = {"bias": None, "plane": None, "stacked": None}
     differs = (
-        "Dimension numbers do not match the parameters: 1 of them no parameter that is "
-        "trained, such as plane; 1 of them left out, such as plain. There must be one "
-        f"for each parameter that is trained, {rule}"
+        "Dimension numbers do not match the parameters: entries without a trained "
+        "parameter: 1, such as plane; trained parameters without an entry: 1, such as "
+        f"plain. Each trained parameter needs an entry. {rule}"
     )
     kind = (
-        "A dimension number is True. Each must be a MuonDimensionNumbers or None, "
+        "A dimension number is True. Each must be a MuonDimensionNumbers or None. "
         f"{rule}"
     )
     model = (
-        "muon_dimension_numbers got a dict. It takes a model, which the Trainer passes "
-        "to a function: optimizer=lambda model: muon(0.02, "
+        "muon_dimension_numbers got a dict. It takes a model. Give the Trainer a "
+        "function of the model: optimizer=lambda model: muon(0.02, "
         "muon_weight_dimension_numbers=muon_dimension_numbers(model))."
     )
     for numbers, message in (
@@ -52,7 +52,7 @@ def test_dimension_numbers_of_another_model_raise() -> None:
             with pytest.raises(OptimizerError, match=re.escape(message)):
                 tx.init(PARAMS)
     mask: Any = nnx.Linear
-    message = "decay_mask got the class Linear. It takes a model, which"
+    message = "decay_mask got the class Linear. It takes a model. Give the Trainer"
     with pytest.raises(OptimizerError, match=re.escape(message)):
         decay_mask(mask)
 
@@ -66,7 +66,7 @@ def test_invalid_muon_settings_raise() -> None:
         ),
         (
             {"learning_rate": 0.1, "adam_learning_rate": "0.02"},
-            "muon got adam_learning_rate='0.02'. It must be a number, or a schedule",
+            "muon got adam_learning_rate='0.02'. It must be a number, or an Optax",
         ),
         (
             {"learning_rate": 0.1, "preconditioning": "spectrum"},

@@ -312,19 +312,19 @@ BLOCKS = Offload(activations="block_inputs")
 @pytest.mark.parametrize(
     ("build", "strategy", "remat", "message"),
     [
-        (Net, FSDP(8), "none", "Pass remat='full' to the Trainer"),
+        (Net, FSDP(8), "none", "Pass remat='full' or remat='dots' to the Trainer"),
         (Block, FSDP(8), "full", "this model has no Stack. Put its blocks"),
         (
             Net,
             Composite(Pipeline(2), FSDP(4)),
             "full",
-            "a Pipeline keeps by itself",
+            "a Pipeline keeps these inputs in its own way",
         ),
         (
             Net,
             FSDP(8, prefetch="first"),
             "full",
-            "FSDP(prefetch='first') keeps by itself",
+            "FSDP(prefetch='first') keeps these inputs in its own way",
         ),
     ],
     ids=["no_remat", "no_stack", "pipeline", "prefetch"],

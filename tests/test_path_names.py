@@ -293,18 +293,19 @@ class Columns(Strategy):
 
 IDLE = {
     TensorParallel(8): (
-        "TensorParallel(size=8) splits no parameter, for no dim has one of its names: "
-        "'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=8 repeat the "
-        "same work, each 8 times its share."
+        "TensorParallel(size=8) splits no parameter, because no dim has one of its "
+        "names: 'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=8 repeat "
+        "the same work, so each does 8 times its share."
     ),
     Composite(TensorParallel(4), FSDP()): (
-        "TensorParallel(size=4) splits no parameter, for no dim has one of its names: "
-        "'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=4 repeat the "
-        "same work, each 4 times its share."
+        "TensorParallel(size=4) splits no parameter, because no dim has one of its "
+        "names: 'heads', 'kv_heads', 'mlp', 'vocab'. The devices along tensor=4 repeat "
+        "the same work, so each does 4 times its share."
     ),
     Columns(): (
-        "Columns() splits no parameter, for no dim has one of its names: 'column'. The "
-        "devices along columns=8 repeat the same work, each 8 times its share."
+        "Columns() splits no parameter, because no dim has one of its names: 'column'. "
+        "The devices along columns=8 repeat the same work, so each does 8 times its "
+        "share."
     ),
 }
 REMEDY = " Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or names="
@@ -328,8 +329,8 @@ def test_mostly_unnamed_matrices_warn() -> None:
         return nnx.Dict(up_proj=nnx.Linear(64, 64, rngs=rngs), **others)
 
     finding = (
-        "TensorParallel(size=8) leaves 3 of 4 matrices whole, 75% of their elements, "
-        "such as `mix0.kernel`: no dim has one of its names"
+        "TensorParallel(size=8) does not split 3 of 4 matrices (75% of all elements), "
+        "such as `mix0.kernel`, because no dim has one of its names"
     )
     described = trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES).describe()
     assert f"\n{finding}" in described.summary()
@@ -404,10 +405,10 @@ with warnings.catch_warnings():
         "MeshShapeError: Mesh fsdp=? * tensor=2 cannot cover 1 devices: the known sizes"
         " multiply to 2, which does not divide 1. Valid products of the known sizes: "
         f"[1].{simulated}",
-        "ParallelWarning: FSDP() takes all devices, and JAX has found one, of platform "
-        "'cpu': nothing is split. To try it on 8 simulated ones, call simulate_devices("
-        "8) before anything that touches a device; give sizes of 1 if you mean "
-        "one device.",
+        "ParallelWarning: FSDP() takes all devices, but JAX has found only one, of "
+        "platform 'cpu': nothing is split. To try it on 8 simulated devices, call "
+        "simulate_devices(8) before any code that uses a device. If one device is "
+        "enough, set the sizes to 1.",
     ], done.stderr
 
 

@@ -204,7 +204,7 @@ def test_block_that_changes_shape_raises() -> None:
     def widening(rngs: nnx.Rngs) -> nnx.Linear:
         return nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
 
-    with pytest.raises(StackError, match="must be like its input"):
+    with pytest.raises(StackError, match="must have the structure, shapes and dtypes"):
         step(once, lambda rngs: Model(rngs, widening))
 
 
@@ -222,7 +222,7 @@ def test_block_that_changes_array_count_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return model(batch["x"], batch["x"])[0].mean()
 
-    with pytest.raises(StackError, match="must be like its input"):
+    with pytest.raises(StackError, match="must have the structure, shapes and dtypes"):
         step(loss, lambda rngs: Model(rngs, Forking))
 
 

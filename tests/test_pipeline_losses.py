@@ -149,8 +149,8 @@ def test_any_microbatch_count_matches_one_device(num_microbatches: int) -> None:
 
 def test_single_stage_warns() -> None:
     message = (
-        "Pipeline(size=1) has one stage: nothing is spread or pipelined. Give it 2 "
-        "stages or more, or leave it out."
+        "Pipeline(size=1) has one stage: nothing is spread or pipelined. Give it at "
+        "least 2 stages, or leave it out."
     )
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         assert_like_one_device(Plain, squares, Pipeline(1), make_rows)

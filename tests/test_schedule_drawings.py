@@ -193,6 +193,6 @@ def test_long_terminal_line_is_cut() -> None:
 
 
 def test_costs_for_other_objects_raise() -> None:
-    message = "A ArrayImpl has no costs ['forward']. Only the Table of a schedule has."
+    message = "visualize got costs ['forward'] for a ArrayImpl. Only the Table of a"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(jax.numpy.ones(3), forward=2.0)

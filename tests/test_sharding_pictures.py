@@ -216,7 +216,7 @@ def test_drawing_unplaced_arrays_raises(mesh: Mesh) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(np.ones(3))
     # To JAX, an object that is not a pytree, such as a Trainer, is a single leaf.
-    message = "A object without arrays cannot be drawn. Pass an array that lies on a m"
+    message = "A object without arrays cannot be drawn. Pass an array with a sharding"
     with pytest.raises(TypeError, match=re.escape(message)):
         visualize(object())
     single: Any = jax.device_put(np.ones(3), jax.devices()[3])

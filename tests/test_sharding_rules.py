@@ -164,8 +164,8 @@ def named_by_sharding(rngs: nnx.Rngs) -> nnx.Module:
 def test_metadata_sharding_is_read_as_spec() -> None:
     message = (
         "1 arrays of the model name their dims by a NamedSharding, such as "
-        "P(None, 'model') on {'batch': 2, 'model': 4}. Its spec is read; the mesh is "
-        "the strategy's: {'tensor': 8}."
+        "P(None, 'model') on {'batch': 2, 'model': 4}. The spec is used, but the mesh "
+        "is ignored: the strategy's mesh is {'tensor': 8}."
     )
     with pytest.warns(ParallelWarning, match=re.escape(message)):
         model: Any = TensorParallel(8).init(named_by_sharding, 0)

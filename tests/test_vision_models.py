@@ -172,8 +172,8 @@ def test_tensor_parallelism_splits_convolution_block() -> None:
         ),
         (
             lambda: ResNetConfig.tiny(stage_sizes=(1, 0)),
-            "ResNetConfig.stage_sizes is (1, 0); it must have a stage, and each at "
-            "least 1 block.",
+            "ResNetConfig.stage_sizes is (1, 0); there must be at least 1 stage, "
+            "with at least 1 block in each.",
         ),
         (
             lambda: ResNetConfig.tiny(width=0),

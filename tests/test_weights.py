@@ -338,7 +338,7 @@ def test_export_never_overwrites_or_leaves_partial_folder(
     target, model = tmp_path / "mine", Scaled(rngs=nnx.Rngs(1))
     save_pretrained(target, model, names=SCALED)
     before = content(target)
-    with pytest.raises(WeightsError, match=r"exists and is not empty\. Nothing is"):
+    with pytest.raises(WeightsError, match=r"exists and is not empty\. It is not"):
         save_pretrained(target, model, names=SCALED)
     check_equal(content(target), before)
 

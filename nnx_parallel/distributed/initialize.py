@@ -203,5 +203,6 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         return int(environment[name])
     except ValueError:
         raise ProcessError(
-            f"{name}={environment[name]!r} in the environment. It must be an integer."
+            f"The environment variable {name} is {environment[name]!r}. It must be an "
+            "integer."
         ) from None

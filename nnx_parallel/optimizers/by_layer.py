@@ -1,9 +1,9 @@
 """Optimizers that see each layer of a `Stack` as a separate array.
 
-A `Stack` keeps the arrays of N layers as one array. An optimizer that reads properties
+A `Stack` keeps the arrays of N layers as one array. An optimizer that uses properties
 of a complete array (its norm, its rank, its rows and columns) would treat all layers as
-one array. `by_layer` shows such an optimizer each layer, and `warn_of_stacked_updates`
-finds optimizers that need this.
+one array. `by_layer` shows such an optimizer each layer separately, and
+`warn_of_stacked_updates` warns if an optimizer needs `by_layer`.
 """
 
 import itertools
@@ -39,30 +39,28 @@ from nnx_parallel.state import StatePlan
 def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that it sees each layer of a `Stack` as a separate array.
 
-    The updates are equal to the updates of a list of the same layers, for any Optax
-    transformation. This matters for trust ratios (``optax.lamb``, ``lars``,
-    ``fromage``), factored moments (``adafactor``), norms of arrays (``novograd``,
-    ``adaptive_grad_clip``, ``clip_by_block_rms``), and masks by rank. A sum over the
-    tree, as in ``clip_by_global_norm``, is over all layers of all arrays, with or
-    without `by_layer`. The state has the optimizer's structure, with a leading
-    ``layers`` dim for each stacked array, and is sharded and saved like any other
-    state.
+    For any Optax transformation, the updates equal the updates of the same layers in a
+    list. This matters for trust ratios (``optax.lamb``, ``lars``, ``fromage``),
+    factored moments (``adafactor``), norms of arrays (``novograd``,
+    ``adaptive_grad_clip``, ``clip_by_block_rms``), and masks by rank. Sums over the
+    complete tree, as in ``clip_by_global_norm``, include all layers of all arrays, with
+    or without `by_layer`. The state has the optimizer's structure, with a leading
+    ``layers`` dim for each stacked array. It is sharded and saved like any other state.
 
     A transformation that treats each array separately is mapped with ``jax.vmap``. A
     transformation that combines arrays, or draws random numbers, is traced once for
-    each layer, which takes longer. Keep it outside of `by_layer` if the result is the
-    same:
+    each layer, which takes longer. Keep such a transformation outside of `by_layer` if
+    the result is the same, as in
     ``optax.chain(optax.clip_by_global_norm(1.0), by_layer(optax.lamb(1e-3)))``. `muon`
     handles layers without `by_layer`.
 
     Args:
-        optimizer: An Optax transformation. If masks and labels are trees, they have one
+        optimizer: An Optax transformation. Masks and labels that are trees have one
             entry for each stacked array, as in the result of `decay_mask`.
 
     Raises:
         OptimizerError: If the argument is not an Optax transformation, or if the
-            optimizer is used outside a Trainer, so that the stacked arrays are not
-            known.
+            optimizer is used outside a Trainer, where the stacked arrays are not known.
 
     Example:
         >>> import numpy as np
@@ -79,8 +77,8 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
     if not isinstance(optimizer, optax.GradientTransformation):
         raise OptimizerError(
             f"by_layer got {kind_of(optimizer)}. It must be an Optax transformation, "
-            "such as by_layer(optax.lamb(1e-3)); in a function of the model: lambda "
-            "model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
+            "such as by_layer(optax.lamb(1e-3)). If the optimizer needs the model, "
+            "write lambda model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
         )
     tx = optax.with_extra_args_support(optimizer)
 
@@ -115,8 +113,8 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
 def _known_stacked() -> frozenset[Path]:
     if (stacked := stacked_params()) is None:
         raise OptimizerError(
-            "by_layer is used outside a Trainer: only a model says which arrays are "
-            "layers of a Stack. Pass it to Trainer(optimizer=...), also as a part of "
+            "by_layer is used outside a Trainer, so it does not know which arrays "
+            "belong to a Stack. Pass it to Trainer(optimizer=...). It may be a part of "
             "optax.chain or optax.multi_transform."
         )
     return stacked
@@ -127,7 +125,7 @@ def _is_stacked(keys: tuple, stacked: frozenset[Path]) -> bool:
 
 
 def _sizes(tree: Any, stacked: frozenset[Path]) -> list[int]:
-    """Returns the different numbers of layers in a tree like the parameters."""
+    """Returns the distinct numbers of layers in a tree like the parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return sorted({x.shape[0] for keys, x in leaves if _is_stacked(keys, stacked)})
 
@@ -142,9 +140,9 @@ def _slim(tree: Any, stacked: frozenset[Path]) -> Any:
 
 
 def _listed(tree: Any, stacked: frozenset[Path], most: int | None = None) -> Any:
-    """Replaces each stacked array by a dict of its layers, by number.
+    """Replaces each stacked array by a dict of its layers, by index.
 
-    With ``most``, a dict has at most this many layers.
+    With ``most``, each dict has at most this number of layers.
     """
 
     def split(keys: tuple, x: Any) -> Any:
@@ -156,10 +154,11 @@ def _listed(tree: Any, stacked: frozenset[Path], most: int | None = None) -> Any
 
 
 def _owner(keys: tuple, paths: Collection[Path]) -> tuple[Path, int] | None:
-    """Finds the parameter that an array of a state belongs to.
+    """Finds the parameter to which an array of a state belongs.
 
     Returns the parameter's path, and the index in ``keys`` where the path ends. Unlike
-    `owner_of`, it allows more keys after the path, such as SM3's dims of a parameter.
+    `owner_of`, this function allows more keys after the path: SM3 has an array for each
+    dim of a parameter.
     """
     names = tuple(getattr(key, "key", None) for key in keys)
     for start, end in itertools.combinations(range(len(names) + 1), 2):
@@ -175,7 +174,7 @@ def _is_per_array(
     extra: Mapping[str, Any],
     stacked: frozenset[Path],
 ) -> bool:
-    """True if the update of each array depends on no other array or random number."""
+    """Returns True if each update depends only on its own array, without randomness."""
     # Two layers are enough to show whether layers depend on each other.
     updates, params, extra = jax.eval_shape(
         lambda *trees: [_listed(tree, stacked, 2) for tree in trees],
@@ -202,7 +201,7 @@ def _is_per_array(
 
 
 def _draws(traced: TracedFunction) -> bool:
-    """True if a function draws random numbers."""
+    """Returns True if a function draws random numbers."""
     names = names_in(traced.eqns)
     return any(name.startswith(("random_", "threefry")) for name in names)
 
@@ -212,13 +211,13 @@ def _mapped(
 ) -> Any:
     """Maps a function over the layers of stacked arrays.
 
-    There is one ``jax.vmap`` for each number of layers. It does not map the arrays of
-    stacks with another number.
+    There is one ``jax.vmap`` for each distinct number of layers. It maps only the
+    arrays of stacks that have this number of layers.
 
     Args:
         function: The function of arrays of one layer.
-        args: Its arguments, with stacked arrays.
-        like: The result, or a tree of the same structure.
+        args: The arguments of the function, with stacked arrays.
+        like: The result, or a tree with the structure of the result.
         stacked: The paths of stacked arrays.
     """
     sizes = {
@@ -240,7 +239,7 @@ def _mapped(
 
 
 def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
-    """Undoes `_listed`: joins the layers of each array; ``like`` has the structure."""
+    """Undoes `_listed`: stacks the layers; ``like`` has the result's structure."""
     layers: dict[tuple, list] = {}
     for keys, x in jax.tree_util.tree_leaves_with_path(tree):
         owner = _owner(keys, stacked)
@@ -255,7 +254,7 @@ def _stack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
-    """Undoes `_stack` for a state; ``like`` has the structure of the result."""
+    """Undoes `_stack` for a state; ``like`` has the result's structure."""
     found = dict(jax.tree_util.tree_leaves_with_path(tree))
 
     def take(keys: tuple, _: Any) -> Any:
@@ -268,23 +267,23 @@ def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 _MOST = 128
-"""Largest dim in the comparison; smaller dims would get no factors from Adafactor."""
+"""Largest dim in the comparison; Adafactor does not factor smaller dims."""
 
 _TOLERANCE = 1e-4
-"""Smallest difference to report, as a share of an array's largest update.
+"""Smallest difference that is reported, as a share of an array's largest update.
 
-Differences by rounding are far smaller.
+Rounding causes far smaller differences.
 """
 
 
 def warn_of_stacked_updates(plan: StatePlan) -> None:
     """Warns if an optimizer updates stacked layers differently from a list of layers.
 
-    The updates of both are computed with NumPy, so that nothing is compiled. The
-    comparison uses small arrays of two layers, one array of each name and shape.
+    NumPy computes the updates of both, so that nothing is compiled. The comparison uses
+    small arrays of two layers, with one array for each name and shape.
 
     There is no warning if an optimizer draws random numbers, because its updates cannot
-    be compared. There is also no warning for matrices that Muon updates, because their
+    be compared. There is also no warning for matrices that Muon updates: their
     dimension numbers describe the stacked array, and Muon treats layers as a batch.
     """
     muons = _by_muon(plan.abstract.opt_state)
@@ -295,8 +294,8 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
     stacked = [path for path in shapes if plan.placements[path].is_stacked]
     judged = [path for path in stacked if path not in muons]
     few = {(path[-1], shapes[path]): path for path in reversed(judged)}
-    # If a mask is a tree, it fits only the tree of all parameters. So a trial of a few
-    # parameters may fail, and is then repeated with all of them.
+    # A mask that is a tree matches only the tree of all parameters. So a trial with a
+    # few parameters may fail, and is then repeated with all parameters.
     for paths in (few.values(), shapes) if judged else ():
         chosen = {path: shapes[path] for path in paths}
         try:
@@ -306,18 +305,19 @@ def warn_of_stacked_updates(plan: StatePlan) -> None:
         if found:
             path, share = max(found.items(), key=lambda item: item[1])
             warn_user(
-                "The optimizer updates the layers of a Stack unlike a list of the same "
-                f"layers: on trial values an update of `{dotted(path)}` differs by "
-                f"{share:.0%}. It looks at an array as a whole (its norm, its rank, "
-                "its factors), and a Stack keeps all layers in one array. Use "
-                "by_layer(optimizer), which shows it each layer; for masks by rank "
-                "there is also decay_mask(model).",
+                "The optimizer updates the layers of a Stack differently from a list "
+                "of the same layers: with test values, an update of "
+                f"`{dotted(path)}` differs by {share:.0%}. The optimizer uses a "
+                "property of a complete array (its norm, its rank, its factors), but "
+                "a Stack keeps all layers in one array. Use by_layer(optimizer), which "
+                "shows the optimizer each layer separately. For masks by rank, there "
+                "is also decay_mask(model).",
             )
         return
 
 
 def _by_muon(opt_state: Any) -> set[Path]:
-    """Returns the parameters for which the state has a momentum of Muon."""
+    """Returns the paths of parameters that have a momentum of Muon in the state."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MuonState))
     states = [node for node in nodes if isinstance(node, MuonState)]
     return {
@@ -328,7 +328,7 @@ def _by_muon(opt_state: Any) -> set[Path]:
 
 
 def _small(shape: tuple[int, ...], *, is_stacked: bool) -> tuple[int, ...]:
-    """Reduces a shape to two layers, and at most two dims of more than 4 elements."""
+    """Reduces a shape to two layers, and to at most two dims longer than 4."""
     layers, dims = shape[:is_stacked], shape[is_stacked:]
     largest = sorted(range(len(dims)), key=lambda i: -dims[i])[:2]
     sizes = [min(n, _MOST if i in largest else 4) for i, n in enumerate(dims)]
@@ -341,14 +341,14 @@ def _stacked_differences(
     stacked: frozenset[Path],
     judged: Collection[Path],
 ) -> dict[Path, float]:
-    """Returns the parameters whose updates differ, each with the difference.
+    """Returns the differences of updates that are not equal, by parameter.
 
-    The difference is a share of the largest update in the array.
+    A difference is a share of the largest update in the array.
     """
     rng = np.random.default_rng(0)
     params, directions = {}, {}
     for path, shape in shapes.items():
-        # The layers have values of different sizes, so that their norms differ.
+        # The layers have values of different magnitudes, so that their norms differ.
         scales = 1 + 7 * np.arange(shape[0]) if path in stacked else np.ones(())
         scales = scales.reshape(scales.shape + (1,) * (len(shape) - scales.ndim))
         for group, sizes in ((params, scales), (directions, scales[::-1])):
@@ -367,7 +367,7 @@ def _stacked_differences(
     found: dict[Path, float] = {}
     if as_stack.draws or as_list.draws:
         return found
-    for scale in (1e-3, 1.0, 1e3):  # gradients below and above a clipping limit
+    for scale in (1e-3, 1.0, 1e3):  # gradients below and above usual clipping limits
         for ours, theirs in zip(as_stack.run(scale), as_list.run(scale), strict=True):
             for path, x, layers in zip(paths, ours, theirs, strict=True):
                 own = np.stack(layers)
@@ -378,7 +378,7 @@ def _stacked_differences(
 
 
 class _Trial:
-    """An optimizer's updates of small arrays: traced once, computed with NumPy."""
+    """An optimizer's updates of small arrays, traced once and computed with NumPy."""
 
     def __init__(
         self, tx: Optimizer, trees: tuple[Any, ...], take: Callable[[dict], list]
@@ -396,7 +396,8 @@ class _Trial:
         self._init = trace(init, params)
         traced = trace(update, directions, self._init.shapes, params, inlined=is_call)
         self.draws = _draws(self._init) or _draws(traced)
-        # Other updates are left out, because some of them, such as Muon's, are slow.
+        # Updates that are not compared are left out, because some of them, such as
+        # Muon's, are slow.
         eqns = needed(traced.eqns, jax.tree.leaves(traced.outputs))
         self._update = replace(traced, eqns=eqns)
         self._params, self._directions = (
@@ -404,15 +405,15 @@ class _Trial:
         )
 
     def run(self, scale: float) -> list[Any]:
-        """Returns the updates of the first step that has any, and of the next step.
+        """Returns the updates of two steps, from the first step that is not all zeros.
 
-        At the start of a warm-up all updates are 0.
+        At the start of a warm-up, all updates are 0.
         """
         compute = _Compute()
         state = compute(self._params, self._init)
         found: list[Any] = []
         for step in range(16):
-            # The second gradients differ from the first, so that moments affect the
+            # The gradients of consecutive steps differ, so that moments affect the
             # update.
             factor = scale if step % 2 == 0 else -scale / 2
             grads = [factor * x for x in self._directions]
@@ -426,7 +427,7 @@ class _Trial:
 
 
 class _Compute(Fold):
-    """Computes values with NumPy, and with JAX if NumPy lacks an operation."""
+    """Computes values with NumPy, or with JAX for operations outside `_NUMPY`."""
 
     def constant(self, *numbers: Any) -> np.ndarray:
         (number,) = numbers
@@ -453,7 +454,7 @@ class _Compute(Fold):
 
 
 def _array(value: Any, dtype: Any) -> np.ndarray:
-    # In double precision the order of a sum does not change the result noticeably.
+    # In double precision, the order of a sum has almost no effect on the result.
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return np.asarray(value, np.float64 if is_float else dtype)
 
@@ -518,4 +519,4 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "reduce_and": _reduce(np.all),
     "reduce_or": _reduce(np.any),
 }  # fmt: skip
-"""NumPy's functions for primitives in optimizers; JAX runs all other primitives."""
+"""NumPy functions for primitives in optimizers; JAX runs all other primitives."""

@@ -1,9 +1,9 @@
-"""Applies functions of complete matrices, such as Muon's, where devices hold shards.
+"""Applies functions of complete matrices, such as Muon's, to matrices in shards.
 
 For N matrices on W devices, one all-to-all gives each device about N / W complete
-matrices. The device works on them without communication, and a second all-to-all
-returns the results. Matrices are packed by their work, so that devices may hold
-different numbers of each kind.
+matrices. Each device works on its matrices without communication, and a second
+all-to-all returns the results. Matrices are distributed so that the work is about
+equal. So devices may get different numbers of matrices of each kind.
 """
 
 import contextlib
@@ -33,20 +33,22 @@ from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.specs import dim_axes, in_order
 
 OfMatrices = Callable[[Array], Array]
-"""A function of ``(matrices, rows, columns)`` that keeps the shape.
+"""A function of an array ``(matrices, rows, columns)`` that keeps the shape.
 
-It treats each matrix separately.
+The function treats each matrix separately.
 """
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The shape and division of a matrix, which matrices of several arrays may share.
+    """The shape of a matrix and its split over devices.
+
+    Matrices of several arrays may have the same kind.
 
     Attributes:
-        block: Sizes of a shard of one matrix: first of the dims that form its rows,
-            then of the dims that form its columns.
-        axes: Mesh axes that split each of these dims.
+        block: Shape of a shard of one matrix: the dims that form its rows, followed by
+            the dims that form its columns.
+        axes: Mesh axes that split each dim of ``block``.
         num_rows: Number of dims that form the rows.
     """
 
@@ -65,7 +67,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Group:
-    """Arrays whose matrices travel together.
+    """The properties that arrays share whose matrices travel together.
 
     Attributes:
         split: Mesh axes that split each matrix.
@@ -83,17 +85,17 @@ def pack(
 ) -> list[tuple[int, ...]]:
     """Distributes matrices over devices.
 
-    The matrices are taken in order of their work, the largest first. Each goes to the
-    device that has the least work so far [1].
+    The matrices are distributed in order of their work, the largest first. Each matrix
+    goes to the device that has the least work so far [1].
 
     Args:
-        works: FLOPs, and elements, of one matrix of each shape.
+        works: For each shape, the FLOPs and the number of elements of one matrix.
         counts: Number of matrices of each shape.
         num_devices: Number of devices.
 
     Returns:
-        For each device, the number of matrices of each shape. Devices with equal
-        numbers follow each other.
+        For each device, the number of matrices of each shape. Devices with the same
+        numbers are next to each other.
 
     Example:
         >>> pack([(18, 4), (6, 1)], [3, 6], 2)
@@ -103,8 +105,8 @@ def pack(
         [1] Graham, "Bounds on Multiprocessing Timing Anomalies", 1969, section 5.
     """
     rows = [[0] * len(works) for _ in range(num_devices)]
-    # Of two devices with equal work, the device with fewer elements comes first,
-    # because the bytes that are sent depend on the fullest device.
+    # If two devices have equal work, the device with fewer elements is chosen, because
+    # the bytes that are sent depend on the device with the most elements.
     heap = [(0.0, 0, device) for device in range(num_devices)]
     for shape in sorted(range(len(works)), key=lambda shape: -works[shape][0]):
         for _ in range(counts[shape]):
@@ -119,7 +121,7 @@ class _Share(NamedTuple):
     """Consecutive devices that get the same numbers of matrices.
 
     Attributes:
-        devices: Number of these devices.
+        devices: Number of devices.
         counts: Number of matrices of each kind, or of each shape, on one device.
     """
 
@@ -132,9 +134,9 @@ def _shares(rows: Sequence[tuple[int, ...]]) -> list[_Share]:
 
 
 def _flops(rows: int, columns: int) -> float:
-    """Returns the work of one matrix, up to a factor.
+    """Returns the work for one matrix, up to a constant factor.
 
-    An iteration of Muon computes X X^T, its square, and a product with X.
+    For a matrix X, an iteration of Muon computes A = X X^T, A A, and a product with X.
     """
     short, long = sorted((rows, columns))
     return float(short * short * (2 * long + short))
@@ -142,15 +144,15 @@ def _flops(rows: int, columns: int) -> float:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Sends shards of matrices to the devices that gather them, and results back.
+    """Gathers matrices on devices, applies a function, and sends the results back.
 
     Attributes:
         function: The function that each device applies to its matrices.
-        group: The mesh axes over which the matrices are spread.
+        group: The mesh axes over which the matrices are distributed.
         sizes: Sizes of all mesh axes.
         kinds: The kinds of matrices, sorted by shape.
-        shares: Numbers of matrices of each kind on each device.
-        shape_shares: Numbers of matrices of each shape on each device.
+        shares: The number of matrices of each kind on each device.
+        shape_shares: The number of matrices of each shape on each device.
     """
 
     function: OfMatrices
@@ -169,7 +171,7 @@ class Exchange:
         kinds: tuple[Kind, ...],
         counts: Sequence[int],
     ) -> "Exchange":
-        """Packs the given numbers of matrices of each kind onto the devices."""
+        """Distributes ``counts`` matrices of each kind over the devices."""
         num_devices = math.prod(sizes[axis] for axis in group.copied + group.split)
         shapes = [kind.shape(sizes) for kind in kinds]
         total: dict[tuple[int, int], int] = {}
@@ -177,7 +179,7 @@ class Exchange:
             total[shape] = total.get(shape, 0) + count
         works = [(_flops(*shape), math.prod(shape)) for shape in total]
         packed = pack(works, list(total.values()), num_devices)
-        # If all devices can have the same number of matrices of each kind, they do.
+        # Each kind is distributed evenly if this is possible for all kinds.
         is_even = len(set(packed)) == 1 and not any(n % num_devices for n in counts)
         left, rows = list(counts), []
         for of_shapes in packed:
@@ -192,13 +194,13 @@ class Exchange:
         return cls(function, group, sizes, kinds, _shares(rows), _shares(packed))
 
     def run(self, rows: list[Array]) -> list[Array]:
-        """Exchanges shards of matrices, and computes the function.
+        """Gathers matrices, applies the function, and sends the results back.
 
         Args:
             rows: For each kind, this device's shards ``(matrices, elements)``.
 
         Returns:
-            The results in the same shape.
+            This device's shards of the results, with the shapes of ``rows``.
         """
         split, copied = (
             math.prod(self.sizes[axis] for axis in axes)
@@ -211,9 +213,9 @@ class Exchange:
             sent = jax.lax.dynamic_index_in_dim(sent, index, keepdims=False)
         parts = self._all_to_all(sent)  # (parts of each matrix, elements)
         matrices = self._on_own(self._join, self.shares, parts)
-        # Only this step computes products; the steps around it copy. It has a branch
-        # for each share of shapes, because each branch with products takes long to
-        # compile, and there are fewer shapes than kinds.
+        # Only this step computes products; all other steps only copy. The step has a
+        # branch for each share of shapes and not of kinds, because a branch with
+        # products takes long to compile, and there are fewer shapes than kinds.
         results = self._on_own(self._compute, self.shape_shares, matrices)
         back = self._all_to_all(self._on_own(self._cut, self.shares, results))
         if copied > 1:
@@ -228,7 +230,7 @@ class Exchange:
     def _on_own(
         self, function: Callable[[_Share, Array], Array], shares: list[_Share], x: Array
     ) -> Array:
-        """Calls a function with this device's share."""
+        """Calls a function with this device's share and ``x``."""
         if len(shares) == 1:
             return function(shares[0], x)
         axes = self.group.copied + self.group.split
@@ -238,8 +240,11 @@ class Exchange:
         return jax.lax.switch(mine, [partial(function, each) for each in shares], x)
 
     def _send(self, rows: list[Array]) -> Array:
-        """Returns the padded elements for each device, ``(devices, elements)``."""
-        # Each share takes consecutive matrices, as slices, because a gather would copy.
+        """Returns an array ``(devices, elements)`` with the elements for each device.
+
+        Rows are padded to the same length.
+        """
+        # Each share gets consecutive matrices, as slices, because a gather would copy.
         starts, parts = [0] * len(rows), []
         for devices, counts in self.shares:
             ends = [s + devices * n for s, n in zip(starts, counts, strict=True)]
@@ -255,7 +260,7 @@ class Exchange:
         return jnp.concatenate([_padded(part, most) for _, part in parts])
 
     def _join(self, share: _Share, parts: Array) -> Array:
-        """Puts gathered matrices one after the other in one array."""
+        """Joins the parts of gathered matrices; returns a flat array of matrices."""
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
             end = start + count * math.prod(kind.block)
@@ -265,7 +270,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), parts.size)
 
     def _compute(self, share: _Share, matrices: Array) -> Array:
-        """Replaces matrices by the results of the function."""
+        """Applies the function to a flat array of matrices; returns a flat array."""
         shapes = dict.fromkeys(kind.shape(self.sizes) for kind in self.kinds)
         found, start = [], 0
         for shape, count in zip(shapes, share.counts, strict=True):
@@ -278,7 +283,7 @@ class Exchange:
         return _padded(jnp.concatenate(found), matrices.size)
 
     def _cut(self, share: _Share, results: Array) -> Array:
-        """Undoes `_join`: cuts matrices into shards."""
+        """Undoes `_join`: cuts the matrices of a flat array into shards."""
         num_parts = math.prod(self.sizes[axis] for axis in self.group.split)
         found, start = [], 0
         for kind, count in zip(self.kinds, share.counts, strict=True):
@@ -296,8 +301,8 @@ class Exchange:
     def _order(self, kind: Kind) -> list[int]:
         """Returns the order of dims that joins the parts of each matrix.
 
-        It moves dims ``(axes, count, *block)`` to the order
-        ``(count, axes of dim 0, dim 0, ...)``.
+        A transpose by this order changes dims ``(axes, count, *block)`` to
+        ``(count, axes of dim 0, dim 0, axes of dim 1, dim 1, ...)``.
         """
         split = self.group.split
         order = [len(split)]
@@ -320,12 +325,12 @@ class Exchange:
 
 
 def _padded(x: Array, length: int) -> Array:
-    """Pads the last dim to a length with zeros at its end."""
+    """Pads the last dim with zeros at the end, to a length."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])])
 
 
 class _Updates(NamedTuple):
-    """The placement of an optimizer's updates while the optimizer is traced."""
+    """The placements of an optimizer's updates, known while the optimizer is traced."""
 
     layout: Layout
     shapes: Mapping[Path, tuple[int, ...]]
@@ -341,7 +346,7 @@ def placing_updates(
     shapes: Mapping[Path, tuple[int, ...]],
     placements: Mapping[Path, Placement],
 ) -> Iterator[None]:
-    """Tells `map_matrices` the shapes and placements of parameters, by path."""
+    """Sets the shapes and placements of parameters for `map_matrices`, by path."""
     token = _updates.set(_Updates(layout, shapes, placements))
     try:
         yield
@@ -376,7 +381,8 @@ def matrix_dims(
     Dims that are neither rows nor columns enumerate matrices.
 
     Raises:
-        OptimizerError: If the numbers do not divide the array into matrices.
+        OptimizerError: If a dim does not exist or is listed twice, or if there are no
+            dims for the rows or for the columns.
     """
     ndim = len(shape)
     given: Any = tuple(
@@ -387,10 +393,10 @@ def matrix_dims(
     if not rows or not columns or wrong or len({*rows, *columns}) < len(rows + columns):
         raise OptimizerError(
             f"`{path}` with shape {tuple(shape)} cannot be an array of matrices with "
-            f"rows from dims {given[0]} and columns from dims {given[1]}: each needs "
-            f"at least one separate dim from 0 to {ndim - 1}. Dims that neither names "
-            "enumerate matrices. muon_dimension_numbers(model) returns the numbers for "
-            "a model; None leaves an array out."
+            f"rows from dims {given[0]} and columns from dims {given[1]}: rows and "
+            f"columns each need at least one separate dim from 0 to {ndim - 1}. All "
+            "other dims enumerate matrices. muon_dimension_numbers(model) returns the "
+            "numbers for a model. None excludes an array."
         )
     batch = tuple(d for d in range(ndim) if d not in rows + columns)
     return MatrixDims(batch, rows, columns)
@@ -401,14 +407,15 @@ def map_matrices(
 ) -> Any:
     """Applies a function to every matrix of a tree of updates.
 
-    Inside a step the matrices are spread over all devices that hold shards or copies of
-    them, and each matrix is gathered on one device. A device sends and receives its
-    share of the matrices once, in their dtype. Only results are sent if data
-    parallelism keeps complete copies. Outside of a step this is a plain map.
+    Inside a step, the matrices are distributed over all devices that hold shards or
+    copies of them, and each matrix is gathered on one device. A device sends and
+    receives its share of the matrices once, in their dtype. If data parallelism keeps
+    complete copies, only results are sent. Outside of a step, there is no
+    communication.
 
     Args:
         function: The function of matrices of one shape.
-        updates: Pytree like the trained parameters; parts of it may be masked.
+        updates: A pytree like the trained parameters; parts of it may be masked.
         numbers: The dimension numbers of each leaf of ``updates``.
 
     Raises:
@@ -438,7 +445,8 @@ def map_matrices(
 
 def _spec_of(path: tuple, x: Array, known: _Updates) -> P:
     owner = owner_of(path, dict(known.shapes))
-    # The compiler places an array whose shape differs from that of its parameter.
+    # If the shape of an array differs from the shape of its parameter, the compiler
+    # chooses the placement.
     if owner is None or known.shapes[owner] != x.shape:
         return P()
     return known.placements[owner].optimizer
@@ -449,9 +457,9 @@ class _Stacked:
     """One array of matrices.
 
     Attributes:
-        kind: Kind of the matrices.
-        dims: Dims of the array by meaning.
-        local: Shape of the array on one device.
+        kind: The kind of the matrices.
+        dims: The dims of the array, by meaning.
+        local: The shape of the array's shard on one device.
         spec: Spec of the array.
     """
 
@@ -503,8 +511,8 @@ def _spread(
     of_dims = dim_axes(stacked.spec, len(stacked.local))
     used = {axis for dim in of_dims for axis in dim}
     split = in_order(tuple({a for dim in stacked.kind.axes for a in dim}), mesh)
-    # Axes that split layers, heads or experts are neither: along them each device has
-    # different matrices.
+    # Axes that split layers, heads or experts do not split or copy matrices, because
+    # devices have different matrices along these axes.
     copied = tuple(a for a in mesh.axis_names if a not in used and mesh.shape[a] > 1)
     return split, copied
 
@@ -520,11 +528,12 @@ def _map_shards(
     stacked: Sequence[_Stacked],
     *shards: Array,
 ) -> tuple[Array, ...]:
-    """Applies the function to matrices, given one device's shards of them."""
+    """Applies the function to matrices, given one device's shards of the arrays."""
     by_kind: dict[Kind, list[int]] = {}
     for index, each in enumerate(stacked):
         by_kind.setdefault(each.kind, []).append(index)
-    # Kinds of one shape follow each other, so that one call of the function maps them.
+    # Kinds with the same shape are next to each other, so that one call of the function
+    # maps all of them.
     kinds = tuple(sorted(by_kind, key=lambda kind: kind.shape(sizes)))
     # (matrices, elements of a shard of one matrix), for each kind
     rows = [

@@ -1,6 +1,6 @@
-"""Muon, and any other function of complete matrices, as Optax transformations.
+"""Optax transformations that apply functions to complete matrices, such as Muon.
 
-The matrices are spread over the devices (`optimizers.matrices`). Optax computes
+The matrices are distributed over the devices (`optimizers.matrices`). Optax computes
 everything else.
 """
 
@@ -24,7 +24,7 @@ from nnx_parallel.optimizers.matrices import map_matrices, matrix_dims
 from nnx_parallel.sharding.names import path_of
 
 Numbers = Any
-"""The arrays that are matrices, and their rows and columns. One of:
+"""The arrays that are matrices, and the dims that are their rows and columns. One of:
 
 - a tree with `MuonDimensionNumbers` or ``None`` for each parameter;
 - a prefix of such a tree;
@@ -40,23 +40,25 @@ def by_matrix(
 ) -> optax.GradientTransformation:
     """Makes a transformation that applies a function to every matrix of the updates.
 
-    Use it to build optimizers that work on matrices. Under a strategy the matrices are
-    spread over the devices. One all-to-all gathers them, each device maps its share of
-    about equal work without communication, and one all-to-all returns the shards of the
-    results. Layers of a `Stack`, experts, and other dims that are neither rows nor
-    columns enumerate matrices.
+    Use it to build optimizers that work on matrices. Under a strategy, the matrices are
+    distributed over the devices so that their work is about equal. One all-to-all
+    gathers the matrices, each device applies the function to its matrices without
+    communication, and one all-to-all returns the shards of the results. Layers of a
+    `Stack`, experts, and other dims that are neither rows nor columns enumerate
+    matrices.
 
     Args:
         function: A function of a matrix ``(rows, columns)`` that keeps the shape. It is
             traced under ``jax.vmap``.
         dimension_numbers: A tree with `MuonDimensionNumbers` or ``None`` for each
-            parameter, as `muon_dimension_numbers` returns it, or a function of the
-            parameters that returns such a tree. The updates of a parameter with
-            ``None`` do not change. By default all arrays of rank 2 are mapped.
+            parameter, such as the result of `muon_dimension_numbers`, or a function of
+            the parameters that returns such a tree. The updates of a parameter with
+            ``None`` do not change. By default, the function is applied to all arrays of
+            rank 2.
 
     Raises:
-        OptimizerError: If the numbers do not divide an array into matrices, or if the
-            function changes the shape of a matrix.
+        OptimizerError: If the numbers are invalid for an array, or if the function
+            changes the shape of a matrix.
 
     Example:
         Spectral descent replaces each update by the nearest orthogonal matrix.
@@ -106,8 +108,8 @@ def _each(function: Callable[[Array], Array], matrices: Array) -> Array:
     results = jax.vmap(function)(matrices)
     if jnp.shape(results) != matrices.shape:
         raise OptimizerError(
-            f"by_matrix got a matrix of shape {jnp.shape(results)[1:]} from its "
-            f"function for one of shape {matrices.shape[1:]}. It must keep the shape."
+            f"The function of by_matrix returned shape {jnp.shape(results)[1:]} for a "
+            f"matrix of shape {matrices.shape[1:]}. It must keep the shape."
         )
     return results.astype(matrices.dtype)
 
@@ -122,9 +124,9 @@ def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None
         if not _is_numbers(n):
             raise OptimizerError(
                 f"A dimension number is {kind_of(n)}. Each must be a "
-                f"MuonDimensionNumbers or None, {_FROM_MODEL}."
+                f"MuonDimensionNumbers or None. {_FROM_MODEL}"
             )
-    # One entry may count for a subtree, because Optax accepts a prefix.
+    # One entry may stand for a subtree, because Optax accepts a prefix.
     try:
         tree = jax.tree.map(
             lambda n, below: jax.tree.map(lambda _: (n,), below),
@@ -137,11 +139,11 @@ def _resolved(params: Any, numbers: Numbers) -> list[MuonDimensionNumbers | None
     return [n for (n,) in jax.tree.structure(params).flatten_up_to(tree)]
 
 
-_FROM_MODEL = "as muon_dimension_numbers(model) returns them, with the Trainer's wrt"
+_FROM_MODEL = "Use muon_dimension_numbers(model), with the same wrt as in the Trainer."
 
 
 def _other_tree(numbers: Any, params: Any) -> str:
-    """Says where dimension numbers and parameters differ."""
+    """Describes how the trees of dimension numbers and of parameters differ."""
     ours, theirs = (
         {
             path_of(path)
@@ -150,16 +152,16 @@ def _other_tree(numbers: Any, params: Any) -> str:
         for tree, is_leaf in ((numbers, _is_numbers), (params, None))
     )
     alone = [
-        f"{len(paths)} of them {where}, such as {min(paths)}"
+        f"{where}: {len(paths)}, such as {min(paths)}"
         for paths, where in (
-            (ours - theirs, "no parameter that is trained"),
-            (theirs - ours, "left out"),
+            (ours - theirs, "entries without a trained parameter"),
+            (theirs - ours, "trained parameters without an entry"),
         )
         if paths
     ]
     return (
-        f"Dimension numbers do not match the parameters: {'; '.join(alone)}. There "
-        f"must be one for each parameter that is trained, {_FROM_MODEL}."
+        f"Dimension numbers do not match the parameters: {'; '.join(alone)}. Each "
+        f"trained parameter needs an entry. {_FROM_MODEL}"
     )
 
 
@@ -168,7 +170,7 @@ def _is_numbers(x: Any) -> bool:
 
 
 def _check_dims(params: Any, numbers: Numbers) -> None:
-    """Refuses arrays that are not made of matrices, before anything is traced."""
+    """Raises an error for invalid dimension numbers before the update is traced."""
     flat = jax.tree_util.tree_leaves_with_path(params)
     for (path, x), n in zip(flat, _resolved(params, numbers), strict=True):
         if n is not None:
@@ -177,33 +179,33 @@ def _check_dims(params: Any, numbers: Numbers) -> None:
 
 @functools.wraps(optax.contrib.muon, assigned=())
 def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-    """Makes ``optax.contrib.muon`` [1] with matrices that are spread over the devices.
+    """Makes ``optax.contrib.muon`` [1], with its matrices distributed over devices.
 
     Arguments, results and state are the same as in Optax, so that `muon` can restore
-    checkpoints of Optax's Muon, and vice versa. Only the place of the computations
+    checkpoints of Optax's Muon, and vice versa. Only the placement of the computations
     differs.
 
-    The iterations of Newton and Schulz need complete matrices. Under Optax's Muon, the
+    The Newton-Schulz iterations need complete matrices. With Optax's Muon, the
     partitioner splits each product, or computes it on every device. Here each device
-    computes its share of the matrices, with about equal work, as [2] does for copies of
-    the parameters. One all-to-all gathers matrices, all iterations run without
-    communication, and one all-to-all returns the results. Both transfers are in the
-    dtype of the momentum. The momentum and all other arrays stay in the parameters'
-    shards.
+    computes complete matrices, and all devices have about equal work. In [2] this is
+    done for parameters that are replicated. One all-to-all gathers the matrices, all
+    iterations run without communication, and one all-to-all returns the results. Both
+    transfers are in the dtype of the momentum. The momentum and all other arrays stay
+    in the same shards as the parameters.
 
     Args:
         *args: Positional arguments of `optax.contrib.muon`; the first is the learning
             rate.
-        **kwargs: Arguments of `optax.contrib.muon` by name. For a model, pass
+        **kwargs: Keyword arguments of `optax.contrib.muon`. For a model, pass
             ``muon_weight_dimension_numbers=muon_dimension_numbers(model)``. The default
-            takes all arrays of rank 2, which is wrong for a `Stack`, because it adds a
-            dim to each array.
+            takes all arrays of rank 2, which is wrong for a `Stack`, because a `Stack`
+            adds a dim to each array.
 
     Raises:
-        OptimizerError: If the numbers do not divide an array into matrices, if they do
-            not fit the parameters, if a learning rate is neither a number nor a
-            schedule, or if the preconditioning is unknown.
-        TypeError: If Optax's function has no such argument.
+        OptimizerError: If the numbers are invalid for an array or do not match the
+            parameters, if a learning rate is neither a number nor a schedule, or if the
+            preconditioning is unknown.
+        TypeError: If Optax's function does not have an argument.
 
     Example:
         >>> from nnx_parallel import muon, muon_dimension_numbers
@@ -217,7 +219,7 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         [2] Liu et al., "Muon is Scalable for LLM Training", 2025, sections 2.2 and 2.3,
         https://arxiv.org/abs/2502.16982
     """
-    plain = optax.contrib.muon(*args, **kwargs)  # refuses unknown names
+    plain = optax.contrib.muon(*args, **kwargs)  # raises for unknown names
     bound = inspect.signature(optax.contrib.muon).bind(*args, **kwargs)
     bound.apply_defaults()
     options = SimpleNamespace(**bound.arguments)
@@ -265,8 +267,7 @@ def _check_options(options: SimpleNamespace) -> None:
         is_number = isinstance(rate, jax.Array) or isinstance(rate, ArrayLike)  # noqa: SIM101
         if not (callable(rate) or is_number):
             raise OptimizerError(
-                f"muon got {name}={rate!r}. It must be a number, or a schedule of "
-                "Optax."
+                f"muon got {name}={rate!r}. It must be a number, or an Optax schedule."
             )
     if options.preconditioning not in _PRECONDITIONING:
         raise OptimizerError(
@@ -292,9 +293,9 @@ def _ahead(options: SimpleNamespace, grads: Any, state: MuonState) -> tuple[Any,
 def _iterate(
     options: SimpleNamespace, coefficients: ArrayLike, matrices: Array
 ) -> Array:
-    """Orthogonalizes matrices of one shape by the iterations of Newton and Schulz."""
-    # Optax exports its iterations only together with its momentum. With beta = 0 the
-    # momentum is the gradient.
+    """Orthogonalizes matrices of one shape by Newton-Schulz iterations."""
+    # Optax exports its iterations only together with its momentum. With beta = 0, the
+    # momentum is equal to the gradient.
     tx = scale_by_muon(
         ns_steps=options.ns_steps,
         beta=0.0,
@@ -308,7 +309,7 @@ def _iterate(
 
 
 def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
-    """Makes the update of `optax.contrib.scale_by_muon`; `muon` makes its state."""
+    """Makes the update of `optax.contrib.scale_by_muon`; `muon` makes the state."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: Any = None
@@ -316,7 +317,7 @@ def _scale_by_muon(options: SimpleNamespace) -> optax.GradientTransformation:
         del params
         assert isinstance(state, MuonState)
         mean, mu = _ahead(options, updates, state)
-        # Arrays without dimension numbers are masked here, so no entry is None.
+        # Arrays without dimension numbers are masked here, so no number is None.
         numbers: Any = _resolved(mean, options.muon_weight_dimension_numbers)
         run = partial(_iterate, options, state.ns_coeffs)
         results = map_matrices(run, mean, numbers)

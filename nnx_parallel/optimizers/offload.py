@@ -1,12 +1,12 @@
 """Updates an optimizer whose state is in host memory, part by part.
 
-Without parts, all of the state would be on the device at the end of each step, as
+Without parts, the complete state would be on the device at the end of each step, as
 without offloading. The reason is that XLA starts all copies as early as it can, and
 drops optimization barriers that would delay them. So the update is traced, and its
-elementwise part runs in a loop over layers. Each iteration copies one layer of every
-array to the device, and back. The loop limits the memory, because XLA runs one
-iteration at a time. Within an iteration, one array is sent back while the next array is
-copied in.
+elementwise operations run in a loop over layers. Each iteration copies one layer of
+every array to the device, and back. The loop limits the memory, because XLA runs one
+iteration at a time. Within an iteration, one array is copied to the host while the next
+array is copied to the device.
 """
 
 import math
@@ -41,13 +41,13 @@ from nnx_parallel.state import StatePlan
 _DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 _SLICE_BYTES = 2**22
-"""Bytes of a device's shard in one part, for an array outside of every `Stack`.
+"""Bytes of a part of a device's shard, for an array that is not in a `Stack`.
 
-The link to the host needs about a tenth of a millisecond for a part, which is long
+The link to the host needs about a tenth of a millisecond for one part, which is long
 enough to reach the full rate."""
 
 _LANES = 128
-"""Lanes of a TPU's vector registers; a narrower array has its dim 0 along the lanes."""
+"""Lanes of a TPU's vector registers; narrower arrays have dim 0 along the lanes."""
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "cbrt", "ceil", "clamp", "convert_element_type"),
@@ -57,15 +57,19 @@ _ELEMENTWISE = {
     *("round", "rsqrt", "select_n", "sign", "sin", "sqrt", "square", "sub", "tanh"),
     "xor",
 }
-"""Operations that compute each element from the same element of the operands."""
+"""Operations that compute each element from the operands' elements at the same index.
+"""
 
 _SAME = ("sharding_constraint", "optimization_barrier")
-"""Operations that may change the place of the operand, but not its value."""
+"""Operations that may change the placement of the operand, but not its value."""
 
 
 @dataclass(frozen=True)
 class _Slices:
-    """The division of an array along dim 0: each shard is cut into equal parts."""
+    """The division of an array along dim 0 into shards, and of shards into parts.
+
+    All parts have the same size.
+    """
 
     num_shards: int
     num_parts: int
@@ -83,28 +87,29 @@ class _Slices:
         return new.reshape(x.shape)
 
     def _split(self, x: jax.Array) -> jax.Array:
-        # No mesh axis splits dim 1, which is then cut. So the cut sends nothing.
+        # No mesh axis splits dim 1 of the result. Parts are slices along dim 1, so that
+        # slicing needs no communication.
         return x.reshape(self.num_shards, x.shape[0] // self.num_shards, *x.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
 class _Array:
-    """A parameter and its optimizer state, which are updated element by element."""
+    """A parameter and its optimizer state, whose update is elementwise."""
 
     slices: _Slices
     eqns: Eqns
     inputs: list[jex.Var]  # inputs of the parameter's shape
     outputs: list[jex.Var]  # outputs of the parameter's shape
-    places: list[jex.Var | None]  # for each output, the input whose memory it takes
+    places: list[jex.Var | None]  # for each output, the input that it replaces
 
     def update(
         self, index: jax.Array, held: list, known: Mapping, on_host: Collection
     ) -> list:
-        """Computes one part of all outputs, and writes it into ``held``.
+        """Computes one part of all outputs, and returns ``held`` with this part.
 
         Args:
-            index: The number of the part.
-            held: The outputs, with all earlier parts.
+            index: The index of the part.
+            held: The outputs, of which all earlier parts are computed.
             known: Values of the program's variables.
             on_host: Variables whose values are in host memory.
         """
@@ -118,7 +123,7 @@ class _Array:
             values = [_value(atom, env, known) for atom in eqn.invars]
             if eqn.primitive.name in _SAME:
                 results = values
-            elif eqn.primitive.name == "broadcast_in_dim":  # of a single number
+            elif eqn.primitive.name == "broadcast_in_dim":  # the operand is a scalar
                 results = [jnp.broadcast_to(values[0], shape)]
             else:
                 results = [eqn.primitive.bind(*values, **eqn.params)]
@@ -135,11 +140,11 @@ def offloaded_update(
     """Calls ``function(params, state, *rest)`` with a state in the host's memory.
 
     Args:
-        plan: The placement of all arrays.
-        function: A function that returns new parameters, the new state, and a dict of
-            more arrays by parameter, which may be empty.
+        plan: The placements of all arrays.
+        function: A function that returns the new parameters, the new state, and a dict
+            of additional arrays by parameter, which may be empty.
         params: Trained parameters on the devices.
-        state: The optimizer's state, placed as the step gets it.
+        state: The optimizer's state, in the memory in which the step receives it.
         rest: Gradients, the loss, and other arguments on the devices.
 
     Returns:
@@ -159,8 +164,8 @@ def offloaded_update(
     }
     arrays = _sliced_arrays(plan, traced, on_host)
 
-    # All other values are computed before the loops. They need the remaining arrays of
-    # the state, which are copied to the device without parts.
+    # Values that no loop computes are computed before the loops. They need the
+    # remaining arrays of the state, which are copied to the device without parts.
     unsliced = on_host.difference(v for array in arrays for v in array.inputs)
     given |= {v: jax.device_put(given[v], _DEVICE) for v in unsliced}
     outside = _outside(traced, arrays)
@@ -204,7 +209,7 @@ def _run_loop(
 def _sliced_arrays(
     plan: StatePlan, traced: TracedFunction, on_host: set[jex.Var]
 ) -> list[_Array]:
-    """Returns the parameters, with their state, that can be updated part by part."""
+    """Returns the parameters that can be updated part by part, with their state."""
     before, after = (flatten(x[0]) for x in (traced.inputs, traced.outputs))
     shapes = {path: tuple(var.aval.shape) for path, var in before.items()}
     pairs: dict[Path, list[tuple[Any, jex.Var | None]]] = defaultdict(list)
@@ -224,7 +229,8 @@ def _sliced_arrays(
             eqns = _elementwise(traced.eqns, variables_in(atoms), shape)
             inputs = [v for v in inputs_of(eqns, atoms) if v.aval.shape == shape]  # pyright: ignore[reportAttributeAccessIssue]
             found[path] = _Array(slices, eqns, inputs, list(atoms), list(places))
-    # If another computation needs an array of the state, its parameter is not cut.
+    # If a computation outside of the loops needs an array of the state, the parameter
+    # of this array is not updated in parts.
     while found:
         outside = _outside(traced, found.values())
         used = set(inputs_of(needed(traced.eqns, outside), outside))
@@ -240,7 +246,10 @@ def _sliced_arrays(
 
 
 def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
-    """Returns the values to compute before the loops: results, and inputs of loops."""
+    """Returns the variables to compute before the loops.
+
+    These are the results that no loop computes, and the inputs of the loops.
+    """
     inside = {v for array in arrays for v in array.outputs}
     atoms = variables_in(jax.tree.leaves(traced.outputs))
     wanted = [v for v in atoms if v not in inside]
@@ -252,7 +261,8 @@ def _outside(traced: TracedFunction, arrays: Iterable[_Array]) -> list[jex.Var]:
 def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
     """Returns the equations that compute outputs element by element.
 
-    Backwards from each output, they end at the first operation that is not elementwise.
+    The search goes backwards from each output, and stops at operations that are not
+    elementwise.
     """
     wanted, found = set(outputs), []
     for eqn in reversed(eqns):
@@ -271,7 +281,7 @@ def _elementwise(eqns: Eqns, outputs: Iterable[jex.Var], shape: tuple) -> Eqns:
 
 
 def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
-    """Divides a parameter into parts.
+    """Returns the division of a parameter into parts.
 
     Returns ``None`` if the parameter is small or cannot be divided.
     """
@@ -290,9 +300,9 @@ def _slices_of(plan: StatePlan, path: Path, aval: Any) -> _Slices | None:
         return None
     counts = [n for n in range(least, 4 * least + 1) if rows % n == 0]
     if shard[-1] < _LANES:
-        # The rows of this array lie along lanes, and libtpu writes host memory only in
-        # complete tiles of lanes ("Updating the lane dimension", UNIMPLEMENTED). So
-        # larger parts are tried too.
+        # Dim 0 of this array lies along the lanes, and libtpu writes host memory only
+        # in complete tiles of lanes (otherwise UNIMPLEMENTED, "Updating the lane
+        # dimension"). So larger parts are tried too.
         counts += [n for n in range(least - 1, 1, -1) if rows % n == 0]
         counts = [n for n in counts if rows // n % _LANES == 0]
     # Tiles of a TPU's memory have 8 rows.
@@ -311,10 +321,11 @@ def _value(atom: Any, *known: Mapping) -> Any:
 
 
 def check_offload(plan: StatePlan, remat: Remat) -> None:
-    """Checks that a step keeps the block inputs that it is asked to offload.
+    """Checks that a step keeps block inputs, if they are to be offloaded.
 
     Raises:
-        OffloadError: If it does not.
+        OffloadError: If the step does not keep block inputs, or if a pipeline or
+            prefetching keeps them in its own way.
     """
     if plan.offload is None or plan.offload.activations is None:
         return
@@ -322,17 +333,18 @@ def check_offload(plan: StatePlan, remat: Remat) -> None:
     stacks = [module for module in plan.modules if isinstance(module, Stack)]
     if not stacks:
         raise OffloadError(
-            f"{start}a Stack's blocks, and this model has no Stack. Put its blocks "
-            "into one, or leave activations out."
+            f"{start}a Stack's blocks, but this model has no Stack. Put its blocks "
+            "into a Stack, or leave activations out."
         )
     if all((stack.remat or remat) == "none" for stack in stacks):
         raise OffloadError(
-            f"{start}blocks that remat keeps, and remat is 'none'. Pass remat='full' "
-            "to the Trainer, or remat='dots'; or leave activations out."
+            f"{start}blocks, which are kept only with remat, but remat is 'none'. Pass "
+            "remat='full' or remat='dots' to the Trainer, or leave activations out."
         )
     is_cut = plan.layout.claims.execution is not None
     if is_cut or plan.layout.prefetches:
         owner = "a Pipeline" if is_cut else "FSDP(prefetch='first')"
         raise OffloadError(
-            f"{start}blocks, which {owner} keeps by itself. Leave one of the two out."
+            f"{start}blocks, but {owner} keeps these inputs in its own way. Leave one "
+            "of the two out."
         )

@@ -1,8 +1,8 @@
 """Updates of optimizers, masks for stacked layers, and hyperparameters.
 
 A `Stack` keeps N kernels of shape (in, out) as one array (N, in, out), and N biases as
-an array (N, out). An optimizer that reads ranks would take these biases for a matrix.
-In this module, the rank of an array is its rank in one layer.
+an array (N, out). An optimizer that checks the rank would treat these biases as a
+matrix. In this module, "rank" means the rank of an array in one layer.
 """
 
 import re
@@ -38,11 +38,11 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     """Chooses the parameters for weight decay: matrices, but not biases or scales.
 
     Args:
-        model: The model, abstract or not.
+        model: The model, which may be abstract.
         wrt: Filter of the trained Variables, as for the Trainer.
 
     Returns:
-        A bool for each parameter, in the nested dict that Optax sees.
+        A bool for each parameter, in a nested dict with the structure that Optax sees.
 
     Raises:
         OptimizerError: If the argument is not a model.
@@ -58,9 +58,9 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
 def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
     """Finds the dims of each kernel that are rows and columns of a matrix for Muon.
 
-    A ``Dense`` knows its in and out dims. A kernel of another layer counts if it has
-    rank 2 in one layer. Embeddings, biases and scales are left to Muon's Adam branch.
-    The arguments are the same as for `decay_mask`.
+    The kernel of a ``Dense`` records its input and output dims. The kernel of another
+    layer is a matrix if it has rank 2. Muon's Adam branch updates embeddings, biases
+    and scales. The arguments are the same as for `decay_mask`.
 
     Returns:
         ``optax.contrib.MuonDimensionNumbers`` or ``None`` for each parameter.
@@ -86,8 +86,8 @@ def _map_params(
         name = re.search(r"(\w+)\(model\)", example)
         assert name is not None
         raise OptimizerError(
-            f"{name[1]} got {kind_of(model)}. It takes a model, which the Trainer "
-            f"passes to a function: optimizer=lambda model: {example}."
+            f"{name[1]} got {kind_of(model)}. It takes a model. Give the Trainer a "
+            f"function of the model: optimizer=lambda model: {example}."
         )
     flat = variables_of(model, wrt)
     return nest({path: function(path, variable) for path, variable in flat})
@@ -123,7 +123,7 @@ def _muon_dims(path: tuple, variable: nnx.Variable) -> MuonDimensionNumbers | No
 def update_in_place(
     plan: StatePlan, grads: Any, opt_state: optax.OptState, params: Any, **known: Any
 ) -> tuple[Any, optax.OptState]:
-    """Calls `update_with` for a plan's optimizer, and tells it the placements."""
+    """Calls `update_with` for a plan's optimizer, with known placements of updates."""
     shapes = {path: x.shape for path, x in flatten(params).items()}
     with placing_updates(plan.layout, shapes, plan.placements):
         return update_with(plan.tx, grads, opt_state, params, **known)
@@ -134,17 +134,17 @@ def update_with(
 ) -> tuple[Any, optax.OptState]:
     """Computes the updates and the new state of an optimizer.
 
-    The optimizer gets only the ``known`` values that it takes as arguments.
+    The optimizer gets those of the ``known`` values that it accepts as arguments.
 
     Raises:
-        OptimizerError: If the optimizer needs another argument.
+        OptimizerError: If the optimizer needs an argument that is not in ``known``.
     """
     try:
         update = optax.with_extra_args_support(tx).update
         return update(grads, opt_state, params, **known)
     except (TypeError, ValueError) as error:
         # `optax.chain` passes all values to each part, and its signature does not show
-        # which of them a part takes. Only the call shows it (docs/library-notes.md,
+        # which values a part accepts. Only a call shows this (docs/library-notes.md,
         # "Optax").
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown and unknown[1] in known:
@@ -153,16 +153,19 @@ def update_with(
         if not re.search(r"required keyword-only argument|_fn must be", str(error)):
             raise
         raise OptimizerError(
-            f"The optimizer needs arguments that a step cannot give: {error}. It gets "
-            "the gradients and, if it takes them, value= (the loss) and grad=. "
-            "Computing the loss again within an update (value_fn=, grad_fn=), as line "
-            "searches do, is not possible in a sharded step: use the optimizer without "
-            "it, such as optax.lbfgs(1e-2, linesearch=None)."
+            f"The optimizer needs arguments that a step cannot give: {error}. An "
+            "optimizer gets the gradients and, if it accepts them, value= (the loss) "
+            "and grad=. A sharded step cannot compute the loss again within an update "
+            "(value_fn=, grad_fn=), as line searches do. Use the optimizer without a "
+            "line search, such as optax.lbfgs(1e-2, linesearch=None)."
         ) from error
 
 
 def final_gradients(plan: StatePlan, state: TrainState, grads: dict) -> dict:
-    """Converts gradients to the optimizer's dtype and placement, without loss scale."""
+    """Converts gradients to the optimizer's dtype, and removes the loss scale.
+
+    The results have the placement of gradients.
+    """
     dtype_of = plan.precision.gradient_dtype
     grads = jax.tree.map(lambda g: g.astype(dtype_of(g.dtype)), grads)
     if (loss_scale := state.loss_scale) is not None:
@@ -180,8 +183,9 @@ def optimize(
 ) -> tuple[dict, optax.OptState]:
     """Updates parameters and optimizer state, which keep their dtypes.
 
-    It adds ``lost_updates`` to ``metrics`` if there are parameters of 16 bits or fewer.
-    If ``is_kept`` is false, the optimizer's state does not change; ``None`` means true.
+    If there are parameters of 16 bits or fewer, ``lost_updates`` is added to
+    ``metrics``. If ``is_kept`` is false, the optimizer's state does not change.
+    ``None`` means true.
     """
     before = plan.constrain(params, "optimizer")
     # An offloaded optimizer converts gradients part by part, so that a device does not
@@ -199,8 +203,8 @@ def optimize(
             plan, grads, opt_state, before, value=loss, grad=grads
         )
         after: Any = optax.apply_updates(before, updates)
-        # Optax promotes some arrays, such as a bfloat16 moment by a float32 rate. With
-        # another dtype the next call would compile again.
+        # Optax promotes some arrays, for example a bfloat16 moment by a float32 rate.
+        # If a dtype changed, the next call would compile the step again.
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, opt_state)
         if is_kept is not None:
             new = where(is_kept, new, opt_state)
@@ -215,8 +219,8 @@ def optimize(
     after, opt_state, updates = run(update, before, state.opt_state, grads, *values)
     if is_coarse and (lost := lost_updates(before, updates, after)) is not None:
         metrics["lost_updates"] = lost
-    # Parameters are updated in the shards of the optimizer (ZeRO), and then moved to
-    # their stored layout.
+    # Parameters are updated in the shards of the optimizer state (ZeRO), and then moved
+    # to their stored placement.
     return plan.constrain(after, "stored"), opt_state
 
 
@@ -226,9 +230,10 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
-    """Returns the share of updates of 16-bit parameters that rounding has lost.
+    """Returns the share of updates that are lost by rounding in 16-bit parameters.
 
-    Narrower parameters count too. Returns ``None`` if there are no such parameters.
+    Parameters with fewer bits count too. Returns ``None`` if there are no such
+    parameters.
     """
     trees = zip(*map(jax.tree.leaves, (before, updates, after)), strict=True)
     coarse = [leaves for leaves in trees if leaves[0].dtype.itemsize <= 2]
@@ -242,8 +247,8 @@ def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
 def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
     """Returns the learning rate of an optimizer under ``optax.inject_hyperparams``.
 
-    Returns ``None`` for other optimizers, because their rate is a constant inside the
-    update and cannot be read.
+    Returns ``None`` for other optimizers, because their learning rate is a constant
+    inside the update and cannot be read.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if f".{path_of(path)}".endswith(".hyperparams.learning_rate"):
@@ -254,7 +259,8 @@ def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
     """Warns if hyperparameters of a restored state differ from the optimizer's.
 
-    Hyperparameters that a schedule sets are not compared, since they change in a run.
+    Hyperparameters that a schedule sets are not compared, because they change during a
+    run.
     """
     saved = _constants(restored.opt_state)
     if not saved:
@@ -264,7 +270,8 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
         zeros = jax.tree.map(jnp.zeros_like, plan.abstract.params)
         return _constants(plan.tx.init(zeros))
 
-    # The function is compiled, so that the rest of the optimizer's state is never made.
+    # The function is compiled, so that the rest of the optimizer's state is not
+    # computed.
     now = jax.device_get(jax.jit(fresh)())
     lines = [
         f"{path.rpartition('.')[2]}: {float(value):.6g} in the checkpoint, "
@@ -276,7 +283,8 @@ def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:
         warn_user(
             f"Hyperparameters have changed since the checkpoint: {'; '.join(lines)}. "
             "The checkpoint's values are used, because they are part of the "
-            "optimizer's state: set them there, or restore(weights_only=True).",
+            "optimizer's state. To use new values, set them in the restored state, or "
+            "call restore(weights_only=True).",
         )
 
 
@@ -296,20 +304,20 @@ def _constants(opt_state: Any) -> dict[str, Any]:
 
 
 _OF_MAXIMA = {"max", "min", "sign"}
-"""Operations that turn a plain average into a norm or a bounded average."""
+"""Operations by which a moment differs from a plain average."""
 
 
 def state_kinds(plan: StatePlan) -> dict[str, str]:
     """Returns the kind of each array that an optimizer keeps for parameters, by field.
 
     A kind is the name of the state's type. But Optax uses the same type for moments
-    that mean different things: Adamax keeps a maximum in the state of Adam. So a kind
-    also lists maximum, minimum and sign, if the field's previous value passes through
-    them.
+    with different meanings: Adamax keeps a maximum in the state of Adam. So a kind also
+    lists the operations maximum, minimum and sign, if the new value of the field is
+    computed by them from the previous value.
     """
     params = flatten(plan.abstract.params)
     shapes = {path: x.shape for path, x in params.items()}
-    fields: dict[str, tuple[str, Path]] = {}  # by field: the type, and a parameter
+    fields: dict[str, tuple[str, Path]] = {}  # by field, the type and one parameter
     for keys, _ in jax.tree_util.tree_leaves_with_path(plan.abstract.opt_state):
         if owner := owner_of(keys, shapes):
             field, kind = _field_of(plan.abstract.opt_state, keys)
@@ -318,7 +326,7 @@ def state_kinds(plan: StatePlan) -> dict[str, str]:
     try:
         traced, states = _trace_states(plan.tx, few)
     except Exception:
-        # If a mask is a tree, it fits only the tree of all parameters.
+        # A mask that is a tree matches only the tree of all parameters.
         traced, states = _trace_states(plan.tx, plan.abstract.params)
     before, after = jax.tree.leaves(traced.inputs[1]), jax.tree.leaves(traced.outputs)
     indices: dict[str, int] = {}
@@ -351,7 +359,7 @@ def _trace_states(tx: Optimizer, params: Any) -> tuple[TracedFunction, Any]:
 
 
 def _field_of(state: Any, keys: tuple) -> tuple[str, str]:
-    """Returns the innermost named-tuple field of an array, and the tuple's type."""
+    """Returns the innermost named-tuple field that holds an array, and its type."""
     node, field, kind = state, "", type(state).__name__
     for depth, key in enumerate(keys):
         if hasattr(node, "_fields"):

@@ -1,4 +1,4 @@
-"""Draws the shards of each device, and the slots of each stage."""
+"""Draws the shards on each device, and the slots of each pipeline stage."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ def visualize(thing: Any, **costs: Any) -> Picture:
     """Draws the blocks of arrays on each device, or the slots of each stage.
 
     Args:
-        thing: An array, or any pytree of arrays such as a model or a state; or the
-            `Table` of a schedule; or the description that ``strategy.describe``
-            returns. Arrays must have a sharding, and may be ``jax.ShapeDtypeStruct``.
-            If an array has more than two dims, the picture has all sharded dims, or two
-            dims if fewer are sharded; of whole dims it takes the largest. The caption
-            names the dims.
+        thing: An array, a pytree of arrays such as a model or a state, the `Table` of a
+            schedule, or the description that ``strategy.describe`` returns. Arrays must
+            have a sharding, and may be ``jax.ShapeDtypeStruct``. If an array has more
+            than two dims, the picture shows all sharded dims. If fewer than two dims
+            are sharded, it also shows the largest of the other dims. The caption names
+            the dims.
         costs: ``forward``, ``backward_input`` and ``backward_weight`` of a schedule, as
             in `Table.simulate`.
 
     Returns:
         A picture. ``print`` and rich draw it in the terminal, a notebook shows it, and
-        it has ``svg`` and ``save(path)``. The label of a block names the devices that
-        hold it; devices with equal copies share a block. In a schedule the cell ``F3``
-        is the forward pass of microbatch 3. ``B`` is the backward pass, and ``W`` the
-        part of the backward pass for the weights. A small digit is the chunk. Coloured
+        it has ``svg`` and ``save(path)``. The label of a block lists the devices that
+        hold this block of the array. In a schedule, the cell ``F3`` is the forward pass
+        of microbatch 3. ``B`` is the backward pass, and ``W`` is the part of the
+        backward pass for the weights. A small digit is the index of the chunk. Coloured
         schedules are drawn to scale.
 
     Raises:
@@ -59,26 +59,27 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         return schedule_picture(thing, **costs)
     if costs:
         raise TypeError(
-            f"A {type(thing).__name__} has no costs {list(costs)}. Only the Table of a "
-            "schedule has."
+            f"visualize got costs {list(costs)} for a {type(thing).__name__}. Only the "
+            "Table of a schedule has costs."
         )
     if isinstance(thing, Description):
         return thing.picture()
-    # Arrays are recognised by attributes, since a `jax.ShapeDtypeStruct` is drawn like
-    # an array.
+    # Arrays are recognised by their attributes, because a `jax.ShapeDtypeStruct` is
+    # drawn like an array.
     if hasattr(thing, "shape") and hasattr(thing, "sharding"):
         return array_picture(ShardMap(thing))
     leaves = jax.tree_util.tree_leaves_with_path(thing)
-    # For JAX an object that is not a pytree, such as a Trainer, is one leaf at an empty
-    # path.
+    # For JAX, an object that is not a pytree, such as a Trainer, is a leaf with an
+    # empty path.
     if not leaves or (not leaves[0][0] and not hasattr(thing, "shape")):
         raise TypeError(
             f"A {type(thing).__name__} without arrays cannot be drawn. Pass an array "
-            "that lies on a mesh, a model such as trainer.model, any pytree of such "
-            "arrays, the Table of a schedule, or the result of strategy.describe."
+            "with a sharding, a model such as trainer.model, a pytree of such arrays, "
+            "the Table of a schedule, or the result of strategy.describe."
         )
     maps = [
-        # A Variable's array has a key path in `.value`, which is not part of its name.
+        # The key path of a Variable's array ends with `.value`, which is not part of
+        # its name.
         ShardMap(leaf, path_of(keys).removesuffix(".value") or "array")
         for keys, leaf in leaves
     ]

@@ -1,4 +1,4 @@
-"""Draws the blocks of an array, each with the devices that hold it."""
+"""Draws the blocks of an array, and labels each block with the devices that hold it."""
 
 import colorsys
 import itertools
@@ -26,17 +26,17 @@ class ShardMap:
 
     Attributes:
         name: The array's path, or ``array``.
-        shape: Global shape as text.
-        dtype: Name of its dtype.
-        spec: Its sharding as text.
-        dims: The dims that are drawn. The last one is drawn as columns, the others as
-            rows.
-        starts: Positions along each of these dims at which blocks begin.
-        blocks: Device ids of each block, row by row.
+        shape: The global shape as text.
+        dtype: The name of the dtype.
+        spec: The sharding as text.
+        dims: The dims that are drawn. The last of them is drawn as columns, and all
+            others as rows.
+        starts: For each drawn dim, the positions at which blocks begin.
+        blocks: The device ids of each block, row by row.
         devices: Ids of the devices that hold a part of the array, ascending.
-        bytes_per_device: Bytes that each of them holds.
-        is_whole: True if every device holds the whole array.
-        caption: Description of rows and columns, then the notes.
+        bytes_per_device: Bytes of the array on each of these devices.
+        is_whole: True if every device holds the complete array.
+        caption: A description of rows and columns, followed by the notes.
         notes: Facts that the blocks do not show.
 
     Raises:
@@ -51,18 +51,18 @@ class ShardMap:
                 "for example with shard(tree, rules, mesh)."
             )
         shape = tuple(x.shape)
-        # Positions at which each device's shard begins, for devices of all processes.
-        # No values are read, so the array may be abstract.
+        # For each device of all processes, the position at which its shard begins. No
+        # values are read, so the array may be abstract.
         held = {
             device.id: tuple(p.indices(n)[0] for p, n in zip(index, shape, strict=True))
             for device, index in sharding.devices_indices_map(shape).items()
         }
-        # Positions are counted and not read from the spec, because an axis of size 1
-        # splits nothing, and not every sharding has a spec.
+        # Split dims are found from the positions and not from the spec, because an axis
+        # of size 1 does not split a dim, and not every sharding has a spec.
         starts = [sorted(set(along)) for along in zip(*held.values(), strict=True)]
         split = [d for d, along in enumerate(starts) if len(along) > 1]
-        # Every sharded dim comes first, because a block would otherwise hold different
-        # shards. Large dims come next.
+        # Sharded dims come first, because all of them must be drawn. Otherwise a block
+        # would stand for several shards. Large dims come next.
         order = sorted(range(len(shape)), key=lambda d: (d not in split, -shape[d], d))
         self.name, self.dtype = name, str(x.dtype)
         self.shape = " \u00d7 ".join(map(str, shape)) or "scalar"
@@ -73,18 +73,18 @@ class ShardMap:
         self.bytes_per_device = array_bytes(sharding.shard_shape(shape), x.dtype)
         self.is_whole = not split
         grid: dict[tuple[int, ...], list[int]] = {}
-        # Ids are ascending, so that `ids_text` finds runs of them.
+        # Ids are ascending, so that `ids_text` can abbreviate runs of ids.
         for device in self.devices:
             grid.setdefault(tuple(held[device][d] for d in self.dims), []).append(
                 device
             )
         blocks = [tuple(grid[key]) for key in itertools.product(*self.starts)]
-        # An array with one dim is a row, and a scalar is one block.
+        # An array with one dim is drawn as one row, and a scalar as one block.
         width = len(self.starts[-1]) if self.dims else 1
         self.blocks = [blocks[i : i + width] for i in range(0, len(blocks), width)]
         self.notes = self._notes(range(len(shape)))
         axes = [()] * len(shape)
-        if isinstance(sharding, NamedSharding):  # only this kind has axes with names
+        if isinstance(sharding, NamedSharding):  # only this type has named axes
             axes = dim_axes(sharding.spec, len(shape))
         shown = []
         for d in self.dims:
@@ -96,20 +96,20 @@ class ShardMap:
         self.caption = " · ".join(words + self.notes)
 
     def _notes(self, dims: Sequence[int]) -> list[str]:
-        # The caption already says which of the drawn dims are whole.
+        # The caption already says which of the drawn dims are not split.
         whole = [d for d in dims if d not in self.dims]
         notes = [f"not shown: {_dims(whole)}, whole"] if whole else []
         if self.is_whole and len(self.devices) > 1:
             notes.append("every device holds all of it")
         elif any(len(ids) > 1 for row in self.blocks for ids in row):
-            # All sharded dims are drawn, so devices of one block hold copies.
+            # All sharded dims are drawn, so devices of the same block hold copies.
             notes.append("devices of a block hold the same copy")
         return notes
 
     def colour(self, ids: Sequence[int]) -> Colour:
-        """Returns the fill of a block: its first device's colour, or grey if whole."""
-        # The colour depends on the device and not on the block's place, so that a
-        # device looks the same in every array of a table.
+        """Returns a block's colour: its first device's, or grey for a whole array."""
+        # The colour depends on the device and not on the block's position, so that a
+        # device has the same colour in every array of a table.
         index = self.devices.index(ids[0])
         return _WHOLE if self.is_whole else device_colour(index, len(self.devices))
 
@@ -135,10 +135,10 @@ def ids_text(ids: Sequence[int]) -> str:
         '0-3, 8, 10, 11'
     """
     texts = []
-    # Within a run, the difference of an id and its place is constant.
+    # Within a run, the difference between an id and its index is constant.
     for _, run in itertools.groupby(enumerate(ids), lambda at: at[1] - at[0]):
         first, *others = (i for _, i in run)
-        # A range is shorter only for three or more ids, so two ids are written out.
+        # A range of two ids would not be shorter, so two ids are written out.
         is_range = len(others) > 1
         texts += [f"{first}-{others[-1]}"] if is_range else map(str, (first, *others))
     return ", ".join(texts)
@@ -153,24 +153,24 @@ def elided(count: int, limit: int) -> list[int | None]:
     """
     if count <= limit:
         return list(range(count))
-    # The ellipsis takes one of the `limit` places.
+    # The ellipsis is one of the `limit` entries.
     head = limit // 2
     return [*range(head), None, *range(count - (limit - 1 - head), count)]
 
 
 def device_colour(index: int, count: int) -> Colour:
-    """Returns the colour of one of ``count`` devices."""
+    """Returns the colour of the device at ``index`` among ``count`` devices."""
     if count <= len(_FEW):
         red, green, blue = _FEW[index].to_bytes(3)
         return red, green, blue
-    # Neighbours on the circle of hues differ in lightness, to tell them apart.
+    # Neighbouring hues differ in lightness, so that they can be told apart.
     lightness = (0.42, 0.62)[index % 2]
     red, green, blue = colorsys.hls_to_rgb(0.58 + index / count, lightness, 0.5)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def array_picture(shards: ShardMap) -> Picture:
-    """Draws one array: its blocks, each with the devices that hold it."""
+    """Draws the blocks of one array, with the devices that hold each block."""
     devices = f"{len(shards.devices)} device{'s' if len(shards.devices) > 1 else ''}"
     held = f"{format_bytes(shards.bytes_per_device)} on each of {devices}"
     summary = f"{shards.shape} {shards.dtype} · {shards.spec} · {held}"
@@ -181,7 +181,7 @@ def array_picture(shards: ShardMap) -> Picture:
 
 
 def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
-    """Draws many arrays as a table, with a row for each, and its blocks at the end."""
+    """Draws arrays as a table with one row each; the last column has the blocks."""
     names = ("array", "shape", "dtype", "sharding")
     columns = [Column(name, vertical="middle") for name in names]
     columns += [Column("bytes/device", justify="right", vertical="middle")]
@@ -202,11 +202,11 @@ def tree_picture(kind: str, maps: Sequence[ShardMap]) -> Picture:
 def _blocks(
     shards: ShardMap, rows: int, columns: int, *, is_boxed: bool = True
 ) -> Table:
-    """Draws a cell for each block; too many rows or columns are cut in the middle."""
+    """Draws a cell for each block; leaves out middle rows or columns if too many."""
     labels = [ids_text(ids) for row in shards.blocks for ids in row]
     width = max(3 if is_boxed else 1, *map(len, labels)) + 2
-    # This is the number of columns with borders that fit into 99 characters, but at
-    # least 3: the two ends and the ellipsis between them.
+    # This is the number of columns with borders that fit into 99 characters. It is at
+    # least 3, for the first column, the ellipsis and the last column.
     fitting = max(3, min(columns, 99 // (width + 1)))
     table = Table(
         box=box.SQUARE if is_boxed else None,

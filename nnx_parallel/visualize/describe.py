@@ -1,4 +1,4 @@
-"""Explains a placement by a table: every array, its specs, and the reason."""
+"""Explains the placement of a model by a table with each array, specs and reason."""
 
 import math
 import shutil
@@ -35,11 +35,14 @@ class OptimizerRow(NamedTuple):
     """One array of the optimizer state.
 
     Attributes:
+        path: Path of the array in the optimizer state.
+        shape: Global shape.
+        spec: The array's sharding.
         bytes_per_device: Bytes of each device's shard, in device or host memory.
-        why_whole: Reason why every device holds the whole array although the optimizer
-            state of its parameter is split; empty for any other array.
-        memory_kind: ``"device"``, or ``"pinned_host"`` for the host's memory.
-        owner: Path of the parameter that it belongs to; empty if it belongs to none.
+        why_whole: The reason why every device holds the complete array although the
+            optimizer state of its parameter is split; empty for any other array.
+        memory_kind: ``"device"``, or ``"pinned_host"`` for host memory.
+        owner: Path of the parameter to which the array belongs, or empty.
     """
 
     path: str
@@ -52,12 +55,12 @@ class OptimizerRow(NamedTuple):
 
     @property
     def is_on_host(self) -> bool:
-        """True if it waits in the host's memory between updates."""
+        """True if the array is in host memory between updates."""
         return self.memory_kind == HOST
 
 
 def shard_bytes(layout: Layout, shape: tuple, dtype: Any, spec: P) -> int:
-    """Returns bytes of each device's shard."""
+    """Returns the bytes of each device's shard."""
     return array_bytes(layout.sharding(spec).shard_shape(shape), dtype)
 
 
@@ -75,14 +78,14 @@ def optimizer_rows_of(
     flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     rows = []
     for (path, leaf), spec in zip(leaves, flat_specs, strict=True):
-        # docs/library-notes.md, "Optax"
+        # See docs/library-notes.md, "Optax".
         owner, why_whole = owner_of(path, shapes), ""
-        # Counters are replicated too, but cost nothing.
+        # Counters are replicated too, but they need almost no memory.
         if not any(spec) and leaf.size > 1:
             if owner is None:
                 why_whole = "belongs to no parameter"
             elif any(placements[owner].optimizer):
-                # For example a factor of Adafactor, which lacks the split dim.
+                # For example, a factor of Adafactor may lack the split dim.
                 why_whole = f"lacks the split dim of {dotted(owner)}"
         size = shard_bytes(layout, leaf.shape, leaf.dtype, spec)
         sharding = getattr(leaf, "sharding", None)
@@ -107,7 +110,7 @@ class ArrayRow(NamedTuple):
     info: ArrayInfo
     placement: Placement
     bytes_per_device: int
-    memory: str = "device"  # memory kind, and the optimizer state's kind if it differs
+    memory: str = "device"  # memory kind, and that of the optimizer state if different
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +118,17 @@ class Description:
     """The placement of every array of a model, with reasons; printed as a table.
 
     Attributes:
-        layout: The layout that was described.
+        layout: The layout that is described.
         rows: The arrays of the model.
         optimizer_rows: The arrays of the optimizer state; empty without an optimizer.
-        params_bytes: Bytes of parameters on each device, as stored.
-        gradients_bytes: Bytes of their gradients on each device.
-        optimizer_bytes: Bytes of optimizer state for each device, in its memory or the
-            host's.
-        host_bytes: The part of ``optimizer_bytes`` in the host's memory.
-        average_bytes: Bytes of the moving average of parameters on each device, if it
-            is kept.
-        notes: Notes on transfers that do not follow from the arrays' placements.
+        params_bytes: Bytes of stored parameters on each device.
+        gradients_bytes: Bytes of the parameters' gradients on each device.
+        optimizer_bytes: Bytes of each device's optimizer state, in device memory and
+            host memory together.
+        host_bytes: The part of ``optimizer_bytes`` that is in host memory.
+        average_bytes: Bytes of the moving average of parameters on each device; 0 if no
+            average is kept.
+        notes: Notes on transfers that the placements of arrays do not show.
     """
 
     layout: Layout
@@ -140,7 +143,7 @@ class Description:
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
-        """Parameters that every device holds as a whole, the largest first."""
+        """Parameters of which every device holds a complete copy, the largest first."""
         params = (row for row in self.rows if row.info.is_param)
         rows = (row for row in params if not any(row.placement.stored))
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
@@ -149,15 +152,15 @@ class Description:
     def replicated_optimizer(self) -> tuple[OptimizerRow, ...]:
         """Replicated optimizer state that could be sharded, the largest first.
 
-        Single numbers are left out, and so are arrays that follow a parameter whose
-        optimizer state no rule splits; for these see `replicated`.
+        Single numbers are left out. Arrays that belong to a parameter whose optimizer
+        state is not split are left out too; see `replicated` for these parameters.
         """
         rows = (row for row in self.optimizer_rows if row.why_whole)
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))
 
     @property
     def title(self) -> str:
-        """The mesh, and its axes that span processes."""
+        """The mesh, and the mesh axes that span several processes."""
         mesh = " * ".join(f"{a}={n}" for a, n in self.layout.mesh.shape.items())
         across = ", ".join(axes_across_processes(self.layout.mesh))
         return f"mesh {mesh}" + (f" (across processes: {across})" if across else "")
@@ -168,7 +171,7 @@ class Description:
         for info, place, size, memory in self.rows:
             specs = (place.stored, place.used, place.gradient, place.optimizer)
             shown = list(map(_short, specs))
-            if not info.is_param:  # only parameters have a gradient and optimizer state
+            if not info.is_param:  # only parameters have gradients and optimizer state
                 shown[2:] = "", ""
             shape, dtype = " ".join(map(str, info.shape)), str(info.dtype)
             why = "; ".join(filter(None, (place.reason, *map(_of_one, place.absent))))
@@ -183,14 +186,15 @@ class Description:
         """Returns the rows as a rich table.
 
         Args:
-            width: Characters of a line. Columns that do not fit are left out, the least
-                important first, and the caption names them. ``None`` keeps all columns.
+            width: Number of characters in a line. If the columns do not fit, the least
+                important columns are left out, and the caption names them. ``None``
+                keeps all columns.
         """
         cells = self._cells()
         widths = {name: max(map(len, (name, *x))) for name, x in cells.items()}
-        # Only the reason may be broken into lines, because it is prose.
+        # Only the reason may be wrapped, because it is prose.
         reason, widths["why"] = widths["why"], min(widths["why"], _LEAST_WHY)
-        # Each column also needs two spaces and a line.
+        # Each column also needs two spaces and a border.
         spare = math.inf if width is None else width - 1 - 3 * len(cells)
         hidden = []
         for name in filter(cells.__contains__, _DROPPED):
@@ -200,7 +204,7 @@ class Description:
             del cells[name], widths[name]
             spare += 3
         left = spare - sum(widths.values())
-        # If the table is still too wide, paths are broken into lines.
+        # If the table is still too wide, paths are wrapped.
         flexible, most = ("why", reason) if "why" in cells else ("path", widths["path"])
         widths[flexible] = int(max(1, min(most, widths[flexible] + left)))
         table = Table(caption_justify="left", caption_style="")
@@ -226,9 +230,9 @@ class Description:
         return ", ".join(f"{name} {format_bytes(x)}" for name, x in totals.items())
 
     def summary(self) -> str:
-        """Returns totals per device, and the largest replicated arrays."""
+        """Returns totals per device, notes, and the largest replicated arrays."""
         lines = [f"per device: {self.per_device}"]
-        # On one device nothing is sharded, so there is nothing to report.
+        # On one device, no array is sharded, so there is nothing more to report.
         if self.layout.mesh.size > 1:
             arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)
@@ -247,8 +251,8 @@ class Description:
         return "\n".join(lines)
 
     def picture(self) -> Picture:
-        """Returns the table and its totals, at the width of the terminal."""
-        # In a notebook, a file or a page the width is unknown, and 120 is used.
+        """Returns a picture of the table and the summary, as wide as the terminal."""
+        # In a notebook, a file or a page, the width is unknown, and 120 is used.
         width = shutil.get_terminal_size((120, 24)).columns
         return Picture(self.title, _Body(self), columns=width, svg_columns=180)
 
@@ -271,7 +275,7 @@ class Description:
 
 @dataclass(frozen=True)
 class _Body:
-    """Table and totals of a description, at the width that rich provides."""
+    """The table and summary of a description, in the width that rich provides."""
 
     description: Description
 
@@ -291,7 +295,7 @@ _LEAST_WHY = 24
 
 
 def _largest(rows: Sequence[tuple]) -> list[str]:
-    """Returns lines for the first five replicated arrays, and the sum of the others."""
+    """Returns lines for the first five replicated arrays, and one for all others."""
     lines = [
         f"replicated: {path} {shape} {format_bytes(size)} ({reason})"
         for path, shape, size, reason in rows[:5]
@@ -317,8 +321,8 @@ def idle_parts(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[tuple[str, str]]:
     """Yields strategies that split no array of a model, with the remedy for each."""
-    # The spec of an array's optimizer state has every axis that any of the array's four
-    # specs has.
+    # The spec of an array's optimizer state contains all mesh axes that occur in any of
+    # the array's four specs.
     used = {axis for _, p in arrays for axis in axes_of(p.optimizer)}
     for part in layout.claims.parts or (layout.claims,):
         sizes = {a: layout.mesh.shape[a] for a in part.axis_sizes if a not in used}
@@ -328,10 +332,11 @@ def idle_parts(
         if part.execution is not None and 1 in part.axis_sizes.values():
             yield (
                 f"{part.owner} has one stage: nothing is spread or pipelined.",
-                "Give it 2 stages or more, or leave it out.",
+                "Give it at least 2 stages, or leave it out.",
             )
         if any(zero.rules.axis in sizes for zero in part.zero):
-            # All other arrays are small, or a rule replicates them on purpose.
+            # Arrays that are not reported are small, or a rule replicates them on
+            # purpose.
             large = [(i, p) for i, p in arrays if i.size >= FSDPRules.min_size]
             whole = [(i, p) for i, p in large if "divides no free dim" in p.reason]
             for info, place in sorted(whole, key=lambda row: -row[0].size)[:1]:
@@ -341,14 +346,14 @@ def idle_parts(
                     f"{place.reason}.",
                     "Pad a dim of the large ones, or use DataParallel.",
                 )
-        # Splits by a layer or by `constrain` are unknown before the model runs.
+        # Whether a layer or `constrain` splits arrays is unknown before the model runs.
         elif sizes and not (part.batch or part.execution or is_of_activations):
             dims = ", ".join(map(repr, part.logical or sizes))
             across = " * ".join(f"{axis}={size}" for axis, size in sizes.items())
             yield (
-                f"{part.owner} splits no parameter, for no dim has one of its names: "
-                f"{dims}. The devices along {across} repeat the same work, each "
-                f"{math.prod(sizes.values())} times its share.",
+                f"{part.owner} splits no parameter, because no dim has one of its "
+                f"names: {dims}. The devices along {across} repeat the same work, so "
+                f"each does {math.prod(sizes.values())} times its share.",
                 f"{_NAME_THEM} FSDP() needs no names.",
             )
 
@@ -362,7 +367,7 @@ _NAME_THEM = (
 def _mostly_whole(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
 ) -> Iterator[str]:
-    """Yields a note if most matrices lack the names that tensor parallelism splits."""
+    """Yields a note if most matrices lack names that tensor parallelism can split."""
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
     # Adapters and lookup tables are left out, because replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
@@ -371,23 +376,24 @@ def _mostly_whole(
         axes = {a for a in part.axis_sizes if layout.mesh.shape[a] > 1}
         if not axes or "mlp" not in part.logical:
             continue
-        # If an array with a name stays whole, `describe` gives the reason.
+        # For an array that has a name but is not split, the table gives the reason.
         bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
         bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
         whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
         share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
         if 0.5 < share < 1:  # `idle_parts` reports a share of 1
             yield (
-                f"{part.owner} leaves {len(whole)} of {len(kernels)} matrices whole, "
-                f"{share:.0%} of their elements, such as `{whole[0].path}`: no dim has "
-                f"one of its names: {', '.join(map(repr, part.logical))}. {_NAME_THEM}"
+                f"{part.owner} does not split {len(whole)} of {len(kernels)} matrices "
+                f"({share:.0%} of all elements), such as `{whole[0].path}`, because no "
+                f"dim has one of its names: {', '.join(map(repr, part.logical))}. "
+                f"{_NAME_THEM}"
             )
 
 
 def warn_idle_parts(
     model: nnx.Module, layout: Layout, placements: dict[Path, Placement]
 ) -> None:
-    """Warns of strategies that split no array of a model, and of ignored meshes."""
+    """Warns if a strategy splits no array of a model, or a model's mesh is ignored."""
     _warn_of_one_device(layout)
     found = variables_of(model)
     arrays = [(array_info(path, v), placements[path]) for path, v in found]
@@ -397,30 +403,31 @@ def warn_idle_parts(
     if given := [x for x in shardings if isinstance(x, NamedSharding)]:
         warn_user(
             f"{len(given)} arrays of the model name their dims by a NamedSharding, "
-            f"such as {given[0].spec} on {dict(given[0].mesh.shape)}. Its spec is "
-            f"read; the mesh is the strategy's: {dict(layout.mesh.shape)}.",
+            f"such as {given[0].spec} on {dict(given[0].mesh.shape)}. The spec is "
+            "used, but the mesh is ignored: the strategy's mesh is "
+            f"{dict(layout.mesh.shape)}.",
             ParallelWarning,
         )
 
 
 def _warn_of_one_device(layout: Layout) -> None:
-    """Warns of a strategy that takes all devices if there is only one."""
+    """Warns if a strategy takes all devices but there is only one device."""
     claims = layout.claims
     if jax.device_count() > 1 or None not in claims.axis_sizes.values():
         return
     if not (claims.zero or claims.logical or claims.execution):
-        return  # data parallelism over one device is a single device
+        return  # data parallelism over one device has the same result as one device
     platform = jax.default_backend()
     remedy = (
-        "To try it on 8 simulated ones, call simulate_devices(8) before anything that "
-        "touches a device"
+        "To try it on 8 simulated devices, call simulate_devices(8) before any code "
+        "that uses a device"
     )
     if platform != "cpu":
-        remedy = "Check which devices this process may see (CUDA_VISIBLE_DEVICES)"
+        remedy = "Check which devices this process may use (CUDA_VISIBLE_DEVICES)"
     warn_user(
-        f"{claims.owner} takes all devices, and JAX has found one, of platform "
-        f"{platform!r}: nothing is split. {remedy}; give sizes of 1 if you mean one "
-        "device.",
+        f"{claims.owner} takes all devices, but JAX has found only one, of platform "
+        f"{platform!r}: nothing is split. {remedy}. If one device is enough, set the "
+        "sizes to 1.",
         ParallelWarning,
     )
 
@@ -446,10 +453,10 @@ def describe_model(
         precision: The dtypes of parameters and gradients; ``None`` keeps the model's
             dtypes.
         keeps_average: True if a moving average of the parameters is kept.
-        placements: Placements of the model's arrays. If they are left out, they are
-            computed, and written into the model's metadata.
-        opt_state: Shapes of the optimizer's state, if they are known. Nothing is traced
-            then.
+        placements: Placements of the model's arrays. By default they are computed, and
+            written into the model's metadata.
+        opt_state: Shapes of the optimizer's state, if they are known. Then the
+            optimizer is not traced.
     """
     trained = {path for path, _ in variables_of(abstract, wrt)}
     placements = placements or place_model(abstract, layout)
@@ -466,13 +473,13 @@ def describe_model(
             stored[path] = jax.ShapeDtypeStruct(info.shape, info.dtype)
             dtype = precision.gradient_dtype(info.dtype) if precision else info.dtype
             gradients += shard_bytes(layout, info.shape, dtype, place.gradient)
-            # The state keeps the average in at least float32, because bfloat16 cannot
-            # represent small changes.
+            # The training state keeps the average in at least float32, because bfloat16
+            # cannot represent small changes.
             dtype = sum_dtype(info.dtype)
             average += shard_bytes(layout, info.shape, dtype, place.stored)
     if optimizer is not None:
-        # The state is computed as shapes, which works for any transformation, even one
-        # that is not from Optax.
+        # Only shapes are computed, which works for any transformation, even if it is
+        # not from Optax.
         tx = as_transformation(optimizer, abstract)
         opt_state = jax.eval_shape(tx.init, nest(stored))
     optimizer_rows = optimizer_rows_of(opt_state, stored, placements, layout)

@@ -1,4 +1,4 @@
-"""Vector drawings as SVG, in the colours of a page or on a light background."""
+"""Vector drawings as SVG, with the colours of a page or on a light background."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WIDTH = 460.0
 """Width of a drawing that can also be read on a phone."""
 
 SMALL = 11.6
-"""Size of letters in a drawing; on a phone they are 9 pixels high."""
+"""Font size in a drawing, which is about 9 pixels on a phone."""
 
 LETTER = 6.0
-"""Mean width of a letter of this size."""
+"""Mean width of a letter of size `SMALL`."""
 
 _RULES = """
 .ink { fill: %s } .soft { fill: %s } .line { stroke: %s; fill: none }
@@ -31,16 +31,16 @@ _RULES = """
 .ground { fill: %s }
 """
 LIGHT = _RULES % ("#1f2933", "#52606d", "#7b8794", "#d9dfe5", "#9aa5b1", "#ffffff")
-"""Styles of the classes of marks on a light background, as CSS."""
+"""CSS for the classes of marks, for a light background."""
 
 DARK = _RULES % ("#e4e7eb", "#a9b4c0", "#8a96a3", "#4a5560", "#6b7783", "#14181e")
-"""The same styles on a dark background."""
+"""CSS for the same classes, for a dark background."""
 
 
 def document(
     marks: Marks, width: float, height: float, title: str, shown: float = 0
 ) -> str:
-    """Makes an SVG for a page, as wide as its column or ``shown`` pixels."""
+    """Makes an SVG as wide as its column of a page, or ``shown`` pixels wide."""
     wide = f' width="{shown:g}"' if shown else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img"{wide} viewBox="0 0 '
@@ -71,7 +71,7 @@ def rect(
 
 
 def text(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Draws words, by default centred at ``x``."""
+    """Draws words, which are centred at ``x`` by default."""
     options = {"text_anchor": "middle", **style}
     shown = "".join(f' {k.replace("_", "-")}="{v}"' for k, v in options.items())
     paint = f'fill="{look}"' if look.startswith("#") else f'class="{look}"'
@@ -85,7 +85,7 @@ def line(
     colour: str = "",
     dash: str = "",
 ) -> str:
-    """Draws straight lines from point to point, and a head at the last for an arrow."""
+    """Draws lines from point to point; an arrow has a head at the last point."""
     look = f'stroke="{colour}" fill="none"' if colour else 'class="line"'
     look += f' stroke-width="{width:g}"' + (f' stroke-dasharray="{dash}"' * bool(dash))
     path = "M" + " L".join(f"{x:g} {y:g}" for x, y in points)
@@ -101,7 +101,7 @@ def line(
 
 
 def note(x: float, y: float, words: str, look: str = "ink", **style: object) -> str:
-    """Draws small words, which by default begin at ``x``."""
+    """Draws small words, which begin at ``x`` by default."""
     options = {"text_anchor": "start", "font_size": SMALL, **style}
     return text(round(x, 2), round(y, 2), words, look, **options)
 
@@ -109,7 +109,7 @@ def note(x: float, y: float, words: str, look: str = "ink", **style: object) -> 
 def legend(
     items: Iterable[tuple[str, str, float]], width: float
 ) -> tuple[Marks, float]:
-    """Draws colours with names and opacity in lines; returns marks and their end."""
+    """Draws a legend of ``(colour, name, opacity)``; returns marks and height."""
     marks: Marks = []
     x, y = 0.0, 4.0
     for colour, name, opacity in items:
@@ -123,7 +123,7 @@ def legend(
 
 
 def seconds_text(seconds: float) -> str:
-    """Formats seconds with three digits, in a fitting unit.
+    """Formats seconds with three digits, in s, ms or us.
 
     Example:
         >>> seconds_text(0.01234)
@@ -145,15 +145,15 @@ _TITLE = {"text_anchor": "start", "font_weight": 600}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Figure(Drawn):
-    """A drawing with a title, which notebooks show, ``print`` prints and `save` writes.
+    """A drawing with a title; notebooks show it, ``print`` prints its numbers.
 
     Attributes:
         title: First line of the drawing.
         alt: Description of the content, for screen readers.
         marks: The drawing, without the title.
-        width: Width of the drawing, in units in which a letter is 12 high.
+        width: Width of the drawing; the font size is 12 in the same units.
         height: Height of the drawing, in the same units.
-        lines: Lines of text with the numbers of the drawing, which ``print`` shows.
+        lines: Lines of text with the numbers of the drawing, for ``print``.
     """
 
     title: str
@@ -185,7 +185,7 @@ class Figure(Drawn):
             *self.marks,
             "</g>",
         ]
-        # The drawing is enlarged, because letters of 12 are for phones.
+        # The drawing is enlarged, because the font size 12 is meant for phones.
         return document(marks, width, height, self.alt, round(1.25 * width)) + "\n"
 
     def __rich__(self) -> Group:

@@ -1,4 +1,4 @@
-"""Draws a schedule, with a row for each stage and time from left to right."""
+"""Draws a schedule with a row for each stage; time goes from left to right."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ COLOURS: dict[str, Colour] = {
     "backward_input": (0xD9, 0x76, 0x2B),
     "backward_weight": (0x2E, 0x7D, 0x57),
 }
-"""Colour of the first chunk of a kind of slot; later chunks are lighter."""
+"""Colours of the kinds of slots, for the first chunk; later chunks are lighter."""
 
-# B is used for two kinds, because a table has either joint or split backward slots.
+# B is used for two kinds, because a table has backward slots that are either all joint
+# or all split.
 _LETTERS = dict(zip(COLOURS, "FBBW", strict=True))
 _DIGITS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 _IDLE = fill((0xE6, 0xEA, 0xEE))
-_PAGE = 112  # columns that can be read on a page of the site
+_PAGE = 112  # characters in a line that can be read on a page of the site
 
 Column = tuple[int, str]
-"""(tick, kind) of the slots that run at the same time."""
+"""Tick and kind of the slots that run at the same time and share a column."""
 
 
 def schedule_picture(table: Table, **costs: Any) -> Picture:
@@ -38,11 +39,11 @@ def schedule_picture(table: Table, **costs: Any) -> Picture:
         stages += f" of {table.num_chunks} chunks"
     microbatches = _count(table.num_microbatches, "microbatch")
     title = f"{table.name}: {stages}, {microbatches} · bubble {simulation.bubble:.1%}"
-    # A table for evaluation keeps no input for a backward pass.
+    # In evaluation, no input is kept for a backward pass.
     if inputs := simulation.peak_stage_inputs:
         noun = "stage input" if table.num_chunks == 1 else "chunk input"
         title += f" · peak memory {_count(inputs, noun)}"
-    # Printed lines are cut, and an SVG is as wide as its cells.
+    # Printed lines are cut at 88 characters. An SVG is as wide as its cells.
     return Picture(title, Timeline(table, simulation), columns=88, svg_columns=100_000)
 
 
@@ -50,8 +51,8 @@ def schedule_picture(table: Table, **costs: Any) -> Picture:
 class Timeline:
     """The cells of a schedule for rich, with a line for each stage.
 
-    In colour the cells are to scale. In plain text each slot has a column, and lines
-    that are longer than the terminal's are cut.
+    In colour, the cells are to scale. In plain text, columns have equal widths, and
+    lines that are longer than the terminal is wide are cut.
     """
 
     table: Table
@@ -62,12 +63,13 @@ class Timeline:
     ) -> Iterator[Text]:
         slots = self.simulation.timeline.slots
         labels = {s: self._label(s.kind, s.chunk, s.microbatch) for s in slots}
-        # Without colour a wide cell would look like a cell with idle time after it.
+        # Without colour, a wide cell would look like a cell that is followed by idle
+        # time.
         is_coloured = bool(console.color_system)
         widths = self._widths(labels, to_scale=is_coloured)
         if is_coloured and sum(widths.values()) > min(_PAGE, options.max_width):
-            # Labels need only the microbatch, because colours and shades show the kind
-            # and the chunk.
+            # Labels are shortened to the microbatch, because colours and shades also
+            # show the kind and the chunk.
             labels = {slot: str(slot.microbatch) for slot in slots}
             widths = self._widths(labels, to_scale=True)
         # A stage has at most one slot of a kind in a tick.
@@ -96,21 +98,21 @@ class Timeline:
         self, labels: Mapping[TimedSlot, str], *, to_scale: bool
     ) -> dict[Column, int]:
         """Returns the width of each column, in the order of time."""
-        # A column is one wider than its label, for the space between cells.
+        # A column is one character wider than its label, for the space between cells.
         least = max(map(len, labels.values())) + 1
         took = self._took()
         kinds = list(COLOURS)
         order = sorted(took, key=lambda column: (column[0], kinds.index(column[1])))
         if not to_scale:
             return dict.fromkeys(order, least)
-        # Columns shorter than an eighth of the longest are not to scale, because a kind
-        # of slot may cost nothing.
+        # Columns shorter than an eighth of the longest column are not to scale, because
+        # a kind of slot may have the cost 0.
         shortest = max(min(filter(None, took.values())), max(took.values()) / 8)
         unit = least / shortest
         return {at: max(least, round(unit * took[at])) for at in order}
 
     def _took(self) -> dict[Column, float]:
-        """Returns the time of each column, which is the time of its longest slot."""
+        """Returns the duration of each column, which is that of its longest slot."""
         took: dict[Column, float] = {}
         for slot in self.simulation.timeline.slots:
             column = (slot.tick, slot.kind)
@@ -141,7 +143,7 @@ class Timeline:
 
 
 def _axis(widths: Mapping[Column, int], label: Callable[[int], str]) -> str:
-    """Writes a label where each tick begins, if the label before leaves room."""
+    """Writes a label where each tick begins, if the previous label leaves room."""
     text, at, begun = "", 0, -1
     for (tick, _), width in widths.items():
         if tick != begun and len(text) <= at:

@@ -84,7 +84,7 @@ class MoE(nnx.Module):
     Args:
         embed_dim: Width of input and output.
         experts: The mixture.
-        rngs: Keys of the parameters.
+        rngs: Keys for the parameters.
         activation: SwiGLU, GEGLU, or GELU without a gate.
         kernel_init: Initializer of the router and of the experts' first kernels. The
             default is a normal with variance 1 / fan-in.
