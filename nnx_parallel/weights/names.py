@@ -6,8 +6,8 @@ An entry is ``(our path, their name, pattern)``, such as
 
 - ``{}`` in their name is the number of a layer. The first dim of our array enumerates
   layers. A second ``{}`` is the number of an expert; the next dim enumerates experts.
-- ``{}`` in our path is a number in a list of layers. Then the first ``{}`` in their name
-  is the same number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
+- ``{}`` in our path is a number in a list of layers. Then the first ``{}`` in their
+  name is the same number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
 - The pattern, in the notation of einops, rearranges their array to ours. It names every
   dim of our array, except the dims of layers and experts.
 - ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
