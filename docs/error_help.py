@@ -70,7 +70,7 @@ HELP = {
     ),
     "IndivisibleDimError": Help(
         "A rule or a name shards a dim into parts that are not equal.",
-        "Pad the dim, choose another axis size, or map its name to `None`.",
+        "Pad the dim, choose another axis size, or paste the rule of the message.",
         "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
     ),
     "SpecRankError": Help(

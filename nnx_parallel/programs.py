@@ -37,6 +37,21 @@ _CALLS = (
 )
 
 
+_ELEMENTWISE = (
+    "neg convert_element_type copy copy_p real imag reduce_precision name pcast pvary "
+    "optimization_barrier sharding_constraint mesh_cast layout_constraint reshard "
+    "stop_gradient add sub add_any mul div sqrt rsqrt square integer_pow max min clamp "
+    "select_n eq ne lt le gt ge is_finite not and or xor sign exp exp2 log log1p expm1 "
+    "tanh sin cos tan asin acos atan sinh cosh asinh acosh atanh atan2 logistic erf "
+    "erfc erf_inv lgamma digamma cbrt pow rem floor ceil round abs nextafter "
+    "bitcast_convert_type shift_left shift_right_logical shift_right_arithmetic "
+    "population_count clz"
+)
+
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+"""Names of primitives that compute each entry from the operands' entries there."""
+
+
 @dataclass(frozen=True, eq=False)
 class TracedFunction:
     """A traced function of arrays. A part of its equations can be run separately."""

@@ -35,6 +35,7 @@ from nnx_parallel.sharding.model import (
     nest,
     place_model,
     placed_copies,
+    set_default_modes,
     stored_shardings,
 )
 from nnx_parallel.sharding.model_specs import building_on
@@ -436,11 +437,7 @@ def plan_state(
     optimizers, filters = ({"": optimizer}, {"": wrt}) if is_one else (optimizer, wrt)
     txs = {name: as_transformation(each, model) for name, each in optimizers.items()}
     placements = place_model(model, layout)
-    for _, module in nnx.iter_modules(model):
-        for name in MODES:
-            if getattr(module, name, True) is None:
-                setattr(module, name, False)  # `None` means training mode
-    training = ModelDef.of(model)
+    training = ModelDef.of(set_default_modes(model))
     # The mode is part of the structure, so it is changed only after `training` is made.
     # The arrays do not change.
     model.eval()

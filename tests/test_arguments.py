@@ -131,9 +131,9 @@ LINEN = (
         ),
         (
             {"names": {"up": ("embed", "mlp")}},
-            f"names is a dict. {IS}a PathNames, such as TRANSFORMER_NAMES, or pairs of "
-            r"a regex and the names of the dims: PathNames((r'up\.kernel', ('embed', "
-            "'mlp'))).",
+            f"names is a dict. {IS}'auto' (with sample=batch), or a PathNames, such as "
+            r"TRANSFORMER_NAMES, or pairs of a regex and the names of the dims: "
+            r"PathNames((r'up\.kernel', ('embed', 'mlp'))).",
         ),
         (
             {"loggers": ConsoleLogger()},

@@ -512,8 +512,10 @@ def build_gpt(rngs: nnx.Rngs) -> GPT:
             {"strategy": Composite(ExpertParallel(4), FSDP())},
             8,
             "Linear has no experts: ExpertParallel splits the experts of "
-            "nnx_parallel.layers.MoE, and without experts its axis only splits the "
-            "batch. Take DataParallel(4) or FSDP(4) instead; or give the model experts",
+            "nnx_parallel.layers.MoE, and dims that are named 'expert'. Without them "
+            "its axis only splits the batch. Take DataParallel(4) or FSDP(4) instead; "
+            "or name the dim of experts: names='auto', or PathNames((r'up$', "
+            "('expert', 'embed', 'mlp'))).",
         ),
         (
             {"model": build_gpt, "strategy": ExpertParallel(2, exchange="ragged")},

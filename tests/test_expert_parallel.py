@@ -500,8 +500,10 @@ def check(strategy: Strategy, config: GPTConfig) -> None:
             ExpertParallel(2),
             GPTConfig.tiny(),
             "GPT has no experts: ExpertParallel splits the experts of "
-            "nnx_parallel.layers.MoE, and without experts its axis only splits the "
-            "batch. Take DataParallel(2) or FSDP(2) instead; or give the model experts",
+            "nnx_parallel.layers.MoE, and dims that are named 'expert'. Without them "
+            "its axis only splits the batch. Take DataParallel(2) or FSDP(2) instead; "
+            "or name the dim of experts: names='auto', or PathNames((r'up$', "
+            "('expert', 'embed', 'mlp'))).",
         ),
         (
             ExpertParallel(3),

@@ -258,9 +258,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "names in a dict": (
         lambda: make(names={"kernel": ("embed", "mlp")}),
-        "names is a dict. It must be a PathNames, such as TRANSFORMER_NAMES, or pairs "
-        "of a regex and the names of the dims: PathNames((r'up\\.kernel', ('embed', "
-        "'mlp'))).",
+        "names is a dict. It must be 'auto' (with sample=batch), or a PathNames, such "
+        "as TRANSFORMER_NAMES, or pairs of a regex and the names of the dims: "
+        "PathNames((r'up\\.kernel', ('embed', 'mlp'))).",
     ),
     "what is trained, in quotes": (
         lambda: make(wrt="Param"),

@@ -119,6 +119,9 @@ PARAMETERS = {
     "layers.0.mlp.gate_proj.kernel": ((16, 32), "embed mlp"),
     "layers.0.mlp.up_proj.kernel": ((16, 32), "embed mlp"),
     "layers.0.mlp.down_proj.kernel": ((32, 16), "mlp embed"),
+    "layers.0.DenseReluDense.wi_0.kernel": ((16, 32), "embed mlp"),
+    "layers.0.DenseReluDense.wo.kernel": ((32, 16), "mlp embed"),
+    "layers.0.mlp.wo.kernel": ((32, 16), "mlp embed"),
     "layers.1.mlp.gate_proj": ((4, 16, 32), "expert embed mlp"),
     "layers.1.mlp.down_proj": ((4, 32, 16), "expert mlp embed"),
     "layers.1.mlp.router.kernel": ((16, 4), ""),
@@ -276,7 +279,7 @@ def test_trainer_keeps_names_of_built_model() -> None:
 
 
 def test_rules_as_names_raise() -> None:
-    message = "It must be a PathNames, such as TRANSFORMER_NAMES"
+    message = "or a PathNames, such as TRANSFORMER_NAMES"
     with pytest.raises(TypeError, match=re.escape(message)):
         trainer(FSDP(), names=PathRules((r"up", P("fsdp"))))
 
@@ -308,7 +311,7 @@ IDLE = {
         "share."
     ),
 }
-REMEDY = " Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or names="
+REMEDY = " Derive names, Trainer(..., names='auto', sample=batch); or name the dims by"
 
 
 @pytest.mark.parametrize(("strategy", "finding"), IDLE.items(), ids=map(repr, IDLE))
@@ -330,15 +333,17 @@ def test_mostly_unnamed_matrices_warn() -> None:
 
     finding = (
         "TensorParallel(size=8) does not split 3 of 4 matrices (75% of all elements), "
-        "such as `mix0.kernel`, because no dim has one of its names"
+        "such as `mix0.kernel`, `mix1.kernel`, `mix2.kernel`, because no dim has one "
+        "of its names"
     )
-    described = trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES).describe()
-    assert f"\n{finding}" in described.summary()
+    with pytest.warns(ParallelWarning, match=re.escape(finding)):
+        whole = trainer(TensorParallel(8), mostly, names=TRANSFORMER_NAMES)
+    assert f"\n{finding}" in whole.describe().summary()
     for spec in (P(None, "tensor"), P()):  # split, or replicated on purpose
         rules = PathRules((r"mix.*kernel", spec))
         strategy = TensorParallel(8, rules=(rules,))
         described = trainer(strategy, mostly, names=TRANSFORMER_NAMES).describe()
-        assert "matrices whole" not in described.summary()
+        assert "does not split" not in described.summary()
 
 
 def test_tables_and_adapters_do_not_warn() -> None:
@@ -350,7 +355,7 @@ def test_tables_and_adapters_do_not_warn() -> None:
         )
 
     described = trainer(TensorParallel(8), split, names=TRANSFORMER_NAMES).describe()
-    assert "matrices whole" not in described.summary()
+    assert "does not split" not in described.summary()
 
 
 def test_fsdp_that_divides_no_dim_warns() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
@@ -19,8 +20,9 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
+    constrain,
 )
-from nnx_parallel.errors import UnknownAxisError
+from nnx_parallel.errors import ParallelWarning, UnknownAxisError
 from nnx_parallel.layers import Stack
 
 X = np.linspace(-1, 1, 8 * 64, dtype=np.float32).reshape(8, 64)
@@ -144,3 +146,23 @@ def test_model_that_reads_mesh_runs_without_mesh() -> None:
     with jax.set_mesh(asking.mesh):
         fresh = trainer(lambda rngs: Asking(rngs, P("tensor", "fsdp")), FSDP_TP)
         assert '{"tensor"}, {"fsdp"}' in lowered(fresh)
+
+
+def constrained(*names: Any, kind: AxisType = AxisType.Auto) -> jax.Array:
+    """An array that a function constrains under a mesh of the user."""
+    mesh = jax.make_mesh((4, 2), ("data", "tp"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda x: constrain(x + 1, *names))(jnp.asarray(X))
+
+
+def test_constrain_applies_on_mesh_of_user() -> None:
+    for names in (("data", "tp"), ("data", ("tp",)), (P("data", "tp"),)):
+        assert constrained(*names).sharding.spec == P("data", "tp")  # pyright: ignore[reportAttributeAccessIssue]
+    # Only a strategy gives axes to the batch: here the partitioner decides.
+    assert constrained("batch", "tp").sharding.spec[1] == "tp"  # pyright: ignore[reportAttributeAccessIssue]
+    assert constrained("batch", "embed").sharding.is_fully_replicated
+
+
+def test_constrain_without_effect_on_mesh_of_user_warns() -> None:
+    with pytest.warns(ParallelWarning, match="has no effect under the mesh"):
+        constrained("data", "tp", kind=AxisType.Explicit)

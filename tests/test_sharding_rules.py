@@ -183,12 +183,36 @@ def test_unknown_name_suggests_nearest_name() -> None:
     assert "axes of this mesh: ['fsdp']." in str(caught.value)
 
 
+def test_rule_for_misspelt_name_raises() -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(64, 64, rngs=rngs)
+
+    rules = (LogicalRules({"embd": None}),)
+    message = (
+        "LogicalRules({'embd': None}): no parameter has a dim named so. Did you mean "
+        "'embed'?"
+    )
+    with pytest.raises(UnknownAxisError, match=re.escape(message)):
+        FSDP(rules=rules).describe(build)
+    rules = (LogicalRules({"patches": None}),)
+    with pytest.warns(ParallelWarning, match="only where constrain names a dim so"):
+        FSDP(rules=rules).describe(build)
+
+
+def test_indivisible_dim_of_path_rule_raises() -> None:
+    rules = PathRules((r"kernel", P(("fsdp", "tensor"), None)))
+    message = r"or keep the dim whole: rules=(PathRules((r'^block\.kernel$', P())),)."
+    strategy = Composite(FSDP(4), TensorParallel(2), rules=(rules,))
+    with pytest.raises(IndivisibleDimError, match=re.escape(message)):
+        place(strategy, 12, 64)
+
+
 def test_indivisible_named_dim_raises() -> None:
     message = (
         "Cannot shard `block.kernel` with global shape (64, 6, 16) as "
         "P(None, 'tensor'): mesh axis 'tensor' of size 4 does not divide "
-        "dim 1 of size 6. Pad the dim to 8, use an axis size among [1, 2, 3], or map "
-        "the dim to None to replicate it."
+        "dim 1 of size 6. Pad the dim to 8, use an axis size among [1, 2, 3], or keep "
+        "the dim whole: rules=(LogicalRules({'kv_heads': None}),)."
     )
     names = ("embed", "kv_heads", "head_dim")
     strategy = Composite(DataParallel(2), TensorParallel(4))

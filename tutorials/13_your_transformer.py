@@ -278,37 +278,50 @@ print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 # The losses are right, but a device computes a quarter of all FLOPs in place of an eighth: the two
 # devices of a pair do the same work.
 #
-# Names can be given from outside, by path. `TRANSFORMER_NAMES` knows the usual names of transformers:
+# `names="auto"` derives the names from the program of the loss, for which it needs a batch, or its
+# shapes:
 #
 # ```diff
 #  Trainer(
 #      ...,
-# +    names=TRANSFORMER_NAMES,
+# +    names="auto",
+# +    sample=batches[0],
 #  )
 # ```
 
 # %%
-measure("tensor, attention", Stacked, both, names=TRANSFORMER_NAMES)
+derived = {"names": "auto", "sample": batches[0]}
+measure("tensor, derived names", Stacked, both, **derived)
 
 # %% [markdown]
-# The FLOPs have fallen, but not to an eighth, and the description tells why. The kernels of
-# attention are sharded over `tensor`. The kernels of the MLP and the head are not, because `up`,
-# `down` and `head` are not among the usual names:
+# Now each device computes an eighth. `heads`, `mlp` and `vocab` are sharded over `tensor`; FSDP shards
+# one of the other dims. The description gives the evidence for each name:
 
 
 # %%
 def print_reasons(name):
     for row in trainers[name].describe().rows:
         if row.info.path.endswith(("kernel", "embedding")):
-            spec = str(row.placement.stored)
-            print(f"{row.info.path:36} {spec:36} {row.placement.reason}")
+            print(f"{row.info.path:36} {row.placement.stored}")
+            print(textwrap.indent(textwrap.fill(row.placement.reason, 84), "    "))
 
 
-print_reasons("tensor, attention")
+print_reasons("tensor, derived names")
 
 # %% [markdown]
-# A table that you write names the rest. A pair has a regular expression for the path, and a name
-# for each dim. The dim of the layers has its name already.
+# Names can also be given by path. `TRANSFORMER_NAMES` knows the usual names of transformers:
+
+# %%
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    measure("tensor, attention", Stacked, both, names=TRANSFORMER_NAMES)
+print("\n" + textwrap.fill(f"Warning: {told[0].message}", 90))
+
+# %% [markdown]
+# The FLOPs have fallen, but not to an eighth, and the warning tells why. The kernels of attention are
+# sharded over `tensor`. The kernels of the MLP and the head are not, because `up`, `down` and `head`
+# are not among the usual names. A table that you write names the rest. A pair has a regular
+# expression for the path, and a name for each dim. The dim of the layers has its name already.
 
 # %%
 NAMES = PathNames(
@@ -321,17 +334,12 @@ NAMES = PathNames(
 )
 measure("tensor, all names", Stacked, both, names=NAMES)
 
-# %% [markdown]
-# Now each device computes an eighth. `heads`, `mlp` and `vocab` are sharded over `tensor`; FSDP shards
-# one of the other dims.
-
-# %%
-print_reasons("tensor, all names")
-
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert is_close("tensor, no names", "one device", 1 / 4)
 assert "TensorParallel" in str(caught[0].message)
 assert is_close("tensor, all names", "one device", 1 / 8)
+assert is_close("tensor, derived names", "one device", 1 / 8)
+assert "matrices" in str(told[0].message)
 between = reports["tensor, attention"].flops
 assert 1.1 * reports["tensor, all names"].flops < between
 assert between < 0.9 * reports["tensor, no names"].flops

@@ -179,7 +179,8 @@ def _objective(
     def objective(params: dict, variables: dict, batch: Any, key: Any) -> Any:
         with using(plan.layout), default_remat(remat):
             model = plan.merge(params, variables, training=True)
-            mean, _ = split_loss_output(call_loss(plan, parts.loss, model, batch, key))
+            output = call_loss(plan.precision, parts.loss, model, batch, key)
+            mean, _ = split_loss_output(output)
             return mean.value
 
     arrays = map(_unplaced, (state.params, state.variables))

@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial, wraps
+from itertools import starmap
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import (
@@ -25,10 +26,10 @@ from nnx_parallel.errors import (
 from nnx_parallel.mesh import explaining_axes, is_without_mesh, leaving_mesh
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model_specs import placing_specs
-from nnx_parallel.sharding.names import LOGICAL_AXES, MeshAxes
+from nnx_parallel.sharding.names import LOGICAL_AXES, MeshAxes, as_tuple
 from nnx_parallel.sharding.nnx_arrays import plain_variables
 from nnx_parallel.sharding.placement import Placement
-from nnx_parallel.sharding.specs import dim_axes, is_spec
+from nnx_parallel.sharding.specs import dim_axes, dividing_prefix, is_spec
 from nnx_parallel.sharding.tree import constrain_tree
 
 # Placements of annotations by name, and the names that the trace has met.
@@ -99,10 +100,13 @@ def active_mesh() -> Mesh | None:
 def constrain(x: Any, *names: Any) -> Any:
     """Places an activation as the strategy wants it, given the names of its dims.
 
-    Outside a strategy it returns ``x`` itself. The mesh has Auto axes, on which a
-    constraint is a hint to XLA's partitioner. So, unlike with Explicit axes, the rest
-    of the model need not mention a mesh. An axis that does not divide its dim is left
-    out.
+    Outside a strategy it returns ``x`` itself, unless ``jax.set_mesh`` has set a mesh
+    with an axis that ``names`` names: then it constrains ``x`` to the axes of this
+    mesh, and leaves dims with other names to the partitioner.
+
+    The mesh has Auto axes, on which a constraint is a hint to XLA's partitioner. So,
+    unlike with Explicit axes, the rest of the model need not mention a mesh. An axis
+    that does not divide its dim is left out.
 
     Args:
         x: An activation.
@@ -129,7 +133,7 @@ def constrain(x: Any, *names: Any) -> Any:
     layout = _active.get()
     if len(names) == 1 and not _is_name(names[0]):
         if layout is None:
-            return x
+            return _constrain_on_users_mesh(x, *names)
         place = partial(layout.translate, is_activation=True)
         placements = jax.tree.map(
             lambda entry: place(entry) if is_spec(entry) else entry,
@@ -140,7 +144,46 @@ def constrain(x: Any, *names: Any) -> Any:
     # Names are checked without an active strategy too, so that a mistake in a model
     # shows on one device.
     _check_activation(x, names)
+    if layout is None:
+        return _constrain_on_users_mesh(x, P(*names))
     return _constrain_by_names(x, names, activation_spec)
+
+
+def _constrain_on_users_mesh(x: Any, spec: Any) -> Any:
+    """Constrains arrays on the mesh of JAX's context, if it has axes of a spec.
+
+    Args:
+        x: A pytree of arrays.
+        spec: Mesh axes or names for each dim. Any other placement is ignored, with a
+            warning.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return x
+    parts = spec if is_spec(spec) else ()
+    found = [axis for part in parts for axis in as_tuple(part) if axis in mesh.shape]
+    if is_spec(spec) and not found:
+        return x
+    if not is_spec(spec) or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        warn_user(
+            f"constrain({spec}) has no effect under the mesh {dict(mesh.shape)}: no "
+            "strategy is active. It constrains by axes of a mesh whose axes are all "
+            "AxisType.Auto; call jax.sharding.reshard for Explicit axes.",
+            ParallelWarning,
+        )
+        return x
+
+    def on_mesh(size: int, part: MeshAxes) -> Any:
+        axes = tuple(axis for axis in as_tuple(part) if axis in mesh.shape)
+        if part is not None and not axes:
+            return P.UNCONSTRAINED  # only a strategy gives axes to this name
+        return dividing_prefix(size, axes, mesh.shape) or None
+
+    def place(leaf: jax.Array) -> jax.Array:
+        dims = zip(leaf.shape, (*spec, *[None] * (leaf.ndim - len(spec))), strict=True)
+        return jax.lax.with_sharding_constraint(leaf, P(*starmap(on_mesh, dims)))
+
+    return jax.tree.map(place, x)
 
 
 def _is_name(entry: Any) -> bool:

@@ -50,6 +50,9 @@ from nnx_parallel.sharding.specs import (
     to_spec,
 )
 
+NO_REASON = "no rule names it"
+"""The reason for a parameter that no claim splits."""
+
 
 # This is an abstract class, because `training` and `pipeline` each have a subclass, and
 # `training` must not import `pipeline`. If no strategy claims an execution, a step uses
@@ -375,7 +378,7 @@ class Layout:
         axes = tuple(self.axes_of(name, info.path) for name in info.names)
         if info.is_stacked and not self._splits_layers(info):
             axes = ((), *axes[1:])  # also if a mesh axis is called "layers"
-        check_spec(info.path, info.shape, to_spec(axes), self.mesh)
+        check_spec(info.path, info.shape, to_spec(axes), self.mesh, info.names)
         pairs = zip(info.names, axes, strict=True)
         found = [f"{name!r} -> {'+'.join(dim)}" for name, dim in pairs if dim]
         return axes, "name " + ", ".join(found) if found else ""
@@ -384,7 +387,7 @@ class Layout:
         """True if the strategy gives an array's dim named ``layers`` a mesh axis."""
         if self.claims.execution is None:
             return "layers" in self.claims.logical  # `check_spec` checks the size
-        size = math.prod(self.mesh.shape[a] for a in self.axes_of("layers"))
+        size = self.num_shards("layers")
         return info.splits_layers and info.shape[0] % size == 0
 
     def _with_moved_axes(
@@ -434,6 +437,10 @@ class Layout:
             f"{list(self.mesh.axis_names)}."
         )
 
+    def num_shards(self, name: str) -> int:
+        """Returns the number of parts into which a dim with this name is split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes_of(name))
+
     def _with_zero_axes(
         self, info: ArrayInfo, axes: DimAxes, reason: str
     ) -> tuple[DimAxes, str]:
@@ -451,7 +458,7 @@ class Layout:
             if dim is not None:
                 axes = (*axes[:dim], (zero.rules.axis, *along), *axes[dim + 1 :])
         if not reasons and self.mesh.size > 1:
-            reasons.append("no rule names it" if info.is_param else "not a parameter")
+            reasons.append(NO_REASON if info.is_param else "not a parameter")
         return axes, "; ".join(reasons)
 
     def batch_spec(self, num_rows: int) -> P:

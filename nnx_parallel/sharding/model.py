@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding
 from nnx_parallel.errors import ModelError, ParallelWarning, warn_user
 from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.programs import reached, trace, variables_in
-from nnx_parallel.sharding.layout import Layout
-from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.layout import NO_REASON, Layout
+from nnx_parallel.sharding.names import LOGICAL_AXES, as_tuple, dotted
 from nnx_parallel.sharding.nnx_arrays import (
     Constant,
     FollowsNames,
@@ -34,12 +34,17 @@ from nnx_parallel.sharding.nnx_arrays import (
     is_inexact,
     is_inside,
     name_layers,
+    names_of,
     plain_variables,
     stacks_of,
     variables_of,
 )
 from nnx_parallel.sharding.placement import Placement, place_array
-from nnx_parallel.sharding.rules import warn_idle
+from nnx_parallel.sharding.rules import (
+    RULE_REASONS,
+    check_logical_rules,
+    warn_idle,
+)
 
 MODES = ("deterministic", "use_running_average")
 """Attributes by which modules distinguish evaluation from training."""
@@ -194,6 +199,15 @@ def abstract_model(
     for _, module in nnx.iter_modules(model):
         if isinstance(module, FollowsNames):
             module.follow_names()
+    return model
+
+
+def set_default_modes(model: nnx.Module) -> nnx.Module:
+    """Puts modules without a mode into training mode; returns the model."""
+    for _, module in nnx.iter_modules(model):
+        for name in MODES:
+            if getattr(module, name, True) is None:
+                setattr(module, name, False)
     return model
 
 
@@ -433,6 +447,9 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
     """
     run, found = layout.claims.execution, {}
     staged = run.find_staged(model, layout.mesh) if run else None
+    named = {n for _, v in variables_of(model) for n in names_of(v)}
+    flat = {axis for names in named for axis in as_tuple(names)}
+    check_logical_rules(layout.claims.rules, {*flat, *LOGICAL_AXES, *layout.mesh.shape})
     for p, v in variables_of(model):
         found[p] = (v, place_array(p, array_info(p, v), staged, layout.place))
     reasons = {placement.reason for _, placement in found.values()}
@@ -446,6 +463,10 @@ def place_model(model: nnx.Module, layout: Layout) -> dict[Path, Placement]:
         reason = place.reason
         if isinstance(variable, Constant):
             reason = f"in no Variable: {reason or 'whole'}"
+        is_by_rule = reason.startswith(RULE_REASONS)
+        if (evidence := variable.get_metadata().get("evidence")) and not is_by_rule:
+            known = "" if reason == NO_REASON else reason
+            reason = "; ".join(filter(None, (known, evidence)))
         if place.is_stacked and place.is_gathered and not is_inside(path, stacks):
             reason += "; dim 0: layers, gathered one by one where a loop scans them"
         placements[path] = replace(

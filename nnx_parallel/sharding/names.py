@@ -52,6 +52,8 @@ class ArrayInfo:
             If no dim has a name, ``names`` is ``None``.
         kind: Class of its NNX Variable: ``Param``, ``BatchStat``, ``RngKey``.
         is_param: True for a parameter (any subclass of ``nnx.Param``).
+        flops: Floating-point operations of the products with it in a forward pass, if
+            the names were derived from the loss; 0 otherwise.
         splits_layers: False if the array's layers do not run in stages of a pipeline,
             or if the stages have different numbers of layers.
     """
@@ -64,6 +66,7 @@ class ArrayInfo:
     names: tuple[MeshAxes, ...] | None = None
     kind: str = "Param"
     is_param: bool = True
+    flops: float = 0.0
     splits_layers: bool = True
 
     @property

@@ -121,6 +121,7 @@ def array_info(path: tuple[Hashable, ...], variable: nnx.Variable) -> ArrayInfo:
         names=names,
         kind=type(variable).__name__,
         is_param=isinstance(variable, nnx.Param),
+        flops=variable.get_metadata().get("flops", 0.0),
     )
 
 

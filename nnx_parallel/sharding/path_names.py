@@ -112,7 +112,9 @@ class PathNames:
 
 
 def _fits(names: Names, info: ArrayInfo) -> bool:
-    is_named = names[:1] == ("layers",) or not info.is_stacked
+    # Experts that `nnx.vmap` has made look like layers.
+    are_experts = names[:1] == ("expert",) and len(names) == len(info.shape)
+    is_named = names[:1] == ("layers",) or not info.is_stacked or are_experts
     return len(names) + (not is_named) == len(info.shape)
 
 
@@ -128,8 +130,8 @@ def _pairs(modules: str, leaves: str, *names: str) -> list[tuple[str, Names]]:
 _KERNEL, _BIAS = r"\.(kernel|w)", r"(\.bias|_bias)"
 _ATTENTION = r"\w*(attn|attention)\w*\.(\w+\.)*"
 _KEY_VALUE = r"[kv]_proj|key|value|wk|wv"
-_UP = r"gate_proj|up_proj|gate_up_proj|w1|w3|c_fc|fc1|fc_in|linear1"
-_DOWN = r"down_proj|w2|fc2|fc_out|linear2|mlp\.c_proj"
+_UP = r"gate_proj|up_proj|gate_up_proj|w1|w3|c_fc|fc1|fc_in|linear1|wi|wi_\d"
+_DOWN = r"down_proj|w2|fc2|fc_out|linear2|mlp\.c_proj|(mlp|ff|DenseReluDense)\.wo"
 _OUT = rf"o_proj|out_proj|wo|{_ATTENTION}(out|proj|c_proj)"
 
 TRANSFORMER_NAMES = PathNames(
@@ -137,6 +139,9 @@ TRANSFORMER_NAMES = PathNames(
     *_pairs(r"q_proj|query|wq|q", _BIAS, "heads head_dim", "heads"),
     *_pairs(_KEY_VALUE, _KERNEL, "embed kv_heads head_dim", "embed kv_heads"),
     *_pairs(rf"{_KEY_VALUE}|k|v", _BIAS, "kv_heads head_dim", "kv_heads"),
+    # These come first, because T5 gives both of its outputs the name `wo`.
+    *_pairs(_DOWN, rf"({_KERNEL})?", "mlp embed", "expert mlp embed"),
+    *_pairs(_DOWN, _BIAS, "embed", "expert embed"),
     *_pairs(_OUT, _KERNEL, "heads head_dim embed", "heads embed"),
     *_pairs(_OUT, _BIAS, "embed"),
     # One product computes queries, keys and values. Devices exchange its output to
@@ -151,8 +156,6 @@ TRANSFORMER_NAMES = PathNames(
     *_pairs(r"attn_vec_einsum", _KERNEL, "heads head_dim embed"),
     *_pairs(_UP, rf"({_KERNEL})?", "embed mlp", "expert embed mlp"),
     *_pairs(_UP, _BIAS, "mlp", "expert mlp"),
-    *_pairs(_DOWN, rf"({_KERNEL})?", "mlp embed", "expert mlp embed"),
-    *_pairs(_DOWN, _BIAS, "embed", "expert embed"),
     *_pairs(
         r"embedder|embed_tokens|wte|tok_embeddings|token_embed\w*",
         r"(\.\w+)*\.\w*embedding",

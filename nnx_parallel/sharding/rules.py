@@ -7,6 +7,7 @@ order.
 """
 
 import contextlib
+import difflib
 import functools
 import hashlib
 import inspect
@@ -29,7 +30,7 @@ from nnx_parallel.errors import (
     suggest,
     warn_user,
 )
-from nnx_parallel.sharding.names import ArrayInfo, DimAxes, MeshAxes
+from nnx_parallel.sharding.names import AXIS_NAMES, ArrayInfo, DimAxes, MeshAxes
 from nnx_parallel.sharding.placement import cheapest_dim
 from nnx_parallel.sharding.specs import axes_on, check_spec, dim_axes
 
@@ -42,6 +43,10 @@ class Rules(Protocol):
     def match(self, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
         """Returns the array's spec and the reason, or ``None`` to pass."""
         ...
+
+
+RULE_REASONS = ("path rule", "policy")
+"""The beginnings of the reasons that rules of the user give."""
 
 
 def check_regex(owner: str, regex: str) -> None:
@@ -428,6 +433,29 @@ def _ask(rule: Rules, info: ArrayInfo, mesh: Mesh) -> tuple[P, str] | None:
 def logical_items(rules: tuple[Rules, ...]) -> list[tuple[str, MeshAxes]]:
     """Returns all names and mesh axes in the `LogicalRules` among ``rules``."""
     return [item for r in rules if isinstance(r, LogicalRules) for item in r.items]
+
+
+def check_logical_rules(rules: tuple[Rules, ...], known: Iterable[str]) -> None:
+    """Refuses, or warns about, `LogicalRules` for names that no dim has.
+
+    Args:
+        rules: The rules of a strategy.
+        known: The names of the model's dims, and all other names that dims can have.
+
+    Raises:
+        UnknownAxisError: If a name is the misspelling of a known one.
+    """
+    known = {*known, *AXIS_NAMES, *(n for names in AXIS_NAMES.values() for n in names)}
+    for name, axes in logical_items(rules):
+        if name in known:
+            continue
+        text = f"LogicalRules({{{name!r}: {axes!r}}}): no parameter has a dim named so."
+        if nearest := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75):
+            raise UnknownAxisError(f"{text} Did you mean {nearest[0]!r}?")
+        warn_user(
+            f"{text} The rule has an effect only where constrain names a dim so.",
+            ParallelWarning,
+        )
 
 
 def hash_code(function: Callable) -> str:

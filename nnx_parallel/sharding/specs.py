@@ -1,6 +1,7 @@
 """Functions that compute with partition specs and mesh axes, and check them."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import Mesh
@@ -145,8 +146,21 @@ def dividing_prefix(
     return tuple(axes[:count])
 
 
-def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) -> None:
+def check_spec(
+    path: str,
+    shape: Sequence[int],
+    spec: P | Sequence,
+    mesh: Mesh,
+    names: Sequence[MeshAxes] = (),
+) -> None:
     """Checks that a spec fits an array and a mesh.
+
+    Args:
+        path: The path of the array.
+        shape: Its global shape.
+        spec: The spec.
+        mesh: The mesh.
+        names: The names of the dims that the spec follows from, if there are any.
 
     Raises:
         SpecRankError: If the spec is longer than the array's rank.
@@ -171,16 +185,20 @@ def check_spec(path: str, shape: Sequence[int], spec: P | Sequence, mesh: Mesh) 
                 "An axis can split only one dim of an array; map the other dims to "
                 "None."
             )
-    for dim, (size, names) in enumerate(zip(shape, axes, strict=True)):
-        parts = math.prod(mesh.shape[a] for a in names)
+    for dim, (size, split) in enumerate(zip(shape, axes, strict=True)):
+        parts = math.prod(mesh.shape[a] for a in split)
         if size % parts:
-            who = f"axis {names[0]!r}" if len(names) == 1 else f"axes {names}"
+            who = f"axis {split[0]!r}" if len(split) == 1 else f"axes {split}"
             divisors = [d for d in range(1, parts + 1) if size % d == 0]
+            free = to_spec([() if d == dim else a for d, a in enumerate(axes)])
+            rule = f"PathRules((r'^{re.escape(path)}$', {free}))"
+            if names and isinstance(names[dim], str):
+                rule = f"LogicalRules({{{names[dim]!r}: None}})"
             raise IndivisibleDimError(
                 f"{start} {to_spec(axes)}: mesh {who} of size {parts} does not divide "
                 f"dim {dim} of size {size}. Pad the dim to "
                 f"{math.ceil(size / parts) * parts}, use an axis size among "
-                f"{divisors}, or map the dim to None to replicate it."
+                f"{divisors}, or keep the dim whole: rules=({rule},)."
             )
 
 

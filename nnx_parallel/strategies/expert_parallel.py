@@ -11,6 +11,7 @@ from nnx_parallel.errors import ExpertsError, suggests_names
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import names_of, variables_of
 from nnx_parallel.sharding.rules import Rules
 from nnx_parallel.strategies.base import Strategy
 
@@ -18,12 +19,16 @@ from nnx_parallel.strategies.base import Strategy
 @suggests_names
 @dataclass(frozen=True, repr=False)
 class ExpertParallel(Strategy):
-    """Expert parallelism: the axis ``expert`` splits the experts of each `MoE` [1].
+    """Expert parallelism: the axis ``expert`` splits experts [1].
 
     A device keeps ``1 / size`` of the experts and of their optimizer state. Outside of
     the experts the axis splits the batch, as `DataParallel` does. With `FSDP` the axis
     also splits the state of all other parameters, and FSDP splits the state of each
     expert. No token is dropped, and the numbers are the same as on one device.
+
+    In an `MoE`, devices exchange the tokens as ``exchange`` selects. Any other mixture
+    needs experts in a dim that is named ``expert``, for example by ``names="auto"``.
+    The dim is split, and the partitioner chooses the transfers.
 
     Attributes:
         size: Number of parts, which must divide the number of experts; ``None`` uses
@@ -87,12 +92,18 @@ class ExpertParallel(Strategy):
             for path, module in nnx.iter_modules(model)
             if isinstance(module, MoE)
         }
+        for path, variable in variables_of(model):
+            if "expert" in (names := names_of(variable)):
+                dim = names.index("expert")
+                found[dotted(path)] = variable.get_value().shape[dim]
         if not found:
             raise ExpertsError(
                 f"{type(model).__name__} has no experts: ExpertParallel splits the "
-                "experts of nnx_parallel.layers.MoE, and without experts its axis only "
-                f"splits the batch. Take DataParallel({size}) or FSDP({size}) instead; "
-                "or give the model experts, as GPTConfig(experts=Experts(...)) does."
+                "experts of nnx_parallel.layers.MoE, and dims that are named 'expert'. "
+                "Without them its axis only splits the batch. Take "
+                f"DataParallel({size}) or FSDP({size}) instead; or name the dim of "
+                "experts: names='auto', or PathNames((r'up$', ('expert', 'embed', "
+                "'mlp')))."
             )
         for path, count in found.items():
             if count % size:

@@ -279,8 +279,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "precision": (Precision, "a Precision, such as Precision.mixed_bfloat16()"),
     "names": (
         PathNames,
-        "a PathNames, such as TRANSFORMER_NAMES, or pairs of a regex and the names of "
-        r"the dims: PathNames((r'up\.kernel', ('embed', 'mlp')))",
+        "'auto' (with sample=batch), or a PathNames, such as TRANSFORMER_NAMES, or "
+        r"pairs of a regex and the names of the dims: PathNames((r'up\.kernel', "
+        "('embed', 'mlp')))",
     ),
     "checkpoint": ((str, os.PathLike, Checkpoint), "a directory, or a Checkpoint"),
     "evaluation": (Evaluation, "an Evaluation, such as Evaluation(params='ema')"),
@@ -339,7 +340,8 @@ def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
             mesh are given.
     """
     _check_model(model)
-    _check_kinds(arguments, _KINDS)
+    is_auto = _is_auto(arguments["names"], arguments["sample"])
+    _check_kinds({**arguments, **({"names": None} if is_auto else {})}, _KINDS)
     for name, elements in _LISTS.items():
         _check_list(name, arguments[name], elements)
     backend = arguments["backend"]
@@ -350,6 +352,20 @@ def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
         )
     least = ", which logs every step; loggers=() logs nothing"
     check_count("log_every", arguments["log_every"], 1, least)
+
+
+def _is_auto(names: Any, sample: Any) -> bool:
+    """True for ``names="auto"``, which needs a sample; nothing else reads one."""
+    is_auto = isinstance(names, str) and names == "auto"
+    if is_auto and sample is None:
+        raise ValueError(
+            "names='auto' derives names from the program of the loss, which needs the "
+            "shapes of a batch: pass sample=, a batch as fit takes it or its shapes, "
+            "such as {'tokens': jax.ShapeDtypeStruct((8, 1025), 'int32')}."
+        )
+    if sample is not None and not is_auto:
+        raise ValueError("sample= is only read with names='auto'. Leave it out.")
+    return is_auto
 
 
 def _check_kinds(

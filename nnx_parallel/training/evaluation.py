@@ -318,7 +318,7 @@ class Programs:
         plan, count = self.plan, self.options.num_microbatches
 
         def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
-            output = call_loss(plan, known.function, model, batch, key)
+            output = call_loss(plan.precision, known.function, model, batch, key)
             if not is_loss:
                 _check_rows(output, count_rows(batch))
                 return output
@@ -624,7 +624,7 @@ def training_in(
 
     def watch(model: nnx.Module, batch: Batch, key: jax.Array) -> None:
         given = arrays_of(model)  # compared by identity: the loss assigns new arrays
-        call_loss(plan, loss, model, batch, key)
+        call_loss(plan.precision, loss, model, batch, key)
         after = arrays_of(model)
         changed.extend(
             dotted(path) for path in watched if after.get(path) is not given[path]

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.metrics import Mean
-from nnx_parallel.programs import Fold, TracedFunction, carried_by_scan
+from nnx_parallel.programs import (
+    ELEMENTWISE,
+    Fold,
+    TracedFunction,
+    carried_by_scan,
+)
 
 Kind = Literal["constant", "row", "sum", "joint", "unknown"]
 Degrees = frozenset[float | None]
@@ -476,6 +481,9 @@ def _pool(call: _Call) -> RowValue:
 _RULES: dict[str, Callable[[_Call], RowValue | list[RowValue]]] = {
     name: rule
     for rule, names in {
+        # Other rules replace this one for some of the primitives.
+        _bend: f"{' '.join(sorted(ELEMENTWISE))} random_bits random_seed random_wrap "
+        "random_unwrap random_fold_in random_split random_clone threefry2x32",
         _linear: "neg convert_element_type copy copy_p real imag reduce_precision name "
         "pcast pvary optimization_barrier sharding_constraint mesh_cast "
         "layout_constraint reshard stop_gradient",
@@ -485,12 +493,6 @@ _RULES: dict[str, Callable[[_Call], RowValue | list[RowValue]]] = {
         _raise_to: "sqrt rsqrt square integer_pow",
         _limit: "max min clamp",
         _select: "select_n",
-        _bend: f"{_COMPARISONS} exp exp2 log log1p expm1 tanh sin cos tan asin acos "
-        "atan sinh cosh asinh acosh atanh atan2 logistic erf erfc erf_inv lgamma "
-        "digamma cbrt pow rem floor ceil round abs nextafter bitcast_convert_type "
-        "shift_left shift_right_logical shift_right_arithmetic population_count clz "
-        "random_bits random_seed random_wrap random_unwrap random_fold_in "
-        "random_split random_clone threefry2x32",
         _reduce: "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or "
         "reduce_xor argmax argmin",
         _move: "reshape squeeze expand_dims transpose broadcast_in_dim slice rev pad "

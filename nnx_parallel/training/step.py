@@ -45,7 +45,7 @@ from nnx_parallel.optimizers.steps import (
     optimize,
     where,
 )
-from nnx_parallel.precision import cast_floating, sum_dtype
+from nnx_parallel.precision import Precision, cast_floating, sum_dtype
 from nnx_parallel.programs import TracedFunction, is_call, reached, trace, variables_in
 from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
@@ -257,10 +257,10 @@ def _compute(
 
 
 def call_loss(
-    plan: StatePlan, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
+    precision: Precision, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
 ) -> LossOutput:
     """Calls a loss by its signature, with floating-point inputs in the right dtype."""
-    batch = unmarked(cast_floating(batch, plan.precision.inputs))
+    batch = unmarked(cast_floating(batch, precision.inputs))
     # The key depends on the step and the microbatch but never on a device, so that the
     # numbers do not depend on the strategy.
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
@@ -384,7 +384,9 @@ def _forward(
             model = plan.merge(params, variables, training=True, cast_stacked=False)
             given = arrays_of(model)  # compared by identity: assigned arrays are new
             plain = plain_attributes(model)
-            mean, metrics = split_loss_output(call_loss(plan, loss, model, batch, key))
+            mean, metrics = split_loss_output(
+                call_loss(plan.precision, loss, model, batch, key)
+            )
             if always_counts is not None:
                 always_counts.append(mean.counts is True)
             after = arrays_of(model)

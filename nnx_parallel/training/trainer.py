@@ -41,6 +41,7 @@ from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop
+from nnx_parallel.training.naming import name_by_loss
 from nnx_parallel.training.players import Players, by_player
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
@@ -97,7 +98,11 @@ class Trainer:
             must have.
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
-        names: Names of the model's dims by path, for a model that has no names.
+        names: Names of the model's dims, for a model that has no names. ``"auto"``
+            derives them from the program of the loss; a `PathNames` gives them by path.
+            Names in the model and rules of the strategy come first.
+        sample: For ``names="auto"``: a batch as `fit` takes it, or its shapes
+            (``jax.ShapeDtypeStruct``). The values are not used.
         precision: The dtypes of parameters, computation and gradients.
         remat: The values that a `Stack` keeps for the backward pass, unless the model
             chooses them itself.
@@ -147,7 +152,8 @@ class Trainer:
         global_batch_size: int | None = None,
         seed: int = 0,
         wrt: Any = nnx.Param,
-        names: PathNames | None = None,
+        names: PathNames | Literal["auto"] | None = None,
+        sample: Batch | None = None,
         precision: Precision | None = None,
         remat: Remat = "none",
         ema_decay: float | None = None,
@@ -182,7 +188,10 @@ class Trainer:
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
         with raising_interrupts(), building_on(layout):
-            shapes = abstract_model(source, nnx.Rngs(seed), names)
+            given = {"losses": losses, "sample": sample, "precision": precision}
+            derive = partial(name_by_loss, layout=layout, **given)
+            naming = derive if names == "auto" else names
+            shapes = abstract_model(source, nnx.Rngs(seed), naming)
             strategy.check(shapes, layout.mesh)
             kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)

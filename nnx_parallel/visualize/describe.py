@@ -27,7 +27,7 @@ from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.optimizer import as_transformation, optimizer_specs, owner_of
 from nnx_parallel.sharding.placement import Placement, axes_of
-from nnx_parallel.sharding.rules import FSDPRules
+from nnx_parallel.sharding.rules import RULE_REASONS, FSDPRules
 from nnx_parallel.sharding.specs import is_spec
 
 
@@ -237,7 +237,7 @@ class Description:
             arrays = [row[:2] for row in self.rows]
             idle = idle_parts(self.layout, arrays)
             lines += [f"no effect: {finding}" for finding, _ in idle]
-            lines += _mostly_whole(self.layout, arrays)
+            lines += [" ".join(x) for x in _left_whole(self.layout, arrays)]
             lines += self.notes
             lines += _largest(
                 [(i.path, i.shape, size, p.reason) for i, p, size, _ in self.replicated]
@@ -359,45 +359,54 @@ def idle_parts(
 
 
 _NAME_THEM = (
-    "Name the dims by path: Trainer(..., names=TRANSFORMER_NAMES), or "
-    "names=PathNames(...) where these do not fit the model."
+    "Derive names, Trainer(..., names='auto', sample=batch); or name the dims by path: "
+    "names=TRANSFORMER_NAMES, or names=PathNames(...) where these do not fit the model."
 )
+_LEAST_SHARE = 0.05
 
 
-def _mostly_whole(
+def _left_whole(
     layout: Layout, arrays: Sequence[tuple[ArrayInfo, Placement]]
-) -> Iterator[str]:
-    """Yields a note if most matrices lack names that tensor parallelism can split."""
+) -> Iterator[tuple[str, str]]:
+    """Yields matrices that tensor parallelism does not split, with the remedy.
+
+    A share of less than 5 % is left out.
+    """
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
     # Adapters and lookup tables are left out, because replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
     kernels = [(i, p) for i, p in kernels if not i.path.endswith("embedding")]
+    flops = sum(i.flops for i, _ in kernels)
     for part in layout.claims.parts or (layout.claims,):
         axes = {a for a in part.axis_sizes if layout.mesh.shape[a] > 1}
         if not axes or "mlp" not in part.logical:
             continue
         # For an array that has a name but is not split, the table gives the reason.
         bare = [(i, p) for i, p in kernels if {*part.logical}.isdisjoint(i.names or ())]
-        bare = [(i, p) for i, p in bare if not p.reason.startswith("path rule")]
+        bare = [(i, p) for i, p in bare if not p.reason.startswith(RULE_REASONS)]
         whole = [i for i, p in bare if axes.isdisjoint(axes_of(p.used))]
-        share = sum(i.size for i in whole) / max(1, sum(i.size for i, _ in kernels))
-        if 0.5 < share < 1:  # `idle_parts` reports a share of 1
+        total = flops or sum(i.size for i, _ in kernels)
+        share = sum(i.flops if flops else i.size for i in whole) / max(1, total)
+        if _LEAST_SHARE < share < 1:  # `idle_parts` reports a share of 1
+            whole.sort(key=lambda i: -i.size)
+            shown = ", ".join(f"`{i.path}`" for i in whole[:3])
             yield (
                 f"{part.owner} does not split {len(whole)} of {len(kernels)} matrices "
-                f"({share:.0%} of all elements), such as `{whole[0].path}`, because no "
-                f"dim has one of its names: {', '.join(map(repr, part.logical))}. "
-                f"{_NAME_THEM}"
+                f"({share:.0%} of all {'FLOPs' if flops else 'elements'}), such as "
+                f"{shown}, because no dim has one of its names: "
+                f"{', '.join(map(repr, part.logical))}.",
+                "describe() gives the reasons." if flops else _NAME_THEM,
             )
 
 
 def warn_idle_parts(
     model: nnx.Module, layout: Layout, placements: dict[Path, Placement]
 ) -> None:
-    """Warns if a strategy splits no array of a model, or a model's mesh is ignored."""
+    """Warns of matrices that a strategy does not split, or of an ignored mesh."""
     _warn_of_one_device(layout)
     found = variables_of(model)
     arrays = [(array_info(path, v), placements[path]) for path, v in found]
-    for finding, remedy in idle_parts(layout, arrays):
+    for finding, remedy in (*idle_parts(layout, arrays), *_left_whole(layout, arrays)):
         warn_user(f"{finding} {remedy}", ParallelWarning)
     shardings = (v.get_metadata().get("out_sharding") for _, v in variables_of(model))
     if given := [x for x in shardings if isinstance(x, NamedSharding)]:
