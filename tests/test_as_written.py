@@ -1,4 +1,4 @@
-"""Models and losses in the forms in which users of Flax write them."""
+"""Models and losses in the forms that users of Flax write."""
 
 import functools
 import re

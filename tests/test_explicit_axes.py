@@ -41,8 +41,8 @@ STRATEGIES = {"data": DataParallel(), "fsdp": FSDP(min_size=0), "tp x fsdp": FSD
 class Language(nnx.Module):
     """A model for Explicit axes ``fsdp`` and ``tp``, as in Bonsai.
 
-    Each form of a spec occurs: in initializers, metadata, products, lookups, reshapes,
-    ``reshard``, ``auto_axes``; in a scan, a checkpoint and a ``vmap``.
+    Every form of a spec occurs: in initializers, metadata, products, lookups, reshapes,
+    ``reshard`` and ``auto_axes``, and inside a scan, a checkpoint and a ``vmap``.
     """
 
     def __init__(self, rngs: nnx.Rngs) -> None:
@@ -256,7 +256,7 @@ SPLIT, OWN = P("fsdp", "tp"), P("rows", "cols")
 
 
 class Product(nnx.Module):
-    """A product whose weight and output have the given spec, or a sharding with it."""
+    """A linear map; its weight and output have the given spec, or a sharding of it."""
 
     def __init__(self, rngs: nnx.Rngs, spec: Any = SPLIT) -> None:
         init = nnx.initializers.lecun_normal()

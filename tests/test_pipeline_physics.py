@@ -379,6 +379,6 @@ for step in (ours, gpipe):
 
 @pytest.mark.slow
 def test_tpu_memory_is_quarter_of_autodiff_gpipe():
-    """32 layers of 4096 and 16,384, with 32 microbatches of 8 rows of 2048 tokens."""
+    """32 layers are 4096 and 16,384 wide; 32 microbatches have 8 rows of 2048."""
     ours, peer = numbers_from(PIPELINED_STEPS)
     assert ours <= peer / 4

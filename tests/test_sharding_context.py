@@ -100,7 +100,7 @@ def test_bare_spec_of_unknown_axis_raises() -> None:
 
 
 class Sharding(Placing):
-    """Places its output by a sharding of the mesh that it finds."""
+    """Constrains its output to a sharding on the mesh of its context."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()

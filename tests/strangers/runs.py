@@ -1,4 +1,4 @@
-"""Runs of these models: by plain NNX, under strategies, and restored elsewhere."""
+"""Runs of these models in plain NNX, under strategies, and restored elsewhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from tests.strangers.cases import make_batches
 from tests.strangers.public.case import Public
 
 TX = optax.sgd(0.02, momentum=0.9)
-STRATEGIES: dict[str, tuple[Strategy, int]] = {  # and how many devices
+STRATEGIES: dict[str, tuple[Strategy, int]] = {  # each with its number of devices
     "data parallel": (DataParallel(), 4),
     "FSDP": (FSDP(min_size=0), 4),
     "tensor x FSDP": (Composite(TensorParallel(2), FSDP(min_size=0)), 4),
@@ -33,7 +33,7 @@ ELSEWHERE: tuple[Strategy, int] = FSDP(min_size=0), 2
 
 @dataclass(frozen=True)
 class Run:
-    """What a run leaves behind.
+    """The results of a run.
 
     Attributes:
         losses: The loss of each step.
@@ -45,7 +45,7 @@ class Run:
 
 
 def plain(case: Any, tx: Any = TX) -> Run:
-    """A run by `nnx.jit` and `nnx.Optimizer` on one device."""
+    """Trains with `nnx.jit` and `nnx.Optimizer` on one device."""
     model: Any = case.build(rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=case.wrt)
 
@@ -82,14 +82,14 @@ def make_trainer(case: Public, strategy: Strategy, count: int, where: Any) -> Tr
 
 
 def trained(case: Public, name: str, where: Any = None) -> tuple[Run, Arrays]:
-    """A run under a strategy, which saves its end; and all arrays of its state."""
+    """Trains under a strategy and saves the end; also returns the state's arrays."""
     trainer, batches = make_trainer(case, *STRATEGIES[name], where), make_batches()
     losses = trainer.fit(batches, len(batches))["loss"]
     return Run([*losses], variables(trainer.model)), state_of(trainer)
 
 
 def restored(case: Public, where: Any) -> Arrays:
-    """All arrays of a saved run's state, read on another mesh."""
+    """Returns all arrays of a saved run's state, restored on another mesh."""
     return state_of(make_trainer(case, *ELSEWHERE, where))
 
 
@@ -104,16 +104,16 @@ def same_bits(found: Arrays, expected: Arrays) -> bool:
 
 
 def loss_difference(found: Run, expected: Run) -> float:
-    """The largest difference of a step's losses, relative to the loss."""
+    """The largest difference between the steps' losses, relative to the loss."""
     pairs = zip(found.losses, expected.losses, strict=True)
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
 def array_differences(found: Run, expected: Run) -> dict[str, float]:
-    """The largest difference in each array, relative to its largest entry or to 0.1.
+    """The largest difference in each array, relative to its largest entry or 0.1.
 
     Raises:
-        AssertionError: If the runs have other arrays.
+        AssertionError: If the runs do not have the same arrays.
     """
     assert found.arrays.keys() == expected.arrays.keys()
     return {

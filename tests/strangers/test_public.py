@@ -1,8 +1,9 @@
-"""Public models train unchanged to the numbers of plain `nnx.jit`.
+"""Unchanged public models train to the same numbers as with plain `nnx.jit`.
 
-`make test` has small ones, `make test-deep` trains all under FSDP and restores them on
-another mesh, and the product with the other strategies is marked ``slow``. A case that
-waits for a feature is expected to fail: once it passes, its `waits` goes.
+`make test` runs small models. `make test-deep` trains all models under FSDP, and
+restores them on another mesh. The product with the other strategies is marked ``slow``.
+A case with a missing feature (`waits`) is expected to fail. If it passes, its `waits`
+must be removed.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tests.strangers.public.cases import PUBLIC
 LIMIT = 2e-6
 QUICK = {("flax counter", "FSDP"), ("flax surgery", "FSDP")}
 
-# Flax and this library give their authors advice, which others need not follow.
+# Flax and this library warn about the authors' idioms, which these tests allow.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

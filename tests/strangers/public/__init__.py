@@ -1,5 +1,5 @@
-"""Models of public repositories, in the structure and idioms of their authors.
+"""Models in the structure and idioms of public repositories.
 
-Each is a few lines in our words: the sizes are tiny, and how it names its parts, keeps
-state, draws numbers and returns its loss is as in the file that its `Public` names.
+Each model is a short rewrite with tiny sizes. It names its parts, keeps state, draws
+random numbers and returns its loss as in the file that its `Public` names.
 """

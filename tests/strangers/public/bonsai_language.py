@@ -1,4 +1,4 @@
-"""Bonsai's language models (github.com/jax-ml/bonsai), much smaller."""
+"""Models like Bonsai's language models (github.com/jax-ml/bonsai), but much smaller."""
 
 import copy
 import math
@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec
 
 from tests.strangers.public.case import Public, attend, cross_entropy, heads
 
-# Gemma 3 and Qwen3: a cache of modules that a function makes, metadata from a config
+# Gemma 3 and Qwen3: a function makes a cache of modules; metadata comes from a config.
 
 
 @dataclass(slots=True, frozen=True)
 class ShardConfig:
-    """Where parameters and activations lie; nothing by default."""
+    """Specs of parameters and activations; all are None by default."""
 
     attn_kernel: PartitionSpec | None = None
     activation: PartitionSpec | None = None
@@ -30,7 +30,7 @@ class ShardConfig:
 
 
 class AttentionMode(Enum):
-    """How far a layer looks."""
+    """Whether a layer's attention is global or local."""
 
     FULL = "full_attention"
     SLIDE = "sliding_attention"
@@ -38,7 +38,7 @@ class AttentionMode(Enum):
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Sizes; the layers' kinds are a list."""
+    """Sizes, and a list with the kind of each layer."""
 
     vocab_size: int = 64
     hidden_size: int = 16
@@ -52,7 +52,7 @@ class TextConfig:
 
 
 class LayerCache(nnx.Module):
-    """Keys and values of earlier tokens, and where the next go."""
+    """Keys and values of earlier tokens, and the position of the next ones."""
 
     def __init__(self, cfg: TextConfig, rows: int, size: int) -> None:
         shape = (rows, size, cfg.num_kv_heads, cfg.head_dim)
@@ -78,7 +78,7 @@ def rotated(x, positions):
 
 
 class CachedAttention(nnx.Module):
-    """Writes its keys and values into a cache that it gets; sizes by properties."""
+    """Writes keys and values into a given cache; its sizes are properties."""
 
     def __init__(self, cfg: TextConfig, *, rngs: nnx.Rngs) -> None:
         self.shd_cfg = cfg.shd_cfg
@@ -132,7 +132,7 @@ class CachedAttention(nnx.Module):
 
 
 class CachedLayer(nnx.Module):
-    """A layer; the config is an attribute."""
+    """A layer that stores its config as an attribute."""
 
     def __init__(self, cfg: TextConfig, layer_idx: int, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class CachedLayer(nnx.Module):
 
 
 class Qwen3(nnx.Module):
-    """A lookup by `at[...].get`, a head that is an `nnx.Einsum`."""
+    """Looks embeddings up with `at[...].get`; the head is an `nnx.Einsum`."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.config = cfg = TextConfig()
@@ -181,7 +181,7 @@ def cached_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class Gemma3(nnx.Module):
-    """Image tokens are merged into the text, row by row, by `jax.vmap`."""
+    """Merges image tokens into the text, row by row, with `jax.vmap`."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.config = cfg = TextConfig()
@@ -228,11 +228,11 @@ def multimodal_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, tokens[:, 1:])
 
 
-# Qwen3-VL: lists of mergers beside the blocks, their outputs added to early layers
+# Qwen3-VL: lists of mergers, whose outputs are added to early layers.
 
 
 class Qwen3VL(nnx.Module):
-    """Features of several depths of the image's blocks enter the text's layers."""
+    """Features from several depths of the image blocks enter the text layers."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.config = cfg = TextConfig()
@@ -286,11 +286,11 @@ def deepstack_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, tokens[:, 1:])
 
 
-# LLaDA: a key that the calls return, a bias that is data, a subclass of `nnx.Embed`
+# LLaDA: calls return a key, a bias is stored as data, `nnx.Embed` has a subclass.
 
 
 class ShardedLinear(nnx.Module):
-    """A raw parameter; without a bias it keeps zeros as data."""
+    """A raw parameter; without a bias, zeros are stored as data."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs) -> None:
         init = jax.nn.initializers.lecun_normal()
@@ -305,7 +305,7 @@ class ShardedLinear(nnx.Module):
 
 
 class ShardedEmbedding(nnx.Embed):
-    """Flax's, with another lookup."""
+    """Flax's embedding with another lookup."""
 
     def __call__(self, inputs: Any, out_sharding: Any = None) -> Any:
         (embedding,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype)
@@ -313,7 +313,7 @@ class ShardedEmbedding(nnx.Embed):
 
 
 class LladaBlock(nnx.Module):
-    """Dropouts that get a key; the block returns the next key."""
+    """Dropouts take a key, and the block returns the next key."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.attn_norm = nnx.RMSNorm(dim, rngs=rngs)
@@ -365,13 +365,13 @@ def masked_loss(model: Any, batch: Any) -> jax.Array:
     return (losses * is_masked).sum() / is_masked.sum()
 
 
-# Mamba 2: a cache in a registered dataclass, chunks, the loss among the outputs
+# Mamba 2: a cache in a registered dataclass, chunks, the loss among the outputs.
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass
 class MambaCache:
-    """States of all layers."""
+    """Cached states of all layers."""
 
     ssm_states: list
     conv_states: list
@@ -391,7 +391,7 @@ def segsum(x):
 
 
 class DepthwiseConv1d(nnx.Module):
-    """A causal convolution that returns its last inputs."""
+    """A causal convolution that also returns its last inputs."""
 
     def __init__(self, features: int, *, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(
@@ -410,7 +410,7 @@ class DepthwiseConv1d(nnx.Module):
 
 
 class Mamba2Mixer(nnx.Module):
-    """State space duality in chunks; activations from a dict of functions."""
+    """State space duality in chunks; activations come from a dict of functions."""
 
     def __init__(self, dim: int, layer_idx: int, *, rngs: nnx.Rngs) -> None:
         self.layer_idx, self.inner, self.state, self.chunk = layer_idx, 2 * dim, 4, 4
@@ -456,7 +456,7 @@ class Mamba2Mixer(nnx.Module):
 
 
 class Mamba2(nnx.Module):
-    """The outputs are a dict, with the loss if labels are given."""
+    """Returns a dict, which has the loss if labels are given."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embedder = nnx.Embed(64, 16, rngs=rngs)
@@ -481,12 +481,12 @@ def returned_loss(model: Any, batch: Any) -> jax.Array:
     return model(tokens, labels=tokens)["loss"]
 
 
-# UMT5: a mutable config that is copied, layers in a list by their part, tuples
+# UMT5: a mutable config that is copied, lists of sublayers, outputs in tuples.
 
 
 @dataclass
 class T5Config:
-    """Sizes; the decoder's is a changed copy."""
+    """Sizes; the decoder's config is a modified copy."""
 
     d_model: int = 16
     num_layers: int = 2
@@ -496,7 +496,7 @@ class T5Config:
 
 
 class T5Attention(nnx.Module):
-    """A table of biases, computed again in every layer."""
+    """Attention with a table of biases, which every layer computes again."""
 
     def __init__(
         self, config: T5Config, *, has_relative_attention_bias=False, rngs: nnx.Rngs
@@ -532,7 +532,7 @@ class T5Attention(nnx.Module):
 
 
 class T5Part(nnx.Module):
-    """A residual part: an attention or an MLP after a norm that is written again."""
+    """A residual sublayer: a custom norm, then attention or an MLP."""
 
     def __init__(self, config: T5Config, part: Any, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -546,7 +546,7 @@ class T5Part(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Two parts or three, by their place in a list; it returns a tuple."""
+    """Two or three sublayers in a list, found by index; it returns a tuple."""
 
     def __init__(self, config: T5Config, layer_idx: int, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -573,7 +573,7 @@ class T5Block(nnx.Module):
 
 
 class T5Stack(nnx.Module):
-    """An encoder or a decoder, by its config."""
+    """An encoder or a decoder, depending on the config."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -593,7 +593,7 @@ class T5Stack(nnx.Module):
 
 
 class UMT5(nnx.Module):
-    """Both stacks, and a head that the caller uses."""
+    """An encoder, a decoder, and a head that the caller applies."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -614,11 +614,11 @@ def umt5_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(model.lm_head(hidden), batch["tokens"][:, 1:])
 
 
-# Whisper: convolutions before the encoder, flags in the call, no call of the model
+# Whisper: convolutions before the encoder, flags in calls, a model without a call.
 
 
 class WhisperLayer(nnx.Module):
-    """Flax's attention, told in the call not to decode; a function as attribute."""
+    """Flax's attention with `decode=False` in the call; a function as an attribute."""
 
     def __init__(self, dim: int, *, cross: bool, rngs: nnx.Rngs) -> None:
         options: Any = {"num_heads": 2, "in_features": dim, "dropout_rate": 0.0}
@@ -640,7 +640,7 @@ class WhisperLayer(nnx.Module):
 
 
 class Whisper(nnx.Module):
-    """Two modules; training calls them one after the other."""
+    """An encoder and a decoder, which training calls one after the other."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.conv1 = nnx.Conv(3, 16, kernel_size=3, strides=1, padding=1, rngs=rngs)

@@ -1,4 +1,4 @@
-"""Bonsai's models of images and videos (github.com/jax-ml/bonsai), much smaller."""
+"""Models like Bonsai's for images and videos (github.com/jax-ml/bonsai), smaller."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from flax import nnx
 from tests.strangers.public.case import Public, attend, cross_entropy, heads
 from tests.strangers.vision import classification_loss
 
-# ConvNeXt: a key passed through the calls, rates from NumPy, depthwise convolutions
+# ConvNeXt: calls pass a key on, rates come from NumPy, convolutions are depthwise.
 
 
 def drop_path(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def drop_path(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
 
 
 class ConvNeXtBlock(nnx.Module):
-    """A parameter or `None`, by a number of the config."""
+    """Has a parameter or `None`, depending on a number in the config."""
 
     def __init__(self, dim: int, rate: float, scale: float, *, rngs: nnx.Rngs) -> None:
         self.dwconv = nnx.Conv(dim, dim, (3, 3), feature_group_count=dim, rngs=rngs)
@@ -41,7 +41,7 @@ class ConvNeXtBlock(nnx.Module):
 
 
 class ConvNeXt(nnx.Module):
-    """Stages; the rate of each block is an entry of a NumPy array."""
+    """Stages of blocks; each block's rate is an entry of a NumPy array."""
 
     def __init__(self, rngs: nnx.Rngs, dims: tuple[int, ...] = (8, 16)) -> None:
         self.embedding_layer = nnx.Sequential(
@@ -74,11 +74,11 @@ def convnext_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, batch["label"])
 
 
-# DenseNet: statistics that are not updated, lists that are walked by index
+# DenseNet: statistics that are not updated, lists that are indexed in a loop.
 
 
 class DenseBlock(nnx.Module):
-    """Norms and convolutions in two lists; the input of each grows."""
+    """Norms and convolutions in two lists; the input grows with each."""
 
     def __init__(self, count: int, width: int, growth: int, *, rngs: nnx.Rngs) -> None:
         self.bn_layers, self.conv_layers = nnx.List(), nnx.List()
@@ -99,7 +99,7 @@ class DenseBlock(nnx.Module):
 
 
 class DenseNet(nnx.Module):
-    """Pools by `partial` and by a lambda."""
+    """Pools with a `partial` and with a lambda."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.init_conv = nnx.Conv(1, 8, (3, 3), use_bias=False, rngs=rngs)
@@ -115,11 +115,11 @@ class DenseNet(nnx.Module):
         return self.linear(self.global_average_pool(nnx.relu(self.final_bn(x))))
 
 
-# DINOv3: registers, a module without arrays, a layer without a bias, a dict as output
+# DINOv3: registers, a module without arrays, a layer without a bias, a dict output.
 
 
 class RopePositions(nnx.Module):
-    """Angles of a grid of patches; it has no array."""
+    """Angles for a grid of patches; the module has no arrays."""
 
     def __init__(self, head_dim: int) -> None:
         self.head_dim = head_dim
@@ -133,7 +133,7 @@ class RopePositions(nnx.Module):
 
 
 class DinoLayer(nnx.Module):
-    """Only the patches are rotated; keys have no bias."""
+    """Rotates only the patches; keys have no bias."""
 
     def __init__(self, dim: int, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = (nnx.LayerNorm(dim, rngs=rngs) for _ in range(2))
@@ -162,7 +162,7 @@ class DinoLayer(nnx.Module):
 
 
 class Dino(nnx.Module):
-    """Class and register tokens before the patches."""
+    """Puts class and register tokens before the patches."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -190,11 +190,11 @@ def distillation_loss(model: Any, batch: Any) -> jax.Array:
     return optax.softmax_cross_entropy(student["pooler_output"], target).mean()
 
 
-# EfficientNet: parts that are `None`, modes and streams by the call
+# EfficientNet: optional parts, modes and random streams passed in the call.
 
 
 class MBConv(nnx.Module):
-    """Expand if the ratio says so, squeeze and excite, project."""
+    """Expands if the ratio requires it, squeezes and excites, and projects."""
 
     def __init__(self, width: int, ratio: int, *, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class MBConv(nnx.Module):
 
 
 class EfficientNet(nnx.Module):
-    """A classifier; its dropout gets the streams in the call."""
+    """A classifier whose dropout gets random streams in the call."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.stem_conv = nnx.Conv(1, 8, (3, 3), strides=(2, 2), padding=1, rngs=rngs)
@@ -246,11 +246,11 @@ def efficientnet_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, batch["label"])
 
 
-# ResNet: a module that its parent makes, the same function in several attributes
+# ResNet: a module made by its parent, one function in several attributes.
 
 
 class Bottleneck(nnx.Module):
-    """A shortcut is passed in, or `None`."""
+    """Gets its shortcut, or `None`, as an argument."""
 
     def __init__(
         self, width: int, out: int, stride: int, downsample=None, *, rngs: nnx.Rngs
@@ -271,7 +271,7 @@ class Bottleneck(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """Groups as attributes with numbers, a pool that is a `partial` of a lambda."""
+    """Groups in numbered attributes; a pool that is a `partial` of a lambda."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.conv = nnx.Conv(1, 16, (3, 3), use_bias=False, rngs=rngs)
@@ -285,11 +285,11 @@ class ResNet(nnx.Module):
         return self.fc(self.pool(self.layer1(self.layer0(self.conv(x)))))
 
 
-# SAM 2: complex rotations, embeddings resized in the call, a jitted part
+# SAM 2: complex rotations, embeddings resized in the call, a jitted part.
 
 
 class MemoryAttention(nnx.Module):
-    """Queries and keys as complex numbers, turned by a table."""
+    """Rotates queries and keys as complex numbers by a table."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.q, self.k, self.v, self.out = (
@@ -312,7 +312,7 @@ class MemoryAttention(nnx.Module):
 
 
 class Sam2(nnx.Module):
-    """A prompt by random frequencies, a memory of an earlier image."""
+    """Encodes a prompt by random frequencies, and attends to an earlier image."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.pos_embed = nnx.Param(
@@ -343,11 +343,11 @@ def mask_loss(model: Any, batch: Any) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, target).mean()
 
 
-# U-Net: numbered attributes, skip connections, a pool by `partial`
+# U-Net: numbered attributes, skip connections, a pool made by `partial`.
 
 
 class DoubleConv(nnx.Module):
-    """Two convolutions, perhaps after a pool."""
+    """Two convolutions, after a pool if requested."""
 
     def __init__(self, width: int, out: int, *, pool: bool, rngs: nnx.Rngs) -> None:
         pooled = partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
@@ -361,7 +361,7 @@ class DoubleConv(nnx.Module):
 
 
 class Segmenter(nnx.Module):
-    """Down twice, up twice."""
+    """Halves the resolution twice, and restores it twice."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.inc = DoubleConv(1, 8, pool=False, rngs=rngs)
@@ -388,14 +388,14 @@ def pixel_loss(model: Any, batch: Any) -> jax.Array:
     )
 
 
-# The VAE of Stable Diffusion: annotations with `nnx.Data`, group norms, one head
+# The VAE of Stable Diffusion: `nnx.Data` annotations, group norms, one head.
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of `nnx.Data`
+    warnings.simplefilter("ignore", DeprecationWarning)  # raised by `nnx.Data`
 
     class ResnetBlock(nnx.Module):
-        """A shortcut that the class declares as data, because it may be `None`."""
+        """The class declares the shortcut as data, because it may be `None`."""
 
         conv_shortcut: nnx.Data[nnx.Conv | None]
 
@@ -428,7 +428,7 @@ class AttnBlock(nnx.Module):
 
 
 class StableVAE(nnx.Module):
-    """Only the mean is decoded; upsampling by a resize."""
+    """Decodes only the mean, and upsamples by resizing."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.down_blocks = nnx.List([])
@@ -459,11 +459,11 @@ def reconstruction_loss(model: Any, batch: Any) -> jax.Array:
     return optax.squared_error(model(batch["image"]), batch["image"]).mean()
 
 
-# VGG: a function among the layers of a Sequential, and in an attribute too
+# VGG: a function inside a Sequential, and in an attribute.
 
 
 class VGG(nnx.Module):
-    """The head is convolutions, a pool and a product."""
+    """The head consists of convolutions, a pool and a linear layer."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.conv_block0 = nnx.List([nnx.Conv(1, 8, (3, 3), rngs=rngs)])
@@ -486,11 +486,11 @@ class VGG(nnx.Module):
         return self.classifier(x)
 
 
-# ViT: streams or `None` in the call, dropouts without streams
+# ViT: random streams or `None` in the call, dropouts without streams.
 
 
 class ViTLayer(nnx.Module):
-    """Attention with dropout, whose streams come with the call."""
+    """Attention with dropout, whose random streams the caller passes."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.attention = nnx.MultiHeadAttention(
@@ -509,7 +509,7 @@ class ViTLayer(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Positions that are interpolated for other sizes."""
+    """Interpolates position embeddings for other image sizes."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.projection = nnx.Conv(1, 16, (4, 4), strides=(4, 4), rngs=rngs)
@@ -539,7 +539,7 @@ def vit_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, batch["label"])
 
 
-# V-JEPA 2: videos, tokens gathered and sorted by index, a predictor beside the encoder
+# V-JEPA 2: videos, tokens gathered and sorted by index, an additional predictor.
 
 
 @dataclass
@@ -552,7 +552,7 @@ class JepaConfig:
 
 
 class JepaLayer(nnx.Module):
-    """Rotations by the place of each token."""
+    """Rotates each token by its position."""
 
     def __init__(self, size: int, rngs: nnx.Rngs) -> None:
         super().__init__()
@@ -585,7 +585,7 @@ def gathered(tokens, places):
 
 
 class Jepa(nnx.Module):
-    """The predictor sees context tokens and mask tokens, in the order of the video."""
+    """The predictor gets context and mask tokens in the order of the video."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         super().__init__()

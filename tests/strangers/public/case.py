@@ -1,4 +1,4 @@
-"""A public model, and what most of them share."""
+"""The type of a public model, and functions that most of the models share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ COMMITS = {
     "timoklein/rejax": "caaebf65d4d061499cbaad2fc52001341eade688",
     "willisma/diffuse_nnx": "023afd23c7b62a8cdb00e840b36a4ab8fc970bba",
 }
-"""The commit of each repository that was read."""
+"""The commit of each repository that the models follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class Public:
 
     Attributes:
         repository: Owner and name on GitHub.
-        path: The file with the model, at the commit of `COMMITS`.
-        build: Builds the model from streams.
+        path: Path of the file with the model, at the commit in `COMMITS`.
+        build: Builds the model from random streams.
         loss: The author's loss.
         wrt: The Variables that are trained.
         rules: Rules of the strategy, for names that this library does not know.
-        is_built: True if the Trainer gets the model and not the function: its functions
-            keep arrays or layers, which a trace would lose.
-        waits: What this library would have to support, or an empty text.
+        is_built: True if the Trainer gets the built model, because functions of the
+            model keep arrays or layers that a trace would lose.
+        waits: The feature that this library lacks for the model, or an empty text.
     """
 
     repository: str

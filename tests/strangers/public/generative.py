@@ -1,4 +1,4 @@
-"""Jasmine's world models and diffuse_nnx's diffusion transformers, much smaller."""
+"""Models like Jasmine's world models and diffuse_nnx's transformers, but smaller."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from flax import nnx
 
 from tests.strangers.public.case import Public
 
-# Jasmine: a decorated call, closures as attributes, outputs in a dict
+# Jasmine: a decorated call, closures as attributes, outputs in a dict.
 
 
 def patchify(videos, size: int):
@@ -35,7 +35,7 @@ def unpatchify(patches, size: int, side: int):
 
 
 def positions_function(dim: int) -> Callable:
-    """A function with a table of sines in its closure."""
+    """Returns a function whose closure has a sinusoidal table."""
     rate = jnp.exp(jnp.arange(0, dim, 2) * (-np.log(10_000.0) / dim))
     angles = jnp.arange(16.0)[:, jnp.newaxis] * rate
     table = jnp.zeros((16, dim))
@@ -49,7 +49,7 @@ def positions_function(dim: int) -> Callable:
 
 
 def attention_function(is_causal: bool) -> Callable:
-    """Attention over arrays with further leading dims, padded to a multiple of 4."""
+    """Attention with any leading dims, padded to a multiple of 4."""
 
     def attention_fn(query, key, value, bias=None, mask=None, **kwargs):
         def padded(x):
@@ -73,7 +73,7 @@ def attention_function(is_causal: bool) -> Callable:
 
 
 class AxialBlock(nnx.Module):
-    """Attention over patches, then over frames; the call is recomputed."""
+    """Attention over patches, then over frames; the call is rematerialised."""
 
     def __init__(self, dim: int, rngs: nnx.Rngs, sow_activations: bool) -> None:
         self.sow_activations = sow_activations
@@ -105,7 +105,7 @@ class AxialBlock(nnx.Module):
 
 
 class AxialTransformer(nnx.Module):
-    """Frames and patches in, frames and patches out."""
+    """Maps frames of patches to frames of patches."""
 
     def __init__(
         self, inputs: int, outputs: int, rngs: nnx.Rngs, sow_activations: bool = False
@@ -128,7 +128,7 @@ def normalize(x):
 
 
 class VectorQuantizer(nnx.Module):
-    """The nearest code, with gradients straight through."""
+    """Returns the nearest code, with straight-through gradients."""
 
     def __init__(self, size: int, count: int, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(stddev=1)
@@ -146,7 +146,7 @@ class VectorQuantizer(nnx.Module):
 
 
 class TokenizerVQVAE(nnx.Module):
-    """Encoder, codes, decoder."""
+    """An encoder, a quantizer and a decoder."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.encoder = AxialTransformer(16, 8, rngs)
@@ -177,7 +177,7 @@ def tokenizer_loss(model: Any, batch: Any) -> Any:
 
 
 class LatentActionModel(nnx.Module):
-    """A token for the action beside the patches of each frame."""
+    """Each frame has an action token beside its patches."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.encoder = AxialTransformer(16, 8, rngs)
@@ -211,7 +211,7 @@ def action_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class DynamicsMaskGIT(nnx.Module):
-    """Each row has a rate and a key of its own, by `jax.vmap`; hidden states sown."""
+    """Each row has a rate and a key, by `jax.vmap`; hidden states are sown."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.transformer = AxialTransformer(16, 32, rngs, sow_activations=True)
@@ -253,7 +253,7 @@ def dynamics_loss(model: Any, batch: Any) -> Any:
 
 
 class DynamicsDiffusion(nnx.Module):
-    """Steps and noise are drawn inside the model from a key in its input."""
+    """Draws steps and noise in the model, from a key in its input."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.denoise_steps = 8
@@ -289,7 +289,7 @@ def world_loss(model: Any, batch: Any) -> jax.Array:
     return (weight * jnp.square(predicted - latents)).mean()
 
 
-# diffuse_nnx: an interface around the network, whose streams and copies it uses
+# diffuse_nnx: an interface that uses its network's streams and copies.
 
 
 class Buffer(nnx.Variable):
@@ -297,7 +297,7 @@ class Buffer(nnx.Variable):
 
 
 class TimeEmbedder(nnx.Module):
-    """A parameter behind `stop_gradient`."""
+    """Applies `stop_gradient` to a parameter."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.gaussian_basis = nnx.Param(jax.random.normal(rngs.params(), (4,)))
@@ -316,7 +316,7 @@ class TimeEmbedder(nnx.Module):
 
 
 class ClassEmbedder(nnx.Module):
-    """Labels are dropped by a stream of the module."""
+    """Drops labels at random with a stream of the module."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs) -> None:
         self.embedding_table = nnx.Embed(11, dim, rngs=rngs)
@@ -330,7 +330,7 @@ class ClassEmbedder(nnx.Module):
 
 
 class DiTBlock(nnx.Module):
-    """Norms without parameters; shifts, scales and gates from the condition."""
+    """Norms without parameters; the condition gives shifts, scales and gates."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs, **attn_kwargs: Any) -> None:
         norm = partial(nnx.LayerNorm, use_scale=False, use_bias=False, rngs=rngs)
@@ -355,7 +355,7 @@ class DiTBlock(nnx.Module):
 
 
 class DiT(nnx.Module):
-    """A copy of an embedder by `copy.deepcopy`; features of all layers beside x."""
+    """Copies an embedder with `copy.deepcopy`; returns the features of all layers."""
 
     def __init__(
         self, *, rngs: nnx.Rngs, take_dt: bool = False, take_features: bool = False
@@ -394,14 +394,14 @@ class DiT(nnx.Module):
 
 
 class TimeDistribution(Enum):
-    """How times are drawn."""
+    """The distribution that times are drawn from."""
 
     UNIFORM = 1
     LOGITNORMAL = 2
 
 
 class SiTInterface(nnx.Module):
-    """It wraps the network, draws from its streams, and returns losses by row."""
+    """Wraps the network, uses its random streams, and returns one loss per row."""
 
     def __init__(self, network: nnx.Module, distribution: str) -> None:
         self.network: Any = network
@@ -430,7 +430,7 @@ class SiTInterface(nnx.Module):
 
 
 class MeanFlowInterface(SiTInterface):
-    """The derivative along the path, by `jax.jvp` through the network."""
+    """Takes the derivative along the path with `jax.jvp` through the network."""
 
     def loss(self, x, y):
         t, r = self.sample_t((x.shape[0],)), self.sample_t((x.shape[0],))
@@ -454,7 +454,7 @@ class MeanFlowInterface(SiTInterface):
 
 
 class Repa(nnx.Module):
-    """A wrapper of the wrapper, which turns on the features of the network."""
+    """Wraps an interface, and enables the network's feature outputs."""
 
     def __init__(self, interface: Any) -> None:
         self.interface = interface

@@ -1,4 +1,4 @@
-"""Layers of Tunix and MaxText, and Flax's examples, much smaller."""
+"""Models like those of Tunix, MaxText and Flax's examples, but much smaller."""
 
 from functools import partial
 from typing import Any
@@ -13,11 +13,11 @@ from nnx_parallel import LogicalRules
 from tests.strangers.language import next_token_loss
 from tests.strangers.public.case import Public, attend, cross_entropy
 
-# Tunix's Qwen3: experts as stacked parameters, dispatched by one-hot products
+# Tunix's Qwen3: experts as stacked parameters, dispatched by one-hot products.
 
 
 class MoELayer(nnx.Module):
-    """A loop over experts; the place of each parameter is metadata."""
+    """Loops over experts; metadata has the spec of each parameter."""
 
     def __init__(self, dim: int, experts: int, *, rngs: nnx.Rngs) -> None:
         self.num_experts, self.experts_per_tok = experts, 2
@@ -45,7 +45,7 @@ class MoELayer(nnx.Module):
 
 
 class RaggedMoE(nnx.Module):
-    """Tokens sorted by expert, `ragged_dot`, and back; the block by `nnx.remat`."""
+    """Sorts tokens by expert for `ragged_dot`, and back; uses `nnx.remat`."""
 
     def __init__(self, dim: int, experts: int, *, rngs: nnx.Rngs) -> None:
         self.num_experts, self.features = experts, dim
@@ -79,7 +79,7 @@ class RaggedMoE(nnx.Module):
 
 
 class TunixEinsum(nnx.Module):
-    """A product that is named by its text, and tells its shape."""
+    """An einsum that is given as text, and has its shape as an attribute."""
 
     def __init__(self, text: str, shape: tuple[int, ...], *, rngs: nnx.Rngs) -> None:
         self.einsum_str, self.shape = text, shape
@@ -90,7 +90,7 @@ class TunixEinsum(nnx.Module):
 
 
 class TunixLayer(nnx.Module):
-    """It is split, merged and recomputed inside its own call; a cache is a dict."""
+    """Splits, merges and rematerialises itself in its call; the cache is a dict."""
 
     def __init__(self, mlp: nnx.Module, *, rngs: nnx.Rngs) -> None:
         self.q_einsum = TunixEinsum("BTD,NDH->BTNH", (4, 16, 8), rngs=rngs)
@@ -128,7 +128,7 @@ class TunixLayer(nnx.Module):
 
 
 class Tunix(nnx.Module):
-    """It sows the hidden states of all layers, which nobody reads."""
+    """Sows the hidden states of all layers, which are never read."""
 
     def __init__(self, mlp: Any, *, rngs: nnx.Rngs) -> None:
         init = nnx.initializers.normal(0.1)
@@ -164,11 +164,11 @@ def popped_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, batch["tokens"][:, 1:])
 
 
-# MaxText: layers stacked along dim 1, logical names, a latent attention, a second head
+# MaxText: layers stacked along dim 1, logical names, latent attention, a second head.
 
 
 class DenseGeneral(nnx.Module):
-    """A product over several dims, with names that are metadata called `sharding`."""
+    """A linear map over several dims; its names are in metadata called `sharding`."""
 
     def __init__(self, inputs, outputs, axis, kernel_axes, *, rngs: nnx.Rngs) -> None:
         self.axis, self.kernel_axes = axis, kernel_axes
@@ -184,7 +184,7 @@ class DenseGeneral(nnx.Module):
 
 
 class MaxTextLayer(nnx.Module):
-    """It returns `(x, None)`, for the loop."""
+    """Returns `(x, None)` for the scan."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.norm = nnx.RMSNorm(16, rngs=rngs)
@@ -206,7 +206,7 @@ class MaxTextLayer(nnx.Module):
 
 
 class MaxText(nnx.Module):
-    """Parameters have their layer as dim 1, other state as dim 0."""
+    """The layers are dim 1 of parameters, and dim 0 of other state."""
 
     def __init__(self, *, rngs: nnx.Rngs, axis: int = 1) -> None:
         self.param_scan_axis, self.num_layers = axis, 2
@@ -242,7 +242,7 @@ class MaxText(nnx.Module):
 
 
 class LatentAttention(nnx.Module):
-    """DeepSeek's: low ranks, and a part with positions for all heads."""
+    """DeepSeek's attention: low ranks, and a positional part that all heads share."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -261,11 +261,11 @@ class LatentAttention(nnx.Module):
 
 
 class mtp_losses(nnx.Intermediate):  # noqa: N801  its author's name
-    """Losses of the further heads."""
+    """Losses of the heads for later tokens."""
 
 
 class DeepSeek(nnx.Module):
-    """A head for the token after the next, whose loss is an attribute of the call."""
+    """A head predicts the token after the next; the call stores its loss."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.shared_embedding = nnx.Embed(64, 16, rngs=rngs)
@@ -297,15 +297,15 @@ def mtp_loss(model: Any, batch: Any) -> Any:
     return main + 0.1 * mtp, {"mtp_loss": mtp}
 
 
-# Flax's examples: a counter, arrays without Variables, surgery, a loss as an attribute
+# Flax's examples: a counter, arrays outside of Variables, surgery, a loss attribute.
 
 
 class Count(nnx.Variable):
-    """How often a model was called."""
+    """The number of calls of a model."""
 
 
 class ToyLinear(nnx.Module):
-    """The sum of a product and a bias."""
+    """A linear layer that is written by hand."""
 
     def __init__(self, inputs: int, outputs: int, *, rngs: nnx.Rngs) -> None:
         self.w = nnx.Param(jax.random.uniform(rngs.params(), (inputs, outputs)) / 8)
@@ -316,7 +316,7 @@ class ToyLinear(nnx.Module):
 
 
 class Counting(nnx.Module):
-    """Its counter goes up in the call."""
+    """Increments a counter in its call."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.count = Count(jnp.array(0))
@@ -329,7 +329,7 @@ class Counting(nnx.Module):
 
 
 class ArrayLeaf(nnx.Module):
-    """Arrays as attributes; the trained ones are found by name."""
+    """Arrays are attributes, and the trained ones are found by name."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.count = jnp.array(0)
@@ -346,7 +346,7 @@ def is_param(path, value) -> bool:
 
 
 class Classifier(nnx.Module):
-    """The backbone is replaced by a pretrained one after the model is built."""
+    """After the model is built, a pretrained backbone replaces the original one."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.backbone = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
@@ -367,11 +367,11 @@ def is_trainable(path, value) -> bool:
 
 
 class Loss(nnx.Variable):
-    """A part of the loss."""
+    """A Variable for a term of the loss."""
 
 
 class Encoder(nnx.Module):
-    """Its part of the loss is an attribute that the call makes."""
+    """The call creates an attribute with a term of the loss."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.linear1 = nnx.Linear(16, 32, rngs=rngs)
@@ -405,7 +405,7 @@ def regression_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class GemmaAttention(nnx.Module):
-    """Flax's Gemma 3: an `nnx.Einsum` for queries, keys and values; sown tops."""
+    """Flax's Gemma 3: an `nnx.Einsum` makes queries, keys and values; sows values."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.qkv_einsum = nnx.Einsum("BTD,SNDH->SBTNH", (3, 2, 16, 8), rngs=rngs)
@@ -428,7 +428,7 @@ class GemmaAttention(nnx.Module):
 
 
 class FlaxGemma(nnx.Module):
-    """Streams by the call; a subclass of Flax's embedding would scale."""
+    """Gets random streams in the call; has a subclass of Flax's embedding."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embedder = nnx.Embed(64, 16, rngs=rngs)

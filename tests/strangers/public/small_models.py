@@ -1,4 +1,4 @@
-"""The JAX AI stack's tutorials, jimm, and agents of reinforcement learning."""
+"""Models like the JAX AI stack's tutorials, jimm, and reinforcement learning agents."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from flax.struct import PyTreeNode
 from tests.strangers.public.case import Public, attend, cross_entropy, heads
 from tests.strangers.vision import classification_loss, denoising_loss
 
-# The JAX AI stack: dropouts told in the call, layers that hide in closures
+# The JAX AI stack: dropout modes passed in the call, layers hidden in closures.
 
 
 class MiniGPTBlock(nnx.Module):
-    """Norms after the sums; a dropout without streams, which is off."""
+    """Applies norms after residual sums; its dropout has no stream and is off."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs, rate: float = 0.1) -> None:
         self.mha = nnx.MultiHeadAttention(num_heads=2, in_features=dim, rngs=rngs)
@@ -35,7 +35,7 @@ class MiniGPTBlock(nnx.Module):
 
 
 class MiniGPT(nnx.Module):
-    """Embeddings of tokens and places in one module."""
+    """Embeds tokens and positions in one module."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.token_emb = nnx.Embed(num_embeddings=64, features=16, rngs=rngs)
@@ -58,7 +58,7 @@ def mini_loss(model: Any, batch: Any) -> Any:
 
 
 class DigitsUNet(nnx.Module):
-    """Blocks are functions that close over their layers, which so are never trained."""
+    """Blocks are functions that close over layers, which are thus never trained."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.time_mlp = nnx.Linear(8, 8, rngs=rngs)
@@ -103,7 +103,7 @@ class DigitsUNet(nnx.Module):
 
 
 class TimeSeries(nnx.Module):
-    """Convolutions over time, a softmax as output."""
+    """Convolutions over time, and a softmax output."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.conv_1 = nnx.Conv(3, 8, kernel_size=3, padding="SAME", rngs=rngs)
@@ -138,7 +138,7 @@ class MLPBlock(nnx.Sequential):
 
 
 class Unetr(nnx.Module):
-    """Patches through a transformer, whose layers feed convolutions upwards."""
+    """A transformer over patches, whose layers feed upsampling convolutions."""
 
     def __init__(self, *, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
         self.patch_embeddings = nnx.Conv(1, 16, (4, 4), strides=(4, 4), rngs=rngs)
@@ -177,7 +177,7 @@ def segmentation_loss(model: Any, batch: Any) -> Any:
 
 
 class TextClassifier(nnx.Module):
-    """Words through one block, a mean, and dropouts with streams."""
+    """Embeds words, applies one block, averages, and uses dropouts with streams."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embedding_layer = nnx.Embed(64, 16, rngs=rngs)
@@ -198,11 +198,11 @@ def text_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(model(batch["tokens"]), batch["label"])
 
 
-# jimm: streams as a default argument, a mask as an attribute, a pooling head, SigLIP
+# jimm: streams as a default argument, a mask attribute, a pooling head, SigLIP.
 
 
 class JimmLayer(nnx.Module):
-    """Two children that are Sequentials; the mask is an array of the module."""
+    """Two Sequentials; the mask is an array of the module."""
 
     def __init__(self, dim: int, attn_mask=None, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
         self.attn_mask = attn_mask
@@ -231,7 +231,7 @@ class JimmLayer(nnx.Module):
 
 
 class MAPHead(nnx.Module):
-    """A probe attends to the tokens."""
+    """A learned query attends to the tokens."""
 
     def __init__(self, dim: int, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
         self.probe = nnx.Param(0.1 * jax.random.normal(rngs.params(), (1, 1, dim)))
@@ -244,7 +244,7 @@ class MAPHead(nnx.Module):
 
 
 class JimmVision(nnx.Module):
-    """An image tower with either kind of pooling."""
+    """An image tower with one of two kinds of pooling."""
 
     def __init__(self, pooling_type: str, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
         self.pooling_type = pooling_type
@@ -276,7 +276,7 @@ class JimmViT(nnx.Module):
 
 
 class SigLIP(nnx.Module):
-    """Two towers; the scale and the bias of the logits are parameters without dims."""
+    """Two towers; the scale and the bias of the logits are scalar parameters."""
 
     def __init__(self, rngs: nnx.Rngs = nnx.Rngs(0)) -> None:  # noqa: B008
         mask = jnp.tril(jnp.ones((16, 16)))
@@ -303,7 +303,7 @@ def sigmoid_loss(model: Any, batch: Any) -> jax.Array:
     return -jnp.sum(nnx.log_sigmoid(signs * logits), axis=-1).mean()
 
 
-# Agents
+# Agents of reinforcement learning.
 
 
 class TrXLState(PyTreeNode):
@@ -314,7 +314,7 @@ class TrXLState(PyTreeNode):
 
 
 class GTrXL(nnx.Module):
-    """Relative positions from an array outside of Variables, gates, a memory."""
+    """Relative positions from an array outside of Variables, gates, and a memory."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -374,7 +374,7 @@ def policy_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class PPOLSTM(nnx.Module):
-    """A cell stepped by `jax.lax.scan` that closes over the module."""
+    """Steps a cell with a `jax.lax.scan` that closes over the module."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.fc1 = nnx.Linear(3, 16, rngs=rngs)
@@ -406,7 +406,7 @@ def unroll_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class DuelingQNetwork(nnx.Module):
-    """An activation as attribute, two streams, an action taken by index."""
+    """An activation as an attribute, two branches, an action selected by index."""
 
     def __init__(self, activation: Callable, rngs: nnx.Rngs) -> None:
         self.activation = activation
@@ -439,7 +439,7 @@ def q_loss(model: Any, batch: Any) -> jax.Array:
 
 
 class SquashedGaussianPolicy(nnx.Module):
-    """A sample by the noise of the batch, squashed, with its probability."""
+    """Squashes a sample made with the batch's noise, and returns its probability."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.features = nnx.Linear(16, 32, rngs=rngs)
