@@ -174,11 +174,12 @@ class StatePlan:
             return nest(mine), others
 
         params, others = split(state.params)
+        states: Any = state.opt_state
         return dataclasses.replace(
             state,
             params=params,
             variables=nest(flatten(state.variables) | others),
-            opt_state=state.opt_state[self.player],
+            opt_state=states[self.player],
             ema=None if state.ema is None else split(state.ema)[0],
         )
 
@@ -197,7 +198,8 @@ class StatePlan:
             for tree in (state.params, state.variables)
         )
         ema = state.ema and nest(flatten(state.ema) | flatten(new.ema or {}))
-        opt_state = {**state.opt_state, self.player: new.opt_state}
+        states: Any = state.opt_state
+        opt_state = states | {self.player: new.opt_state}
         return dataclasses.replace(
             new, params=params, variables=variables, opt_state=opt_state, ema=ema
         )
@@ -498,7 +500,7 @@ def _side_by_side(shares: Mapping[str, Share]) -> Optimizer:
     def update(grads: Any, states: Any, params: Any, **known: Any) -> tuple[Any, Any]:
         updates, new = flatten(grads), {}
         for name, share in shares.items():
-            tx = optax.with_extra_args_support(share.tx)
+            tx: Any = optax.with_extra_args_support(share.tx)
             mine = {k: of(share, x) if k == "grad" else x for k, x in known.items()}
             found, new[name] = tx.update(
                 of(share, grads), states[name], of(share, params), **mine

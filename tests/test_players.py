@@ -31,6 +31,7 @@ from nnx_parallel import (
     Trainer,
     plan,
 )
+from nnx_parallel.checkpoint.checksum import data_of
 from nnx_parallel.errors import (
     CheckpointMismatchError,
     DonatedArrayError,
@@ -75,7 +76,7 @@ class Normed(nnx.Module):
             nnx.Dropout(0.5, rngs=rngs),
             Dense({"mlp": 8}, {"embed": 4}, use_bias=True, rngs=rngs),
         )
-        layer = nnx.Linear(4, 8, rngs=rngs)
+        layer = Dense({"embed": 4}, {"mlp": 8}, use_bias=True, rngs=rngs)
         self.critic = nnx.SpectralNorm(layer, n_steps=3, rngs=rngs)
 
 
@@ -95,7 +96,8 @@ LOSSES = {"critic": critic_loss, "generator": generator_loss}
 TX = {
     # A schedule counts the steps of its player.
     "critic": optax.sgd(optax.linear_schedule(0.2, 0.02, 4), momentum=0.9),
-    "generator": optax.adam(0.01),
+    # A gradient of rounding noise must not become a step.
+    "generator": optax.adam(0.01, eps=1e-3),
 }
 
 
@@ -160,11 +162,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 def bits(state: Any) -> list[bytes]:
     leaves = jax.tree.leaves(state)
-    is_key = [jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    return [
-        np.asarray(jax.random.key_data(x) if key else x).tobytes()
-        for x, key in zip(leaves, is_key, strict=True)
-    ]
+    return [np.asarray(data_of(x)).tobytes() for x in leaves]
 
 
 def steps_of(history: Any, name: str) -> list[int]:
@@ -473,6 +471,7 @@ def test_non_finite_loss_names_player() -> None:
 
 def test_wrong_players_raise() -> None:
     wrong: Any = critic_loss
+    swapped: Any = TX["critic"]
     with pytest.raises(TypeError, match=re.escape("critic is a function")):
         Players(critic=wrong)
     with pytest.raises(ValueError, match=r"Players\(\) has no player"):
@@ -486,7 +485,7 @@ def test_wrong_players_raise() -> None:
     with pytest.raises(TypeError, match="Trainer got Players and wrt="):
         make_trainer(wrt=nnx.LoRAParam)
     with pytest.raises(TypeError, match="loss is an Optax") as caught:
-        make_trainer(optimizer=Players(critic=Player(wrong, TX["critic"])))
+        make_trainer(optimizer=Players(critic=Player(wrong, swapped)))
     assert caught.value.__notes__ == ["This is the player 'critic'."]
     with pytest.raises(
         ValueError,
@@ -496,3 +495,25 @@ def test_wrong_players_raise() -> None:
         make_trainer(optimizer=Players(value=Player(TX["critic"], critic_loss)))
     with pytest.raises(PlanError, match="plan cannot plan Players yet"):
         plan(make_trainer(), topology="cpu:8", batch=DATA[0])
+
+
+class Norms(nnx.Module):
+    """Two parts with batch statistics; each loss runs only one of them."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.actor, self.value = (nnx.BatchNorm(4, rngs=rngs) for _ in range(2))
+
+
+def test_statistics_of_other_players_may_stay() -> None:
+    def running(name: str, *, training: bool = True) -> Player:
+        def loss(model: Any, batch: Any) -> jax.Array:
+            part = getattr(model, name)
+            return part(batch, use_running_average=not training).std()
+
+        return Player(optax.sgd(0.1), loss)
+
+    both = {name: running(name) for name in ("actor", "value")}
+    make_trainer(Norms, Players(**both)).fit(list(DATA), num_steps=2)
+    both["value"] = running("value", training=False)
+    with pytest.warns(UserWarning, match=r"leaves 2 batch statistics.*`value\.mean`"):
+        make_trainer(Norms, Players(**both)).fit(list(DATA), num_steps=2)

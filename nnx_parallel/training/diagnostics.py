@@ -237,7 +237,7 @@ def warn_of_attributes(
 
 def agree_on_run(
     plan: StatePlan,
-    losses: dict[str, Callable | None],
+    losses: Mapping[str, Callable | None],
     settings: dict[str, Any],
     step: int,
 ) -> None:

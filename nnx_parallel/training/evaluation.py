@@ -242,9 +242,14 @@ class Programs:
     @cached_property
     def train_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
-        if self.loss is None:
+        if self.players is not None:
             return self._step_of_player
-        return make_train_step(self.plan, self.loss, self.options)
+        return make_train_step(self.plan, self._own_loss, self.options)
+
+    @property
+    def _own_loss(self) -> LossFn:
+        assert self.loss is not None, "only the programs of a player have a loss"
+        return self.loss
 
     def _step_of_player(
         self, state: TrainState, batch: Batch, player: str | None = None
@@ -260,7 +265,7 @@ class Programs:
     @cached_property
     def split_step(self) -> tuple[Any, Any]:
         """The step as two programs, as `make_split_step` returns it."""
-        return make_split_step(self.plan, self.loss, self.options)
+        return make_split_step(self.plan, self._own_loss, self.options)
 
     def start(
         self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
@@ -295,7 +300,7 @@ class Programs:
 
     def check_padding(self, state: TrainState, batch: Batch, weights: str) -> None:
         """Raises an error if rows of weight 0 in a batch would change the loss."""
-        check_padding(self.plan, self.loss, state, batch, weights)
+        check_padding(self.plan, self._own_loss, state, batch, weights)
 
     # The cache is limited, because a user may make a new function for each call.
     @cached_property
@@ -504,8 +509,7 @@ class Programs:
         # this function listens.
         found = list[LabelRange]()
         for programs in self.turns.values():
-            assert programs.loss is not None
-            step = programs._make_step(_Known(programs.loss), is_loss=True)
+            step = programs._make_step(_Known(programs._own_loss), is_loss=True)
             arguments = state.params, state.variables, state.key, (0,), batch
             found += execution_of(self.plan).observe_labels(partial(step, *arguments))
         return [*found, *_beyond_tables(self.plan.modules, batch)]

@@ -364,10 +364,10 @@ class Loop:
             if found is not None:
                 self._temporary_bytes = max(found, self._temporary_bytes or 0)
             throughput = Throughput.of(program.compiled, batch, device)
-        if self.programs.players:
-            # Times are means over steps of several players, whose FLOPs differ.
-            throughput = replace(throughput, flops_per_device=None)
-        self._recorder.throughput = throughput
+            if self.programs.players:
+                # Times are means over steps of several players, whose FLOPs differ.
+                throughput = replace(throughput, flops_per_device=None)
+            self._recorder.throughput = throughput
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
 
     def _trace_turns(self, batch: Batch) -> None:

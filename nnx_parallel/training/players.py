@@ -199,5 +199,5 @@ def by_player(
         except TypeError as error:
             error.add_note(f"This is the player {name!r}.")
             raise
-    losses = [*optimizer.losses.values()]
+    losses: list[LossFn | None] = [*optimizer.losses.values()]
     return optimizer, optimizer.optimizers, losses, optimizer.filters

@@ -311,7 +311,7 @@ class Trainer:
 
     @property
     @_in_own_context
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    def train_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The compiled step, ``(state, batch) -> (state, metrics)``, for custom loops.
 
         It is pure, except that it donates the state. Its batches come from
