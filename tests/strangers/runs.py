@@ -69,6 +69,8 @@ def variables(model: nnx.Module) -> Arrays:
 
 
 def make_trainer(case: Public, strategy: Strategy, count: int, where: Any) -> Trainer:
+    is_split = "tensor" in strategy.axis_sizes
+    names: Any = {"names": "auto", "sample": make_batches()[0]} if is_split else {}
     return Trainer(
         case.build(rngs=nnx.Rngs(0)) if case.is_built else case.build,
         TX,
@@ -78,6 +80,7 @@ def make_trainer(case: Public, strategy: Strategy, count: int, where: Any) -> Tr
         devices=jax.devices()[:count],
         checkpoint=where,
         loggers=(),
+        **names,
     )
 
 
