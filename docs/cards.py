@@ -16,22 +16,22 @@ from nnx_parallel.visualize.schedules import COLOURS
 
 SIZE = (168, 84)
 RUNTIME = "<!--runtime of %s-->"
-"""In HTML: replaced by the seconds that the tutorial took when it last ran."""
+"""HTML comment that is replaced by the seconds of the tutorial's last run."""
 
 
 def tutorials() -> list[Path]:
-    """The tutorials by number."""
+    """Returns the files of the tutorials, sorted by number."""
     return sorted((Path(__file__).parents[1] / "tutorials").glob("[0-9]*.py"))
 
 
 @dataclass(frozen=True)
 class Card:
-    """The text of a card below the tutorial's title.
+    """The content of a tutorial's card below its title.
 
     Attributes:
-        line: The lesson.
-        draw: Its picture.
-        after: Numbers of the tutorials to read before.
+        line: One line that says what the tutorial teaches.
+        draw: Draws the card's picture.
+        after: Numbers of the tutorials to read first.
     """
 
     line: str
@@ -42,7 +42,7 @@ class Card:
 def _grid(
     x: float, y: float, width: float, height: float, rows: int, columns: int
 ) -> Marks:
-    """Blocks in the colours of eight devices, or fewer."""
+    """Returns a grid of blocks, each in the colour of a device."""
     w, h = width / columns, height / rows
     return [
         rect(x + w * (n % columns), y + h * (n // columns), w - 2, h - 2, device(n))
@@ -227,7 +227,7 @@ def _plan() -> Marks:
 CARDS = {
     1: Card("Name the devices, and say who holds which block of an array.", _meshes),
     2: Card(
-        "Train on handwritten digits: eight devices, the numbers of one.",
+        "Train on handwritten digits: eight devices give the numbers of one.",
         _data_parallel,
         (1,),
     ),
@@ -244,17 +244,19 @@ CARDS = {
     11: Card("Is a step computing, communicating or waiting?", _profiles, (3,)),
     12: Card("One script before and after, and tables of names.", _migrating),
     13: Card(
-        "From plain NNX to every strategy, a change at a time.", _transformer, (3,)
+        "From plain NNX to every strategy, one change at a time.", _transformer, (3,)
     ),
     14: Card("Split the tokens of a sequence, and balance the work.", _long, (3,)),
-    15: Card("Adapt weights of others, and write them back.", _adapters, (3,)),
-    16: Card("Send tokens to few of many MLPs, balanced and split.", _experts, (3,)),
+    15: Card("Fine-tune published weights, and write them back.", _adapters, (3,)),
+    16: Card(
+        "Send each token to a few of many MLPs; balance and split them.", _experts, (3,)
+    ),
     17: Card("Find the strategy for chips that you do not have yet.", _plan, (3,)),
 }
 
 
 def cards() -> str:
-    """All tutorials as HTML, in their order; relative to the page of tutorials."""
+    """Returns all cards as HTML, with links relative to the page of tutorials."""
     return f'<div class="cards">{"".join(map(_card, tutorials()))}</div>'
 
 
@@ -262,7 +264,7 @@ def _card(file: Path) -> str:
     number = int(file.stem[:2])
     title = re.search(r"(?m)^# # (.*)$", file.read_text())[1].replace("`", "")
     known = CARDS.get(number)
-    if known is None:  # one that was added: its title says enough
+    if known is None:  # a new tutorial without a card shows only its title
         picture, words = document([], *SIZE, ""), ""
     else:
         alt = f"Sketch: {known.line}"
@@ -276,6 +278,6 @@ def _card(file: Path) -> str:
 
 
 def needs(number: int) -> str:
-    """Prerequisites of a tutorial: the pages to read first."""
+    """Returns the prerequisites of a tutorial, as text."""
     after = CARDS[number].after if number in CARDS else ()
     return f"after {', '.join(map(str, after))}" if after else "needs nothing before"

@@ -8,12 +8,12 @@ from nnx_parallel import errors
 
 
 class Help(NamedTuple):
-    """The entry of an error's page below the class's docstring.
+    """The part of an error's entry on the site below the class's docstring.
 
     Attributes:
         cause: The usual mistake.
         fix: The remedy.
-        example: A message, shortened; or a link to a page that shows a whole one.
+        example: A shortened message, or a link to a page that shows a whole message.
     """
 
     cause: str
@@ -29,13 +29,14 @@ HELP = {
         "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
     ),
     "VersionError": Help(
-        "`import nnx_parallel` found a jax or flax older than the oldest that is tested.",
+        "`import nnx_parallel` found a jax or flax that is older than the tested versions.",
         "Run the `pip install` line that ends the message.",
         "Found jax 0.9.2. ... pip install 'jax>=0.10,<0.13'",
     ),
     "DeviceMemoryError": Help(
-        "A step needs more memory than a device has: its compiler or its first run says so.",
-        "Write one of the lines that the message ends with: they fit by the formulas of "
+        "A step needs more memory than a device has. The compiler or the first run of the "
+        "step reports it.",
+        "Write one of the lines at the end of the message: they fit by the formulas of "
         "`plan`. [Plan](plan.md#out-of-memory) shows which strategies fit before you "
         "run.",
         "Out of device memory: RESOURCE_EXHAUSTED ... Changes that fit by the same formulas, the "
@@ -43,7 +44,7 @@ HELP = {
     ),
     "DeviceCountError": Help(
         "`simulate_devices` was called after JAX had counted its devices.",
-        "Call it right after the imports, before any array exists; in a notebook "
+        "Call it right after the imports, before any array exists. In a notebook, "
         "restart the kernel first.",
         "[Devices were counted before they were simulated]"
         "(pitfalls.md#devices-were-counted-before-they-were-simulated)",
@@ -92,7 +93,8 @@ HELP = {
         "implementation='cudnn' cannot compute this attention: ...",
     ),
     "PlacementConflictError": Help(
-        "Two parts of a `Composite` own the same mesh axis, or two rules shard one dim.",
+        "Two parts of a `Composite` use the same mesh axis, or two rules disagree about "
+        "one dim.",
         "Keep one part and give it the product of the sizes; or make the rules agree.",
         "[Two claims on one axis](pitfalls.md#two-claims-on-one-axis)",
     ),
@@ -105,21 +107,21 @@ HELP = {
         "each ...",
     ),
     "RuleError": Help(
-        "Another value was given in place of a rule: a dict, a spec, a single pair.",
+        "A value that is not a rule was passed as a rule: a dict, a spec, a single pair.",
         "Pass rules in a tuple: `rules=(PathRules((r'kernel', P('fsdp'))),)`.",
         "PathRules got 'kernel'. Its arguments are pairs of a regex and a PartitionSpec "
         "...",
     ),
     "DonatedArrayError": Help(
-        "An array was used after a step that took its memory (donated it).",
+        "An array was used after it had been donated to a step, which reuses its memory.",
         "Use the arrays that the step returns; copy arrays that you need later with "
         "`jnp.copy`.",
         "`params['up']`, of shape (64, 256), is gone: it was donated to an earlier call "
         "...",
     ),
     "UnmatchedRuleError": Help(
-        "`PathRules(..., strict=True)` and a parameter that no regex matches, or a "
-        "regex that matches nothing.",
+        "With `PathRules(..., strict=True)`, no regex matches some parameter, or a regex "
+        "matches nothing.",
         "Add a rule, or end with `(r'.*', P())` to replicate the rest.",
         "No path rule matches `head.kernel` with shape (64, 10). Strict rules must "
         "match every parameter ...",
@@ -162,8 +164,8 @@ HELP = {
         "The files have no array 'model.norm.weight', which is needed for ...",
     ),
     "StateStructureError": Help(
-        "A loss created a Variable or changed a shape; or a model of an earlier step "
-        "was assigned to.",
+        "A loss created a Variable or changed a shape; or values were assigned to a "
+        "model of an earlier step.",
         "Create all Variables in `__init__`; ask for `trainer.model` again after each "
         "step.",
         "The loss changed the model's structure: ... A model keeps the names and shapes "
@@ -180,14 +182,16 @@ HELP = {
         "The optimizer computes the loss again within an update, as line searches do; "
         "it is not an Optax transformation; or it gets arrays that are not matrices, or "
         "dimension numbers or a mask of another model.",
-        "Use it without the search, or use another optimizer; `muon_dimension_numbers(model)` and "
-        "`decay_mask(model)`, in `optimizer=lambda model: ...`.",
+        "Use the optimizer without the line search, or use another optimizer. Make "
+        "dimension numbers and masks from the Trainer's model, with "
+        "`muon_dimension_numbers(model)` and `decay_mask(model)` in "
+        "`optimizer=lambda model: ...`.",
         "The optimizer needs arguments that a step cannot give: ... such as "
         "optax.lbfgs(1e-2, linesearch=None).",
     ),
     "OffloadError": Help(
-        "The inputs of blocks shall wait on the host, but no remat keeps them; or the "
-        "devices cannot reach pinned memory.",
+        "The inputs of blocks should be offloaded to the host, but no remat policy keeps "
+        "them; or the devices cannot access pinned host memory.",
         'Pass `remat="full"` with a `Stack`; or leave `offload` out. '
         "[What to offload](howto.md#a-model-that-does-not-fit-offload-the-optimizer)",
         "Offload(activations='block_inputs') moves the inputs of blocks, which are kept "
@@ -196,14 +200,14 @@ HELP = {
     "NonFiniteLossError": Help(
         "The loss became `nan` or `inf`: a division by zero, a `log` of zero, a "
         "learning rate that is too high.",
-        "The message names the step and the arrays. Look at that batch; clip gradients "
+        "The message names the step and the arrays. Look at the step's batch; clip gradients "
         "with `optax.clip_by_global_norm(1.0)`; or leave such steps out: "
         "[Leave out bad steps](howto.md#leave-out-bad-steps).",
         "[A loss that is not finite](pitfalls.md#a-loss-that-is-not-finite)",
     ),
     "DataError": Help(
         "A batch holds strings, objects or integers beyond 32 bits; or the data is not "
-        "an iterable; or a run cannot resume in it, because its order differs.",
+        "an iterable; or a run cannot resume with the data, because its order differs.",
         "Convert to NumPy arrays of numbers before the Trainer sees them; give a "
         "shuffle a seed.",
         "[64-bit numbers](pitfalls.md#64-bit-numbers), "
@@ -242,7 +246,8 @@ HELP = {
     "CheckpointSaveError": Help(
         "A save failed in the background: a full disk, a lost connection, or copies of an "
         "array that differ.",
-        'Free space and start again; `Checkpoint(on_save_error="warn")` trains on.',
+        'Free space and start again; with `Checkpoint(on_save_error="warn")` training '
+        "continues.",
         "Saving step 500 failed: No space left on device ...",
     ),
     "CheckpointReadError": Help(
@@ -260,13 +265,13 @@ HELP = {
     "CheckpointUnavailableError": Help(
         "Reading failed for a reason outside of the checkpoint: no memory, no file "
         "handles, a disk that does not respond.",
-        "Start again when that is over. Nothing has changed.",
+        "Start again when the cause is gone. The checkpoint has not changed.",
         "Cannot read step 500 in 'runs/a' now: ... This is not damage ...",
     ),
     "CheckpointDamagedError": Help(
         "Saved bits have changed: an array no longer has the checksum it was saved with.",
         'Restore an older step, or start with `Checkpoint(on_damage="previous")`, '
-        "which does so by itself.",
+        "which does this automatically.",
         "... is damaged: 1 arrays differ from the saved values ...",
     ),
     "CheckpointNotFoundError": Help(
@@ -286,12 +291,13 @@ HELP = {
     ),
     "DisagreementError": Help(
         "The processes run different scripts, options, versions or data.",
-        "The message lists each difference; make them equal.",
+        "Remove the differences that the message lists.",
         "The processes disagree about the run: seed: process 0 has 0, process 1 has 1",
     ),
     "ReplicaError": Help(
         "Copies of one array on several devices differ: faulty memory, or processes "
-        "that trained apart. Saves compare them, and `Faults(check_replicas_every=...)`.",
+        "whose states have diverged. Saves compare the copies, and so does "
+        "`Faults(check_replicas_every=...)`.",
         "Go back to the last checkpoint, without the devices in the message.",
         "Copies of 1 arrays differ at step 1000: ...",
     ),
@@ -304,8 +310,8 @@ HELP = {
         "arrays: ...",
     ),
     "VerificationError": Help(
-        "`verify` found an array that differs from the one of another program, or of "
-        "one device, by more than rounding.",
+        "`verify` found an array that differs by more than rounding from the same array "
+        "of another program or of one device.",
         "Use the line at the end of the message, or report the model: "
         "[Verify a step](verify.md).",
         "Step 0: gradient of `conv.kernel`: relative difference 1.0e+00, ...",
@@ -313,7 +319,8 @@ HELP = {
     "ScheduleError": Help(
         "A schedule or a `Table` breaks a rule: a slot comes before its input, or a "
         "microbatch is left out.",
-        "The message names tick, stage and microbatch; draw the table with `visualize`.",
+        "The message names the tick, stage and microbatch. Draw the table with "
+        "`visualize`.",
         "The slot at tick 3 of stage 1 has microbatch 2 but chunk -1 ...",
     ),
     "PipelineError": Help(
@@ -330,7 +337,7 @@ BASES = ("ParallelError", "ParallelWarning")
 
 
 def error_names() -> list[str]:
-    """All classes of `nnx_parallel.errors` in their order there, the bases first."""
+    """Returns the names of all classes of `nnx_parallel.errors`, in file order."""
     bases = tuple(getattr(errors, name) for name in BASES)
     return [
         name
@@ -340,12 +347,14 @@ def error_names() -> list[str]:
 
 
 def entry(name: str) -> list[str]:
-    """Lines of Markdown below the docstring; none for the bases."""
+    """Returns the lines of Markdown below the docstring; base classes have no lines."""
     known = HELP.get(name)
     if known is None:
         return []
     example = known.example
-    if not example.startswith("["):  # else it links to a page that shows a whole one
+    if not example.startswith(
+        "["
+    ):  # a "[" starts a link to a page with a whole message
         example = f"`` {name}: {example} ``"
     return [
         "::::{container} error-help",

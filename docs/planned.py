@@ -1,4 +1,4 @@
-"""Plans for the site: pictures of one, and a table of common models and machines."""
+"""Plans for the site: pictures of a plan, and a table of common models and devices."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CANDIDATES = (
 
 @functools.cache
 def example() -> Plan:
-    """Llama 3.2 1B, 64 rows of 8,192 tokens, on 8 H100, by formulas."""
+    """Plans Llama 3.2 1B with 64 rows of 8,192 tokens on 8 H100s, by formulas."""
     return _plan("llama3.2-1b", "h100:8", 64, _CANDIDATES)
 
 
@@ -59,11 +59,11 @@ _RUNS = (
     ("llama3-70b", "v5p:8x8x8", 1024),
     ("mixtral-8x7b", "h100:64", 256),
 )
-"""A preset, a topology, and rows of 8,192 tokens."""
+"""The preset, the topology and the number of rows of 8,192 tokens of each run."""
 
 
 def numbers() -> list[str]:
-    """The two best strategies for each run, as lines of a Markdown table."""
+    """Returns a Markdown table of the two best strategies for each run, by line."""
     lines = [
         "| model, rows | on | strategy, microbatches, remat | GiB | step, s | MFU |",
         "|---|---|---|--:|--:|--:|",
@@ -72,7 +72,7 @@ def numbers() -> list[str]:
         size = Topology.parse(topology).num_devices
         found = _plan(preset, topology, rows, _usual(preset, size))
         fitting = [e for e in found.entries if e.fits(found.topology)]
-        # The entries are in order: the first of each strategy is its fastest.
+        # Entries are sorted: the first entry of each strategy is its fastest.
         best = {repr(e.candidate.strategy): e for e in reversed(fitting)}
         for entry in sorted(best.values(), key=fitting.index)[:2]:
             memory, step, mfu, *_ = found.cells(entry)
@@ -84,7 +84,7 @@ def numbers() -> list[str]:
 
 
 def _usual(preset: str, size: int) -> list[Candidate]:
-    """Candidates that the section in words leads to, on ``size`` devices."""
+    """Returns the candidates of choose.md's section "In words", on ``size`` devices."""
     if size == 8:
         strategies: list[Strategy] = [FSDP(8), FSDP(8, shard="gradients")]
     else:
@@ -128,26 +128,26 @@ def _plan(
 
 
 def memory() -> tuple[Figure, str]:
-    """Bars, and their caption."""
-    return draw_memory(example()), "Memory of a device by owner, a bar for a candidate."
+    """Returns the bar chart of memory, and its caption."""
+    return draw_memory(example()), "Memory of a device by owner, one bar per candidate."
 
 
 def timeline() -> tuple[Figure, str]:
-    """A step of the best candidate without stages."""
+    """Returns the timeline of the best FSDP candidate, and its caption."""
     return draw_timeline(example(), _find("FSDP(")), _caption("A step in time", "FSDP(")
 
 
 def stages() -> tuple[Figure, str]:
-    """A step of a pipeline."""
+    """Returns the timeline of a pipeline by stage, and its caption."""
     return draw_timeline(example(), _find("Pipeline(")), _caption(
         "A step in time, by stage", "Pipeline("
     )
 
 
 def roofline() -> tuple[Figure, str]:
-    """The roofs of the best."""
+    """Returns the roofline of the best FSDP candidate, and its caption."""
     return draw_roofline(example(), _find("FSDP(")), _caption(
-        "The roofs of a step", "FSDP("
+        "Roofline of a step", "FSDP("
     )
 
 

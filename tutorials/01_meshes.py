@@ -127,8 +127,8 @@ print(rows_split)
 
 # %% [markdown]
 # Now shard the contracted dim, which is the columns of `x` and the rows of `w`. Each device computes
-# a partial sum of every element of the result. An *all-reduce* adds the partial sums; its bytes are
-# the rows of the whole result:
+# a partial sum of every element of the result. An *all-reduce* adds the partial sums; it has as many
+# bytes as the whole result:
 
 # %%
 sum_split = collectives((P(None, "tensor"), P("tensor")), P())
@@ -159,8 +159,8 @@ assert gathered == {"all-gather": 64 * 16 * 4}
 # the collective and its bytes before you look.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# The two devices of a pair hold different rows, and each needs the other's: an all-gather of 16
-# rows of 32 columns.
+# The two devices of a pair hold different rows, and each needs the rows of the other: an all-gather
+# of 16 rows of 32 columns.
 answer = collectives((P(("data", "tensor")), P(None, "tensor")), P("data", "tensor"))
 print(answer)
 assert answer == {"all-gather": 16 * 32 * 4}

@@ -55,7 +55,7 @@ held_out = [{"image": images[test], "label": digits.target[test]}]
 # %%
 class CNN(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        # No bias: the norm after it would subtract it again.
+        # There is no bias, because the norm after it would subtract the bias again.
         self.conv = nnx.Conv(1, 32, (3, 3), use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(32, rngs=rngs)
         self.head = nnx.Linear(4 * 4 * 32, 10, rngs=rngs)

@@ -56,7 +56,7 @@ def train(name, strategy):
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 def draw_memory(description):
-    """One line for parameters, gradients and optimizer state."""
+    """Prints one line each for parameters, gradients and optimizer state."""
     sizes = {
         "parameters": description.params_bytes,
         "gradients": description.gradients_bytes,
@@ -133,7 +133,7 @@ visualize(
 # `FSDP` shards a dim that the size of its axis divides. If there are several, it takes the dim
 # whose gather copies the least on a TPU: usually the dim that a product contracts. It never shards
 # the leading `layers` dim: the model runs one layer after the other, so one device would hold the
-# whole current layer, and all others would wait for it.
+# whole current layer, and all other devices would wait for it.
 #
 # ## Communication
 #
@@ -156,17 +156,17 @@ for name, report in reports.items():
 # %% [markdown]
 # - Data parallelism all-reduces the gradients once.
 # - ZeRO-1 and ZeRO-2 also all-gather the parameters once, after the update.
-# - ZeRO-3 all-gathers them twice.
+# - ZeRO-3 all-gathers the parameters twice, in the forward and in the backward pass.
 #
 # The all-reduce column is a little over 1 because the embedding is used twice, for tokens and for
 # logits: its gradient is summed twice.
 #
 # On an accelerator the communication volume is smaller than the table suggests. An all-reduce is a
-# reduce-scatter followed by an all-gather, and so sends twice the bytes of either. ZeRO-2 and
+# reduce-scatter followed by an all-gather, and so sends twice the bytes of each. ZeRO-2 and
 # ZeRO-3 need only the reduce-scatter of their gradients. So ZeRO-2 sends as much as data
 # parallelism, and ZeRO-3 sends one and a half times as much. ZeRO-1 keeps its gradients replicated
 # and also sends one and a half times as much. XLA's CPU compiler writes an all-reduce and a slice
-# for every reduce-scatter, and those are counted here. In mixed precision gradients and gathered
+# for every reduce-scatter, and the table counts these. In mixed precision gradients and gathered
 # parameters have half the bytes, except the updated parameters of ZeRO-1 and ZeRO-2, which are
 # float32.
 

@@ -150,7 +150,7 @@ stages_losses = stages.fit(batches, num_steps=3)["loss"]
 print(stages_losses)
 
 # %% [markdown]
-# **All three**, as in the pictures above.
+# **All three strategies together**, as in the pictures above.
 
 # %%
 three_d_losses = trainer.fit(batches, num_steps=3)["loss"]
@@ -201,7 +201,8 @@ for (kind, axes, size), count in sorted(found.items()):
 #   compute the embedding before it, and the head and the loss after it, each for a share of the rows.
 #   So in each tick the output of the last stage is spread over all stages for the loss, and the
 #   gradient that leaves the first stage is spread over all stages for the embedding. Both are
-#   all-to-alls of the activations of one microbatch. The way back is an all-gather.
+#   all-to-alls of the activations of one microbatch. On the way back, from a share of the rows to a
+#   stage, an all-gather is used.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 ticks = OneFOneB().table(num_stages=2, num_microbatches=4).num_ticks
@@ -230,7 +231,7 @@ else:
 #
 # - `TensorParallel`: at most the devices of one machine, because it sends activations in every layer.
 # - `Pipeline`: as many stages as the model needs to fit, with several times as many microbatches.
-# - `FSDP`: the remaining devices. Put `DataParallel` around it when a part of the devices is enough
+# - `FSDP`: the remaining devices. Combine it with `DataParallel` when a part of the devices is enough
 #   to hold the state.
 #
 # [Choose a strategy](../choose.md) computes the sizes for a model and its machines.

@@ -71,7 +71,7 @@ second = again.fit(batches, num_steps=8)["loss"]
 print(second)
 
 # %% [markdown]
-# These losses equal the uninterrupted run's, bit for bit. So are all parameters and the
+# These losses equal the losses of the uninterrupted run bit for bit, and so do all parameters and the
 # optimizer state.
 
 
@@ -166,8 +166,8 @@ assert saved[-2:] == [6, 8]
 # %% [markdown]
 # ## A checkpoint of another model
 #
-# A checkpoint of a model with other shapes is refused. The error lists the arrays that differ, and
-# the Trainer stays as it was.
+# Restoring a checkpoint of a model with other shapes is an error. The error lists the arrays that
+# differ, and the Trainer does not change.
 
 # %%
 narrow = config

@@ -32,8 +32,8 @@ script = directory / "train.py"
 # - `data_share` says which rows of each batch this process loads.
 # - `print_once` prints on one process only.
 #
-# The callback does harm on request: process 1 sends itself a signal after step 5. It does so only
-# at the first start; the launcher tells each process how often it was restarted.
+# The callback simulates a failure on request: process 1 sends itself a signal after step 5. It does
+# so only at the first start; the launcher tells each process how often it was restarted.
 
 # %%
 SCRIPT = """
@@ -111,7 +111,7 @@ trainer.fit(Batches(index, count), num_steps=12)
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 script.write_text(SCRIPT)
-# Notebooks set it for their children; these write to a pipe.
+# Notebooks set this variable for their child processes, but these write to a pipe.
 os.environ.pop("FORCE_COLOR", None)
 
 
@@ -140,7 +140,7 @@ def launch(name, *harm, processes=2, devices=2, max_restarts=0):
 
 
 def losses(name):
-    """The rows of the run's `metrics.jsonl`."""
+    """Returns the rows of the run's `metrics.jsonl`."""
     lines = (directory / name / "metrics.jsonl").read_text().splitlines()
     entries = map(json.loads, lines)
     return np.array([entry["loss"] for entry in entries if "loss" in entry])
@@ -159,7 +159,7 @@ one_code = launch("one", processes=1, devices=4)
 two_code = launch("two", processes=2, devices=2)
 
 # %% [markdown]
-# FSDP shards over 4 devices in both runs. The losses are equal up to rounding, since sums over
+# FSDP shards over 4 devices in both runs. The losses are equal up to rounding, because sums over
 # devices are added in another order:
 
 # %%
@@ -242,7 +242,7 @@ np.testing.assert_array_equal(losses("taken"), losses("two")[:count])
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 def manifest(kind):
-    """The output of `launch --print kind` for 16 processes of 4 devices."""
+    """Returns the output of `launch --print kind` for 16 processes of 4 devices."""
     sizes = ["--processes", 16, "--devices-per-process", 4, "--max-restarts", 3]
     code, text = run("launch", *sizes, "--print", kind, "train.py", "runs/a")
     assert code == 0

@@ -37,8 +37,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## The whole strategy
 #
-# - `axis_sizes` gives the name of the mesh axis, which may be any, and its size. A size of `None`
-#   takes the devices that remain.
+# - `axis_sizes` gives the name of the mesh axis and its size. You can choose any name. A size of
+#   `None` takes the devices that remain.
 # - `batch` lists the axes that split the rows of a batch.
 # - `logical` maps the names that models give to their dims to mesh axes.
 
@@ -46,7 +46,7 @@ simulate_devices(8)
 # %%
 @dataclass(frozen=True, repr=False)
 class VocabParallel(Strategy):
-    """One axis, ``words``: it splits the batch, and the vocabulary of embedding and head."""
+    """Splits the batch, and the vocabulary of embedding and head, over an axis ``words``."""
 
     size: int | None = None
 
@@ -171,7 +171,7 @@ else:
 # A strategy may also have a method `check(self, model, mesh)`, which refuses a model before anything
 # is compiled.
 #
-# `CONTRIBUTING.md` has the list for a strategy that is to join the library.
+# `CONTRIBUTING.md` lists the steps to add a strategy to the library.
 #
 # ## Exercise
 #
@@ -182,7 +182,7 @@ else:
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 @dataclass(frozen=True, repr=False)
 class VocabOnly(VocabParallel):
-    """The same, with the batch replicated."""
+    """Splits the vocabulary like `VocabParallel`, and replicates the batch."""
 
     def claims(self) -> Claims:
         return Claims(axis_sizes={"words": self.size}, logical={"vocab": "words"})

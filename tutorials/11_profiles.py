@@ -2,8 +2,8 @@
 # # 11. Read a profile: where a step's time goes
 #
 # When a step is slow, it may be computing, communicating, or waiting for the host. Three questions
-# find out which, the cheapest first. What *should* the step do? What does the compiled program do?
-# And what did the devices do while it ran?
+# show which of these it is, the cheapest question first. What *should* the step do? What does the
+# compiled program do? And what did the devices do while it ran?
 
 # %%
 import collections
@@ -150,8 +150,8 @@ print(
 )
 
 # %% [markdown]
-# While the first number is well below the second, the host is ahead of the devices, and they never
-# wait for it. Two things undo this lead: slow data, and reading a metric in each step, since
+# If the first number is well below the second, the host is ahead of the devices, and they never
+# wait for it. Two things undo this lead: slow data, and reading a metric in each step, because
 # `float(loss)` waits for the step. `Trainer` reads metrics up to two steps late, and prefetches
 # batches.
 
@@ -165,8 +165,8 @@ assert np.median(dispatch) < np.median(done) / 2
 # of them, and is repeated for the layers. How many bytes of temporaries does it save?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# The forward pass is a third of the FLOPs. It runs once more for the layers, and not for the logits,
-# which are outside of the stack: a little less than 4/3 in all.
+# The forward pass is a third of the FLOPs. It runs once more for the layers, but not for the logits,
+# which are outside of the stack. So the total is a little less than 4/3 of the FLOPs without remat.
 remat = make_trainer(remat="full")
 saved = audit(remat.train_step.lower(remat.state, batch).compile())
 print(f"FLOPs: {saved.flops / report.flops:.2f} times those without remat")

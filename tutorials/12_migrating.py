@@ -148,7 +148,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 
 # %% [markdown]
 # `sharded_jit` returns a function with `lower`, `trace` and `eval_shape`, as `jax.jit` does. It takes
-# keywords and compiles methods. The use of a donated array is a named error.
+# keyword arguments and compiles methods. Using a donated array raises a named error.
 #
 # | scalax | here |
 # |---|---|
@@ -223,7 +223,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `CPUOffload` | `Offload()`: the optimizer's state, not the parameters |
 # | `context_parallel`, float8 | not here |
 #
-# Drop one habit: do not think of one device at a time. `loss` gets the global batch, or a global
+# One habit has to change: do not think of one device at a time. `loss` gets the global batch, or a global
 # microbatch, and its mean is the mean over all rows. Only the loading of data depends on the
 # process.
 #
@@ -234,7 +234,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 # five losses with the original's.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# For the script above; yours has other lines in place of model, optimizer, loss and batches.
+# This is the answer for the script above. In your script, replace model, optimizer, loss and batches.
 smoke = Trainer(
     MLP,
     optax.adamw(1e-2),

@@ -144,8 +144,8 @@ measure(
 )
 
 # %% [markdown]
-# **Data parallelism** on eight devices. A device computes an eighth of the FLOPs, and holds as much
-# state as the one device:
+# **Data parallelism** runs on eight devices. Each computes an eighth of the FLOPs, and holds as much
+# state as the single device above:
 
 # %%
 measure("data parallel", Transformer, DataParallel())
@@ -181,8 +181,8 @@ assert "pipeline" not in losses
 # %% [markdown]
 # ## Change 1: a `Stack` for the blocks
 #
-# `Stack.of` makes one module of a list of blocks. Each of its arrays has the arrays of all blocks,
-# one behind the other, along a new first dim. A call runs the blocks in order.
+# `Stack.of` makes one module from a list of blocks. Each of its arrays has the arrays of all blocks,
+# stacked along a new first dim. A call runs the blocks in order.
 #
 # ```diff
 #  class Transformer(nnx.Module):
@@ -212,8 +212,8 @@ class Stacked(Transformer):
 
 
 # %% [markdown]
-# **FSDP** again. The program now has a loop over the layers in place of a copy of the block for each.
-# So it is shorter, and stays as short with a hundred layers. The loop gathers the parameters of one
+# Now **FSDP** again. The program has a loop over the layers in place of a copy of the block for each
+# layer. So it is shorter, and is not longer with a hundred layers. The loop gathers the parameters of one
 # layer at a time, and drops them before the next layer.
 
 # %%
@@ -264,8 +264,8 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # %% [markdown]
 # ## Change 2: names for the dims of parameters
 #
-# `TensorParallel` shards each matmul, so it must know which dim of a kernel is which. The model does
-# not say, so nothing is sharded, and a warning tells you:
+# `TensorParallel` shards each matmul, so it must know the meaning of each dim of a kernel. The model
+# does not name the dims, so nothing is sharded, and a warning says so:
 
 # %%
 both = Composite(TensorParallel(2), FSDP())
@@ -275,7 +275,7 @@ with warnings.catch_warnings(record=True) as caught:
 print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 
 # %% [markdown]
-# The losses are right, but a device computes a quarter of all FLOPs in place of an eighth: the two
+# The losses are right, but a device computes a quarter of all FLOPs instead of an eighth: the two
 # devices of a pair do the same work.
 #
 # `names="auto"` derives the names from the program of the loss, for which it needs a batch, or its
@@ -320,8 +320,8 @@ print("\n" + textwrap.fill(f"Warning: {told[0].message}", 90))
 # %% [markdown]
 # The FLOPs have fallen, but not to an eighth, and the warning tells why. The kernels of attention are
 # sharded over `tensor`. The kernels of the MLP and the head are not, because `up`, `down` and `head`
-# are not among the usual names. A table that you write names the rest. A pair has a regular
-# expression for the path, and a name for each dim. The dim of the layers has its name already.
+# are not among the usual names. A table that you write names the other kernels. Each entry is a regular
+# expression for the path, and a name for each dim. The dim of the layers already has its name.
 
 # %%
 NAMES = PathNames(
@@ -351,7 +351,7 @@ assert between < 0.9 * reports["tensor, no names"].flops
 # ## Change 3: `constrain` for activations
 #
 # The compiler derives the shardings of activations from the shardings of the parameters. That is enough for
-# the step above. Sequence parallelism wants more: between the matmuls, each device should keep only
+# the step above. Sequence parallelism needs more: between the matmuls, each device should keep only
 # a part of each sequence. `constrain` names the dims of an activation, and the strategy decides
 # which of them to shard.
 #
@@ -425,7 +425,7 @@ assert split.temporary_bytes < 0.95 * plain.temporary_bytes
 assert split.count("all-gather") > plain.count("all-gather")
 
 # %% [markdown]
-# ## All that was measured
+# ## All measurements
 #
 # The losses of all rows are equal up to rounding.
 
@@ -448,8 +448,8 @@ for name, values in losses.items():
 # of `up.kernel` does a device hold, and which of the three changes does this strategy need?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# An eighth: the pipeline shards the layers, tensor parallelism `mlp`, and FSDP `embed`. The strategy
-# needs the Stack and the names, and runs without `constrain` too.
+# A device holds an eighth: the pipeline shards the layers, tensor parallelism shards `mlp`, and FSDP
+# shards `embed`. The strategy needs the Stack and the names, but not `constrain`.
 three_d = Trainer(
     Parallel(nnx.Rngs(0)),
     optax.adamw(1e-3),

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # 14. Long sequences
 #
-# A batch can be split by rows until each device has one. Then the sequence itself must be split: its
-# activations grow with every token, and one row may be too long for a device. `ContextParallel`
+# A batch can be split by rows until each device has one row. If this row is still too long for a
+# device, the sequence itself must be split, because activations grow with its length. `ContextParallel`
 # shards the tokens of each sequence. The model does not change, and neither do the numbers.
 
 # %%
@@ -26,8 +26,9 @@ simulate_devices(8)
 # %% [markdown]
 # ## The memory of a token
 #
-# One row, and a small Llama with four heads that share two key heads. The next function compiles a
-# training step, and asks the compiler how much memory a device needs besides the parameters.
+# The model is a small Llama with four heads that share two key heads, and the batch is one row. The
+# next function compiles a training step, and asks the compiler how much memory a device needs besides
+# the parameters.
 
 # %%
 eight, one = jax.devices(), jax.devices()[:1]
@@ -77,7 +78,8 @@ assert before / after > 6
 # %% [markdown]
 # ## The same numbers
 #
-# A few steps on one device and on eight. With `FSDP` the training state is split over both axes.
+# The next cells run a few steps on one device and on eight. With `FSDP` the training state is split
+# over both axes.
 
 # %%
 rng = np.random.default_rng(0)
@@ -99,8 +101,8 @@ np.testing.assert_allclose(split, alone, rtol=1e-5)
 # Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. If
 # each device had neighbouring tokens, the last device would have most of the work, and the others
 # would wait. So the sequence is cut into twice as many chunks as there are devices, and device i
-# computes chunk i and the i-th from the end. Devices exchange halves of their tokens around the
-# attention, so that nothing else in the model sees another order.
+# computes chunk i and the i-th chunk from the end. Devices exchange halves of their tokens before and
+# after the attention, so that the rest of the model sees the tokens in their usual order.
 #
 # A row is a chunk of queries, and a column is a chunk of keys; the number is the device that
 # computes the block.
@@ -115,7 +117,7 @@ def show(title, owner):
     for query in chunks:
         seen = [str(owner(query)) if key <= query else "·" for key in chunks]
         print("   ", " ".join(seen))
-    # A block on the diagonal is half seen.
+    # The mask hides half of a block on the diagonal.
     work = [
         sum(query + 0.5 for query in chunks if owner(query) == device)
         for device in range(SIZE)
@@ -163,10 +165,10 @@ assert "all-gather" in sent["gather"]
 # ## Choose an exchange
 #
 # - `ring` works with any number of heads, and no device holds more than two shards of the keys. With
-#   thousands of tokens a device, the matmuls of a hop take longer than the hop: a compiler that runs
-#   both at once has nothing to wait for.
+#   thousands of tokens per device, the matmuls of a hop take longer than the transfer. If the compiler
+#   runs both at the same time, no matmul waits for a transfer.
 # - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
-# - `gather` is simple, and as good as the others where few key heads are shared by many heads.
+# - `gather` is simple, and as good as the others if many heads share few key heads.
 #
 # The size must divide the length of the sequence. Twice the size should divide it too; otherwise
 # causal work is not balanced. Packed documents (`segments`), windows, sinks and soft caps work
@@ -179,7 +181,8 @@ assert "all-gather" in sent["gather"]
 # tokens? And which chunks does device 5 have instead?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# Chunk c sees c whole chunks and half of itself. The last device has the chunks 14 and 15.
+# Chunk c sees c whole chunks and half of itself. With neighbouring tokens, the last device has the
+# chunks 14 and 15.
 of_device = [sum(chunk + 0.5 for chunk in (2 * n, 2 * n + 1)) for n in range(8)]
 print(f"{max(of_device) / np.mean(of_device):.2f} of the mean")
 own = [chunk for chunk in range(16) if min(chunk, 15 - chunk) == 5]

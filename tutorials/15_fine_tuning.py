@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 15. Fine-tuning
 #
-# Most models are not trained from nothing. You have a folder from the Hugging Face hub, with
-# `config.json` and files of safetensors. This tutorial reads one onto eight devices, trains adapters
-# next to its kernels, and writes folders that transformers and PEFT read.
+# Most models are not trained from scratch. You have a folder from the Hugging Face hub, with
+# `config.json` and safetensors files. This tutorial reads such a folder onto eight devices, trains
+# adapters next to the model's kernels, and writes folders that transformers and PEFT can read.
 
 # %%
 import json
@@ -34,15 +34,15 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## A folder
 #
-# To need no download, we make the folder: a small Llama that has learned to count up by one. If you
-# have a folder, start at the next heading.
+# To avoid a download, we make the folder: it has a small Llama that has learned to count up by one. If
+# you have a folder, start at the next heading.
 
 # %%
 LENGTH = 32
 
 
 def count(step, seed, num_batches):
-    """Rows that count up by `step`, modulo 64."""
+    """Returns rows that count up by `step`, modulo 64."""
     rng = np.random.default_rng(seed)
     for _ in range(num_batches):
         start = rng.integers(0, 64, (32, 1))
@@ -133,9 +133,9 @@ assert trainer.step < 200
 # %% [markdown]
 # ## Write it
 #
-# `merge_lora` adds each product to its kernel, which gives the same model without adapters.
+# `merge_lora` adds each product of A and B to its kernel, which gives the same model without adapters.
 # `save_adapters` writes only the factors, in the format of PEFT. Both folders appear whole or not
-# at all, and an existing folder with files is never overwritten.
+# at all, and a folder that has files is never overwritten.
 
 # %%
 merged = merge_lora(trainer.model)
@@ -166,10 +166,10 @@ np.testing.assert_allclose(again, after, rtol=1e-4)
 # %% [markdown]
 # ## Exercise
 #
-# How many bytes would AdamW's state have for all parameters in float32, and how many has it here?
+# How many bytes would AdamW's state have for all parameters in float32, and how many does it have here?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
-# Two moments of four bytes for each parameter that is trained.
+# AdamW keeps two moments of four bytes for each parameter that is trained.
 for name, size in zip(("all", "adapters"), sizes, strict=True):
     print(f"{name}: {2 * 4 * size / 1024:.0f} KiB")
 assert sizes[1] < sizes[0] / 4

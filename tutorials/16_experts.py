@@ -1,10 +1,10 @@
 # %% [markdown]
 # # 16. Mixtures of experts
 #
-# A larger MLP knows more, but every token pays for all of it. A mixture of experts has many MLPs,
-# and a router that sends each token to a few of them: the parameters grow, and the FLOPs hardly
-# grow. This tutorial trains one, watches its experts go unused, balances them, and splits them over
-# eight devices.
+# A larger MLP can learn more, but every token needs the FLOPs of the whole MLP. A mixture of experts
+# has many MLPs, and a router that sends each token to a few of them: it has more parameters, but
+# hardly more FLOPs per token. This tutorial trains a mixture, observes that some experts are hardly
+# used, balances them, and splits them over eight devices.
 
 # %%
 from dataclasses import replace
@@ -42,7 +42,7 @@ LENGTH = 64
 
 
 def batches(num_batches, num_rows=16):
-    """Rows of tokens from random places of the text."""
+    """Returns rows of tokens from random places of the text."""
     rng = np.random.default_rng(0)
     for _ in range(num_batches):
         starts = rng.integers(0, len(text) - LENGTH, (num_rows, 1))
@@ -65,7 +65,7 @@ assert config.num_params - config.num_active_params == unused
 
 # %% [markdown]
 # A token uses only the active parameters: two of the eight experts in each layer, and everything
-# else. `flops_per_token` and MFU count only these. Published models:
+# else. `flops_per_token` and MFU count only these. Some published models:
 
 # %%
 for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
@@ -76,8 +76,8 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
 # %% [markdown]
 # ## Without balance
 #
-# First on one device. A router that is trained only for the next token has no reason to use all
-# experts. Experts that get tokens learn, and then get more tokens.
+# The first run is on one device. A router that is trained only to predict the next token has no reason
+# to use all experts. Experts that get tokens learn, and then get more tokens.
 
 # %%
 STEPS = 100
@@ -101,7 +101,7 @@ free_history = free.fit(batches(STEPS), STEPS)
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 def loads(trainer):
-    """Tokens of each expert over the mean, (layers, experts), in 64 rows of the text."""
+    """Returns each expert's tokens divided by the mean, (layers, experts), for 64 rows."""
     model = trainer.model
     model.train()  # it counts while it trains
     (tokens,) = batches(1, num_rows=64)
@@ -111,7 +111,7 @@ def loads(trainer):
 
 
 def draw(found):
-    """A bar for each expert of each layer; the mark is the mean."""
+    """Draws a bar for each expert of each layer, and marks the mean."""
     for number, layer in enumerate(found):
         print(f"layer {number}")
         for expert, load in enumerate(layer):
@@ -120,7 +120,7 @@ def draw(found):
 
 
 def over_time(history, every=10):
-    """The load of the busiest expert, step by step."""
+    """Returns the load of the busiest expert, for every tenth step by default."""
     return " ".join(f"{load:4.2f}" for load in history["expert_load"][::every])
 
 
@@ -137,9 +137,9 @@ draw(before)
 # %% [markdown]
 # ## A bias that follows counts
 #
-# `bias_rate` gives each expert a bias, which is added to its score where the experts of a token are
-# chosen, and nowhere else. After a step the bias falls by the rate for an expert with more tokens
-# than the mean, and rises by the rate for the others. This needs no gradient and no further loss.
+# `bias_rate` gives each expert a bias, which is added to its score only when the experts of a token are
+# chosen. After a step, the bias of an expert with more tokens than the mean falls by the rate, and the
+# bias of all other experts rises by the rate. This needs no gradient and no additional loss.
 # DeepSeek-V3 is balanced in this way. Tokens are counted in integers over the whole batch, so that
 # the bias is the same bit for bit on any mesh.
 
@@ -165,7 +165,7 @@ np.testing.assert_allclose(final[1], final[0], rtol=0.05)
 # all devices wait for the busiest one.
 #
 # `balance_loss=` is the alternative: a loss that is smallest if all experts have equal shares of
-# each sequence, or of the batch. Its gradient changes the router, and so the model. `z_loss=` keeps
+# each sequence, or of the batch. Its gradient changes the router, and thus the model. `z_loss=` keeps
 # the router's logits small. `top_groups=` and `shared_dim=` come from DeepSeek-V3.
 #
 # ## The experts, split
@@ -210,20 +210,20 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # %% [markdown]
 # ## The bytes that are sent
 #
-# - `gather`: a device gathers the tokens of all devices of the axis, computes the rows of its
-#   experts, and outputs are summed and scattered back. It runs everywhere.
-# - `ragged`: each row goes to the device of its expert and comes back, by a ragged all-to-all. JAX
-#   has none for CPUs, so it is not run here.
+# - `gather`: each device gathers the tokens of all devices of the axis, and computes the rows of its
+#   experts. A reduce-scatter then sums the outputs and sends them back. It runs on every platform.
+# - `ragged`: a ragged all-to-all sends each row to the device of its expert, and another sends the
+#   result back. JAX has no ragged all-to-all for CPUs, so it is not run here.
 #
-# For each token and layer a device sends, in numbers of the model's width, over `n` devices and with
-# `k` experts a token:
+# The table shows the numbers that a device sends for each token and layer, divided by the model's
+# width, over `n` devices and with `k` experts per token:
 #
-# | | forward | backward | with `remat`, more |
+# | | forward | backward | additionally with `remat` |
 # |---|---|---|---|
 # | `gather` | `2 (n - 1)` | `2 (n - 1)` | `n - 1` |
 # | `ragged` | `2 k (n - 1) / n` | `2 k (n - 1) / n` | `k (n - 1) / n` |
 #
-# `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs where `k < n - 1`. `audit` counts
+# `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs if `k < n - 1`. `audit` counts
 # the bytes that go into the collectives of a compiled step. Without `FSDP`, only tokens are
 # gathered:
 
@@ -245,15 +245,15 @@ assert report.bytes("all-gather") == 2 * collected + 2 * choices
 assert report.bytes("reduce-scatter") == 2 * collected + choices
 
 # %% [markdown]
-# The rest is the choices of tokens and their weights.
+# The remaining bytes are the experts that tokens have chosen, and their weights.
 #
 # ## No token is dropped
 #
-# A device has room for a quarter more rows than its share. Rows beyond come in further rounds: the
-# numbers stay exact under any routing, and an unbalanced step takes longer. `capacity_factor=`
-# bounds an expert instead, per sequence: tokens above its capacity are dropped. This is a different
-# model, whose metrics have a `dropped_share`. In the first steps, before the experts are balanced,
-# it loses this share:
+# A device has room for a quarter more rows than its share. It computes further rows in additional
+# rounds: the results are exact under any routing, and an unbalanced step takes longer.
+# `capacity_factor=` instead limits the tokens of an expert per sequence: tokens above its capacity are
+# dropped. This is a different model, whose metrics have a `dropped_share`. In the first steps, before
+# the experts are balanced, it drops this share:
 
 # %%
 tight = make_trainer(
@@ -267,16 +267,16 @@ assert dropped.max() > 0.3
 assert dropped.min() > 0.05
 
 # %% [markdown]
-# ## Which strategy with it
+# ## Strategies for mixtures
 #
 # | | with experts |
 # |---|---|
-# | only `FSDP()` | gathers all experts of a layer wherever it runs: first choice while a layer of them fits, and the batch is large |
+# | only `FSDP()` | each layer gathers all of its experts: the first choice if the experts of a layer fit on a device and the batch is large |
 # | `ExpertParallel(n)` | experts stay where they are, tokens travel; `n` divides the experts, best within a machine |
 # | `Composite(ExpertParallel(n), FSDP())` | the usual choice for large mixtures: both axes split batch and state |
-# | with `TensorParallel(m)` | each expert's width is split too; for experts that are wide |
-# | with `Pipeline(p)` | stages have their layers' experts; several microbatches, the same bias |
-# | with `ContextParallel(c)` | tokens of a sequence are on several devices, and all find their experts |
+# | with `TensorParallel(m)` | each expert's width is split too, which suits wide experts |
+# | with `Pipeline(p)` | each stage has the experts of its layers; all microbatches use the same bias |
+# | with `ContextParallel(c)` | tokens of a sequence are on several devices, and each is sent to its experts |
 #
 # [Plan](../plan.md) says which of them fits and how long a step takes.
 #

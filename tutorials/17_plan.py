@@ -3,8 +3,8 @@
 #
 # Your model trains on a laptop, and tomorrow it will train on sixteen chips that you do not have
 # yet. Which strategy, how many microbatches, which remat? `plan` answers on the laptop. It tries
-# all strategies that divide, says which fit and how much each costs, and ends with the line to
-# write. This tutorial plans a GPT for a slice of TPUs, reads why candidates lost, checks the
+# all strategies whose axis sizes divide the devices, says which fit and how much each costs, and ends
+# with the line to write. This tutorial plans a GPT for a slice of TPUs, reads why candidates lost, checks the
 # formulas with a compiler, and trains with the resulting line.
 
 # %%
@@ -59,8 +59,8 @@ print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a ste
 # ## A first plan
 #
 # `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas, which takes
-# seconds. `fix` decides parts of the answer. To keep the list short, it leaves out pipelines,
-# tensor parallelism and offload.
+# seconds. `fix` decides parts of the answer. Here it excludes pipelines, tensor parallelism and
+# offload, to keep the list short.
 
 # %%
 first = plan(
@@ -83,15 +83,16 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The best candidate that fits comes first. Candidates that do not fit come last, the smallest first. The last column says
-# why a candidate lost: it does not fit, and which owner takes most of its memory; or how many times
-# slower it is, and for which part it waits.
+# The best candidate that fits comes first. Candidates that do not fit come last, and the smallest of
+# them comes first. The last column says why a candidate lost. If it does not fit, the column names the
+# owner that takes most of its memory. Otherwise the column says how many times slower it is, and for
+# which part it waits.
 #
 # - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
-# - `step, s` is a range. At best, products, memory and transfers run at the same time. At worst,
+# - `step, s` is a range. At best, matmuls, memory traffic and transfers run at the same time. At worst,
 #   they run one after the other, and each is slower. The assumptions are printed below the table.
-# - MFU: the FLOPs of the model over the chips' peak in that time.
+# - MFU: the FLOPs of the model, divided by the FLOPs of the chips' peak in that time.
 #
 # Memory by owner:
 
@@ -104,7 +105,8 @@ draw_memory(first)
 #
 # ## The waits of a step
 #
-# Both ends of the range, to scale. Pale transfers run during products and cost no extra time.
+# The picture shows both ends of the range, to scale. Pale transfers run during matmuls and cost no
+# extra time.
 
 # %%
 draw_timeline(first)
@@ -123,8 +125,8 @@ draw_timeline(first)
 draw_roofline(first)
 
 # %% [markdown]
-# With 256 rows each chip has 16 rows, and thousands of FLOPs for each byte. With few rows it has
-# fewer:
+# With 256 rows each chip has 16 rows, and thousands of FLOPs for each byte. A batch with fewer rows
+# has fewer FLOPs for each byte:
 
 # %%
 few = plan(
@@ -143,7 +145,7 @@ assert sent.name == as_much.name == "fsdp"
 assert products.work / sent.work < many.work / as_much.work / 8
 
 # %% [markdown]
-# ## Everything that divides
+# ## All strategies
 #
 # Without `fix` a plan tries all strategies and their composites, schedules of pipelines, microbatches
 # and remat. The formulas rule out candidates that cannot fit or cannot win.
@@ -162,8 +164,8 @@ kinds = {name for e in found.entries for name, n in e.axis_sizes.items() if n > 
 assert kinds >= {"data", "fsdp", "tensor", "pipe"}
 
 # %% [markdown]
-# Pipelines are among them. The last column says why one loses, and its picture shows the grey
-# time in which stages wait for each other, at the start and at the end.
+# Pipelines are among the candidates. The last column says why a pipeline loses. Its picture shows in
+# grey the time in which stages wait for each other, at the start and at the end.
 
 # %%
 piped = next(e for e in found.entries if "Pipeline(4)" in e.name)
@@ -247,7 +249,8 @@ assert tried.best is not None
 #
 # ## The line to write
 #
-# The last line of a plan is Python. These are its parts, and this machine has the devices:
+# The last line of a plan is Python. The next cell trains with its parts, because this machine has the
+# eight simulated devices:
 
 # %%
 best = tried.best.candidate
@@ -276,7 +279,7 @@ assert held == tried.best.costs.memory["parameters"]
 #
 # You can describe other hardware. Suppose a chip like v5p with 16 GiB: which strategy, which remat,
 # and how many microbatches does the 1.3B model then need on sixteen of them? Which owner takes the
-# most memory in the `DataParallel` candidate that needs the least?
+# most memory in the `DataParallel` candidate that needs the least memory?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 chip = dataclasses.replace(HARDWARE["v5p"], name="small", memory_bytes=16 * 2**30)
