@@ -52,7 +52,8 @@ class Language(nnx.Module):
         up = init(key(), (32, 64), jnp.float32, out_sharding=P("fsdp", "tp"))
         self.up = nnx.Param(up, out_sharding=("fsdp", "tp"))
         self.down = nnx.Param(
-            init(key(), (64, 32), jnp.float32, out_sharding=P("tp", "fsdp"))
+            init(key(), (64, 32), jnp.float32, out_sharding=P("tp", "fsdp")),
+            out_sharding=("tp", "fsdp"),
         )
         self.scale = nnx.Param(jnp.ones(32, out_sharding=P(None)))
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
@@ -319,7 +320,8 @@ def test_sharding_on_mesh_of_model_is_translated() -> None:
             sharding = NamedSharding(mesh, P("rows"))
             return jax.lax.with_sharding_constraint(super().__call__(x), sharding)
 
-    trainer = make(lambda rngs: Own(rngs, NamedSharding(mesh, OWN)), strategy)
+    with pytest.warns(match="no parameter has a dim named so"):
+        trainer = make(lambda rngs: Own(rngs, NamedSharding(mesh, OWN)), strategy)
     text = lowered(trainer)
     assert re.search(r'sharding_constraint.*\[\{"fsdp"\}, \{"tensor"\}\]', text)
     assert re.search(r'sharding_constraint.*\[\{"fsdp"\}, \{\}\]', text)
@@ -341,7 +343,8 @@ def test_unknown_axis_raises_rule_to_write(in_call: bool) -> None:
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         make(build).fit([X], num_steps=1)
     rules = (LogicalRules({"rows": "tensor"}),)
-    mapped = make(build, Composite(TensorParallel(), rules=rules))
+    with pytest.warns(match="or a spec in its call, names a dim so"):
+        mapped = make(build, Composite(TensorParallel(), rules=rules))
     assert np.isfinite(mapped.fit([X], num_steps=1)["loss"]).all()
 
 

@@ -195,7 +195,7 @@ def test_rule_for_misspelt_name_raises() -> None:
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         FSDP(rules=rules).describe(build)
     rules = (LogicalRules({"patches": None}),)
-    with pytest.warns(ParallelWarning, match="only where constrain names a dim so"):
+    with pytest.warns(ParallelWarning, match="the model's constrain, or a spec in"):
         FSDP(rules=rules).describe(build)
 
 

@@ -453,7 +453,8 @@ def check_logical_rules(rules: tuple[Rules, ...], known: Iterable[str]) -> None:
         if nearest := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75):
             raise UnknownAxisError(f"{text} Did you mean {nearest[0]!r}?")
         warn_user(
-            f"{text} The rule has an effect only where constrain names a dim so.",
+            f"{text} The rule has an effect only where the model's constrain, or a "
+            "spec in its call, names a dim so.",
             ParallelWarning,
         )
 
