@@ -1,4 +1,6 @@
-"""``python -m benchmarks NAME`` measures on 8 simulated devices; lists without NAME.
+"""``python -m benchmarks NAME`` runs a benchmark on 8 simulated devices.
+
+Without NAME it lists the benchmarks.
 
 The table goes to standard output, and with ``--json PATH`` to a file too, together with
 the command, the hardware and the versions.
@@ -36,7 +38,7 @@ NAMES = {
 }
 
 MODULES = {"peers": "compare"}
-"""Modules with other names than their benchmarks: `benchmarks.peers` has the steps."""
+"""Module names that differ from their benchmarks: `benchmarks.peers` has the steps."""
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""One training step written five ways: ours, by hand, `nnx.jit`, scalax, and an A/A.
+"""One training step in five variants: ours, by hand twice, `nnx.jit`, and scalax.
 
-The same GPT, batch, optimizer and initial parameters, FSDP over 8 devices. The table
-has times, bytes per device, collectives, and the lines that a user writes: the lines of
-the function that makes the step, without blank lines, comments and docstrings.
+All train the same GPT with the same batch, optimizer and initial parameters, under FSDP
+over 8 devices. The table has times, bytes per device, collectives, and the lines that a
+user writes: the lines of the function that makes the step, without blank lines,
+comments and docstrings.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from nnx_parallel.audit.collectives import KINDS
 from nnx_parallel.models import GPT, next_token_loss
 
 CODE: dict[str, tuple[Callable, ...]] = {}
-"""The code of each variant, in addition to the model and its loss."""
+"""The functions that a user of each variant writes, besides the model and its loss."""
 
 
 def measure(rounds: int = 100) -> Table:
-    """Times as ratios to the step by hand, and counts that need no clock."""
+    """Returns times as ratios to the step by hand, and counts that need no clock."""
     table = Table(f"One step, several ways: a GPT of {CONFIG.num_params:,} parameters")
     trainer = ours()
     batch, model = make_batch(trainer, CONFIG), trainer.model

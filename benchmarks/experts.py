@@ -1,4 +1,4 @@
-"""Mixtures of experts on TPUs: memory of a chip, and exchanges during matmuls.
+"""Mixtures of experts on TPUs: memory per chip, and exchanges that matmuls hide.
 
 Training steps are compiled for v5p chips, without TPUs: nothing is run. Each device
 sends the rows of its tokens, in chunks, to the devices of their experts, and they come

@@ -1,8 +1,9 @@
 """``python -m benchmarks.faults [N [SIGNAL [PROCESSES]]]`` ends a run N times.
 
 Each time the processes resume from the newest checkpoint and save every 5 steps in the
-background, until a signal (SIGKILL) comes to one of them (1) at a random moment after a
-random step. At the end every parameter must equal an undisturbed run's, bit for bit.
+background, until one of them (by default there is 1) gets a signal (by default SIGKILL)
+at a random moment after a random step. At the end every parameter must equal the
+parameter of an undisturbed run bit for bit.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WORKER = ROOT / "tests" / "processes" / "worker.py"
 STEPS_PER_SIGNAL = 40
 _START_SECONDS = 240
 _END_SECONDS = 60
-# With several processes Python ends by a code, since the others wait for no signal.
+# One of several processes ends with an exit code, not by the signal.
 _CODES = {signal.SIGINT: {-signal.SIGINT, 128 + signal.SIGINT}, signal.SIGTERM: {0}}
 _SAVED = "resume with the same command"
 
@@ -107,14 +108,14 @@ def soak(
 
 
 def _settings(num_steps: int, out: Path, checkpoint: dict | None) -> dict[str, Any]:
-    # Rows that 1, 2 and 3 processes divide, in 2 microbatches.
+    # 1, 2 and 3 processes divide these rows, in 2 microbatches.
     options = {"model": "linear", "steps": num_steps, "num_rows": 12, "out": str(out)}
     return options | ({"checkpoint": checkpoint} if checkpoint else {})
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Processes of a run, and the files with their output."""
+    """The processes of a run, and the files with their output."""
 
     starter: _Starter
     pids: list[int]
@@ -124,19 +125,19 @@ class _Run:
         return "".join(path.read_text(errors="replace") for path in self.outputs)
 
     def codes(self) -> list[int | None]:
-        """Exit code of each process, -n after signal n, ``None`` if it is alive."""
+        """Returns the exit codes: -n after signal n, ``None`` if a process is alive."""
         return [self.starter.code(pid) for pid in self.pids]
 
     def end(self, expected: set[int], seconds: float) -> list[int]:
-        """Waits; raises a RuntimeError with all output if a code differs."""
+        """Waits; raises a RuntimeError with all output if an exit code differs."""
         deadline = time.monotonic() + seconds
         while None in (found := self.codes()):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"It hangs: {self.text()}")
+                raise RuntimeError(f"The run hangs: {self.text()}")
             time.sleep(0.01)
         codes = [code for code in found if code is not None]
         if not expected.issuperset(codes):
-            raise RuntimeError(f"It ended with {codes}: {self.text()}")
+            raise RuntimeError(f"The run ended with {codes}: {self.text()}")
         return codes
 
 
@@ -176,7 +177,7 @@ worker.main()
 
 
 class _Starter:
-    """Starts processes of the worker, without the seconds of its imports."""
+    """Starts processes of the worker script without waiting for its imports."""
 
     def __init__(self) -> None:
         variables = {
@@ -236,7 +237,7 @@ class _Starter:
 
 
 def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals) -> int:
-    """Sends a signal some steps after the start; 1 if a save was in progress."""
+    """Sends a signal after some steps; returns 1 if a save was in progress."""
     log = where / "metrics.jsonl"
     wanted = _num_logged(log) + draw.randrange(1, 3 * STEPS_PER_SIGNAL // 4)
     deadline = time.monotonic() + _START_SECONDS
@@ -261,7 +262,7 @@ def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals)
 
 def _num_logged(log: Path) -> int:
     try:
-        # Lines of messages do not count: some come before the first step.
+        # Messages do not count, because some are printed before the first step.
         return log.read_bytes().count(b'"loss"')
     except FileNotFoundError:
         return 0

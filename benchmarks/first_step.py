@@ -1,8 +1,8 @@
 """The time to a fit's first step, over the time of plain ``nnx.jit`` on one device.
 
 The time covers compilation and all work before it: tracing, initializers, placement.
-Each first step has a separate process, because a second one would find compiled
-programs; variants alternate within a round.
+Each first step runs in a new process, because a second step would find the compiled
+programs of the first. Variants alternate within a round.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 600
 
 
 def measure(rounds: int = 5) -> Table:
-    """Ratios of every model under every strategy."""
+    """Returns the ratios for every model under every strategy."""
     table = Table(f"Seconds to the first step, over those of {PLAIN} on one device")
     for model in CASES:
         compiling: dict[str, list[float]] = {way: [] for way in (PLAIN, *STRATEGIES)}
@@ -41,7 +41,7 @@ def measure(rounds: int = 5) -> Table:
         for way in STRATEGIES:
             ratio = Ratio.of(seconds[way], seconds[PLAIN])
             table.add(f"{model}: {way} / {PLAIN}", ratio)
-            # Only the time outside XLA's compiler is ours to shorten.
+            # The library can shorten only the time outside XLA's compiler.
             alone = Ratio.of(np.array(compiling[way]), seconds[PLAIN])
             table.add(f"{model}: {way}, XLA's compiler alone / {PLAIN}", alone)
     return table

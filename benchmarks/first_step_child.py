@@ -112,7 +112,7 @@ class VisionTransformer(nnx.Module):
 
 
 class Mamba(nnx.Module):
-    """Layers of a gated linear recurrence over the sequence, as Mamba's."""
+    """Layers of a gated linear recurrence over the sequence, like Mamba's."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, 64, rngs=rngs)
@@ -185,14 +185,15 @@ def gpt_loss(model: Any, batch: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, and the names of its dims if it gives none."""
+    """Returns a model, its loss, and names for its dims if the model has no names."""
 
     build: Callable[[nnx.Rngs], nnx.Module]
     loss: Callable[[Any, Any], jax.Array] = token_loss
     names: PathNames | None = None
 
+    # Without names all devices of `tensor` would compute the whole model.
 
-# Without names each device of `tensor` would compute and compile the whole model.
+
 _MLP_NAMES = (
     (r"(gate|up)\.kernel", ("embed", "mlp")),
     (r"down\.kernel", ("mlp", "embed")),

@@ -1,11 +1,11 @@
 """FSDP gathers parameters at use, and activations stay sharded by rows.
 
 Sharding the parameters is not enough. The partitioner may propagate their sharding to
-the activations, which are then communicated instead of the weights. Two models: a GPT
-whose embedding is sharded by columns, where this happens, and a transformer of stock
-layers without names or constraints. Each runs under `FSDP`; with activations
-constrained by hand after every operation of the residual stream; and with only the
-parameters sharded.
+the activations, which are then communicated instead of the weights. There are two
+models: a GPT whose embedding is sharded by columns, where this happens, and a
+transformer of stock layers without names or constraints. Each runs under `FSDP`; with
+activations constrained by hand after every operation of the residual stream; and with
+only the parameters sharded.
 """
 
 from __future__ import annotations

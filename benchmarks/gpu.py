@@ -3,21 +3,22 @@
 Both train the same shape on the same tokens with the same number of rows: float32
 parameters and AdamW state, matmuls and activations in bfloat16. PyTorch runs as its
 users run it: `torch.compile` over model and loss, `scaled_dot_product_attention`
-with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. Ours
-is a Trainer's step with its defaults, which also computes the norm of the gradient. It
-is run once more on rows packed with up to 8 documents, which do not see each other.
+with FlashAttention and, from Hopper on, with cuDNN's kernel, and the fused AdamW. This
+library runs a Trainer's step with its defaults, which also computes the norm of the
+gradient. It is run once more on rows that are packed with up to 8 documents, where no
+token attends to another document.
 
 Both frameworks preallocate a GPU's memory, so two at once would compete for it. Each
 therefore runs in a separate process, as the only user of the device; a round runs
 every variant once, every other round in reverse order, so that a GPU that warms up
 affects all equally. Compiled programs are cached between rounds. The number of rows is
-the largest power of two, up to a limit, that fits for all: a variant that could hold
-more shows that only in its memory.
+the largest power of two, up to a limit, that fits for all variants. If a variant could
+train more rows, only its memory shows this.
 
-A time covers several steps, dispatched at once and waited for together, as in
+A time covers several steps, which are dispatched without waiting for each other, as in
 training: Python's cost counts if the device waits for it. FLOPs are ``6 N + 12 L E T``
-a token for all variants. Their share is relative to a matmul of two bfloat16 matrices
-of 8192 x 8192, measured in the same processes; the faster framework's is taken.
+per token for all variants. Their share is relative to a matmul of two bfloat16 matrices
+of 8192 x 8192, measured in the same processes; the faster framework's time is used.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODELS = {
     "124M": (GPTConfig.gpt2_124m(vocab_size=50_304), 64),
     "1.3B": (GPTConfig.gpt_1_3b(seq_len=1024), 16),
 }
-"""The models, and the most rows that are tried."""
+"""The models, and the largest number of rows to try."""
 TINY = {"tiny": (GPTConfig.tiny(num_layers=2), 2)}
 Models = Mapping[str, tuple[GPTConfig, int]]
 
@@ -155,7 +156,7 @@ Round = Mapping[str, Found]
 
 
 def _fit(task: Task, ways: Sequence[str], cache: str) -> tuple[int, Round]:
-    """The most rows that fit for all variants, a power of two, and that round."""
+    """Returns the largest number of rows, a power of two, that fits, and its round."""
     while task.rows:
         found: dict[str, Found] = {}
         for way in ways:
@@ -173,7 +174,7 @@ def _rounds(
 ) -> list[dict[str, Found]]:
     found = []
     for index in range(count):
-        # The round of the fit went forwards.
+        # The round that found the number of rows ran in forward order.
         order = ways if index % 2 else ways[::-1]
         ran = {way: _run(way, task, cache) for way in order}
         lost = [way for way, one in ran.items() if one is None]
@@ -205,7 +206,7 @@ def _environment(way: str, task: Task, cache: str) -> dict[str, str]:
         return os.environ | {"JAX_PLATFORMS": "cpu"}
     if _framework(way) == "torch":
         return os.environ | {
-            "JAX_PLATFORMS": "cpu",  # the model's shape comes with jax
+            "JAX_PLATFORMS": "cpu",  # the module with the model's shape imports jax
             "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(cache, "torch"),
         }

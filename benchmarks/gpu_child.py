@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu_child WAY TASK``: one framework, with the whole device.
+"""``python -m benchmarks.gpu_child WAY TASK`` measures one framework on a device.
 
 The last line of its output is its measurements, as JSON; ``null`` if the device ran
 out of memory.

@@ -20,8 +20,8 @@ class Ours:
 
     Args:
         task: The task to train.
-        is_packed: Whether rows are made of several documents, which do not see each
-            other.
+        is_packed: Whether rows are packed with several documents, where no token
+            attends to another document.
     """
 
     def __init__(self, task: Task, *, is_packed: bool = False) -> None:
@@ -51,7 +51,7 @@ class Ours:
         return float(loss)
 
     def multiply(self, count: int) -> None:
-        """Multiplies the same two matrices, one result held at a time."""
+        """Multiplies the same two matrices, and holds one result at a time."""
         product = None
         for _ in range(count):
             product = _product(*self._matrices)

@@ -116,7 +116,7 @@ class Torch:
         return GPT(task.model, torch.bfloat16)
 
     def compile(self, model: Any, task: Task) -> Any:
-        """Compiles; on CPU without Inductor, which takes minutes there."""
+        """Compiles a function; not with Inductor on CPU, where it takes minutes."""
         compiler = "aot_eager" if task.is_tiny else "inductor"
         return torch.compile(model, backend=compiler, dynamic=False)
 
@@ -134,7 +134,7 @@ class Torch:
         return float(loss)
 
     def multiply(self, count: int) -> None:
-        """Multiplies the same two matrices, one result held at a time."""
+        """Multiplies the same two matrices, and holds one result at a time."""
         for _ in range(count):
             torch.mm(*self._matrices)
         self._wait()

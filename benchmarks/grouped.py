@@ -1,10 +1,10 @@
 """A mixture of experts on one GPU: this library's step against PyTorch's, in one run.
 
-The model has the parts of Mixtral at 1 billion active parameters: 8 experts, of which a
-token goes to 2. Both sides are dropless and sort tokens by expert; ours multiplies with
-`jax.lax.ragged_dot`, PyTorch's with `torch._grouped_mm`, under `torch.compile`, with
-FlashAttention and the fused AdamW. They run and are timed as in `benchmarks.gpu`. FLOPs
-count only the experts that a token goes to.
+The model has the parts of Mixtral and 1 billion active parameters: each token goes to 2
+of 8 experts. Both sides are dropless and sort tokens by expert. This library multiplies
+with `jax.lax.ragged_dot`; PyTorch multiplies with `torch._grouped_mm`, under
+`torch.compile`, with FlashAttention and the fused AdamW. They run and are timed as in
+`benchmarks.gpu`. FLOPs count only the experts that a token goes to.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODELS: gpu.Models = {
         16,
     )
 }
-"""The model, and the most rows that are tried."""
+"""The model, and the largest number of rows to try."""
 TINY: gpu.Models = {
     "tiny": (
         GPTConfig.tiny_experts(

@@ -19,11 +19,11 @@ from benchmarks.gpu_torch import Torch
 from nnx_parallel.models import GPTConfig
 
 ALIGNED = 8
-"""Rows of each expert are a multiple of this."""
+"""The number of rows of each expert is padded to a multiple of this number."""
 
 
 def grouped_products(rows: Any, kernels: Any, ends: Any) -> Any:
-    """Each expert's matrix times its rows.
+    """Multiplies the rows of each expert by its matrix.
 
     Args:
         rows: ``(rows, in)``, sorted by expert.
@@ -76,7 +76,7 @@ class Mixture(nn.Module):
         weights, chosen = scores.topk(self.top_k)  # (tokens, top_k)
         weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
         row, token, ends = self._places(chosen)
-        # The index of a row without a token is one past the end: it gets zeros.
+        # A row without a token has an index one past the end, and is filled with zeros.
         rows = F.pad(tokens, (0, 0, 0, 1))[token]
         with torch.autocast(x.device.type, enabled=False):
             hidden = F.silu(grouped_products(rows, self.gate, ends))
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Any, cos: Any, sin: Any) -> Any:
-    """Feature i and feature i + head_dim / 2 are a point that turns."""
+    """Rotates pairs of features: feature i and feature i + head_dim / 2."""
     first, second = x.float().chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
@@ -174,7 +174,7 @@ class GPT(nn.Module):
 
 
 class Grouped(Torch):
-    """The mixture, compiled, and its training.
+    """The compiled mixture of experts, and its training.
 
     Args:
         task: The task to train.
@@ -188,6 +188,6 @@ class Grouped(Torch):
         return GPT(task.model, torch.bfloat16)
 
     def compile(self, model: Any, task: Task) -> Any:
-        """Compiles the model, unless it runs as a CPU loop of dynamic sizes."""
+        """Compiles the model, unless it runs on CPU as a loop with dynamic sizes."""
         is_loop = task.is_tiny and not HAS_CPU_PRODUCTS
         return model if is_loop else super().compile(model, task)

@@ -31,7 +31,7 @@ SAVED = (
     GPTConfig.tiny(embed_dim=768, num_layers=6, num_heads=12, seq_len=16),
     GPTConfig.gpt2_124m(seq_len=16),
 )
-"""Models to save, of two sizes: a part of the delay does not depend on the size."""
+"""Models of two sizes to save, because a part of the delay does not depend on size."""
 NUM_ROWS = 16
 EVERY = 1000
 """Steps between checkpoints at the default settings."""
@@ -72,10 +72,10 @@ def _measure_saves(table: Table, config: GPTConfig, rounds: int) -> None:
     """Delay of the steps during a save, as a share of the save's duration.
 
     An accelerator leaves the host's cores free while it computes. Simulated devices
-    compute on the same cores that compress and write the checkpoint, so two kinds of
-    steps are measured: these, and ones in which the host only waits for as long. With
-    the latter, the hashed arrays are as many but have few elements: programs are
-    dispatched, but use no cores.
+    compute on the same cores that compress and write the checkpoint. So two kinds of
+    steps are measured: steps on simulated devices, and steps in which the host only
+    waits for the same time. In the latter, the same number of arrays is hashed, but
+    with few elements, so that programs are dispatched but hardly use the cores.
     """
     trainer, batch = _make_trainer(config)
     _step(trainer, batch)
@@ -134,7 +134,8 @@ def _save_during_steps(
         while not is_saved():
             beside.append(_timed(step))
             checkpoints.poll()
-        # A step may end long after the save: the rename has left its time.
+        # A step may end long after the save, so the end of the save is read off the
+        # directory's time, which the rename has set.
         whole = (Path(name) / "1").stat().st_ctime - began
         return whole, blocked, blocked + sum(beside) - len(beside) * alone
 

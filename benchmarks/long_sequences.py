@@ -1,4 +1,4 @@
-"""Long sequences on TPUs: memory of a chip, and the ring's bytes that matmuls overlap.
+"""Long sequences on TPUs: memory per chip, and the ring's bytes that matmuls hide.
 
 Training steps are compiled for v5p chips, without TPUs: nothing is run. The ring is
 read from the schedule of a step with 32,768 tokens a chip; Llama 3 8B with 131,072
@@ -20,7 +20,7 @@ from nnx_parallel.models import GPTConfig
 
 
 def llama(preset: Callable[..., GPTConfig], **sizes: Any) -> Callable[[], GPTConfig]:
-    """A preset with other sizes, whose remat keeps only the input of a layer."""
+    """Returns a preset with other sizes; its remat keeps only each layer's input."""
     return lambda: preset(**sizes, remat="full")
 
 

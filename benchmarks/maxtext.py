@@ -1,9 +1,10 @@
-"""The compiled training step beside MaxText's: memory, bytes and estimated cycles.
+"""The compiled training step compared with MaxText's: memory, bytes, estimated cycles.
 
 Both steps are compiled by the same TPU compiler at the same shapes, with the same
-compiler options, for chips that are not there: Llama 2 7B, sequences of 4,096 tokens,
-two rows a chip, full remat, AdamW, products in bfloat16, parameters in float32. The
-scheduled program is read. Nothing is run: no figure is the time of a step.
+compiler options, for chips that this machine does not have. The model is Llama 2 7B,
+with sequences of 4,096 tokens, two rows per chip, full remat, AdamW, matmuls in
+bfloat16 and parameters in float32. The benchmark reads the scheduled program. Nothing
+is run: no figure is the time of a step.
 
 MaxText runs in a separate environment, whose python is an argument; without it the
 table has only the rows of this library.
@@ -44,7 +45,7 @@ OPTIONS = {
 }
 """The options that MaxText's scripts set on v5p for SparseCores' collectives."""
 NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
-"""A further option of this library: the partitioner splits no matmul into a ring."""
+"""This library also sets this option: the partitioner splits no matmul into a ring."""
 
 
 def llama2_7b() -> GPTConfig:
@@ -156,7 +157,7 @@ FURTHER = {
         **_70B,
     ),
 }
-"""These, and steps of only this library (``--full``)."""
+"""MaxText's cases, and steps of only this library (``--full``)."""
 
 TINY = {
     "tiny, FSDP 4": Case(
@@ -241,7 +242,8 @@ def figures_of_maxtext(
     request = {"overrides": pair.theirs, "options": OPTIONS | dict(options)}
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "step.txt"
-        # Isolated: this folder has a `maxtext.py` too, and this process other packages.
+        # Isolated mode, because this folder has a `maxtext.py` too, and this process
+        # has other packages.
         found = last_line([python, "-I", str(child), json.dumps(request), str(text)])
         return found | read(text.read_text())
 
@@ -260,9 +262,9 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
 def estimated_cycles(module: Module) -> float:
-    """XLA's estimate of a program's cycles, loops multiplied out.
+    """Returns XLA's estimate of a program's cycles, loops multiplied out.
 
-    It counts no collective, and nothing that waits for one.
+    It does not count collectives and operations that wait for a collective.
     """
 
     def of(name: str, arguments: tuple[KnownValue, ...]) -> float:

@@ -1,7 +1,7 @@
-"""MaxText's training step, compiled for TPUs that are not there.
+"""MaxText's training step, compiled for TPUs without TPUs.
 
-Run by the python of MaxText's environment, so it imports nothing of this project. The
-step is the one that MaxText's `train_compile` builds.
+The python of MaxText's environment runs this file, so it imports nothing of this
+project. The step is the one that MaxText's `train_compile` builds.
 """
 
 import json
@@ -17,7 +17,7 @@ def main(request: dict, out: Path) -> None:
 
     Args:
         request: ``overrides`` of MaxText's configuration, ``options`` of the compiler.
-        out: Where the text goes.
+        out: The file to which the text is written.
     """
     import jax
     import maxtext

@@ -1,8 +1,8 @@
-"""Muon's update: FLOPs and bytes over the least, by `audit`; compiled and not timed.
+"""Muon's update: FLOPs and bytes divided by the minimum, by `audit`; it is not timed.
 
-At least each device orthogonalizes its share of the matrices, gets this share once,
-and sends it back once; if parameters are copied, each device also gets all other
-results. `optax.contrib.muon` leaves this to the partitioner.
+The minimum is that each device orthogonalizes its share of the matrices, gets this
+share once, and sends it back once. If parameters are replicated, each device also gets
+all other results. `optax.contrib.muon` leaves this to the partitioner.
 """
 
 from __future__ import annotations
@@ -116,13 +116,13 @@ def compile_update(plan: StatePlan) -> jax.stages.Compiled:
 
 
 def ratios(plan: StatePlan) -> Cost:
-    """FLOPs and bytes over the least; plain bytes if the least is zero."""
+    """Returns FLOPs and bytes over the minimum; plain bytes if the minimum is zero."""
     report, least = audit(compile_update(plan)), least_cost(plan)
     return Cost(report.flops / least.flops, report.bytes() / least.bytes)
 
 
 def least_cost(plan: StatePlan) -> Cost:
-    """The least work of a device, if all matrices are kernels in float32."""
+    """Returns a device's minimal work, if all matrices are kernels in float32."""
     sizes, flops, sent = plan.layout.mesh.shape, 0.0, 0.0
     for path, x in flatten(plan.abstract.params).items():
         if path[-1] != "kernel":

@@ -1,7 +1,7 @@
-"""The compiler options of the library: all of them, none, and each left out.
+"""The effect of the library's compiler options: with all, without all, without each.
 
-Training steps of six layers in the shape of Llama-2 7B are compiled for TPUs that are
-not there. The share of all sent bytes that products hide is read off each schedule.
+Training steps of six layers in the shape of Llama-2 7B are compiled for TPUs without
+TPUs. The share of all sent bytes that matmuls hide is read off each schedule.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(rounds: int = 1) -> Table:
     table = Table("options of the compiler: six layers of Llama-2 7B, sequence 4096")
     for case in CASES:
         for variant in VARIANTS:
-            # Options are left out one by one under FSDP on v5p; elsewhere all or none.
+            # Options are left out one by one only under FSDP on v5p.
             if case == "FSDP(64), v5p" or variant in ("all", "none"):
                 name = json.dumps([case, variant])
                 found = figures_of("benchmarks.options", name)

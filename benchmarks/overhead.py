@@ -1,10 +1,11 @@
 """The cost of the Trainer's step, compared with the same step written by hand.
 
-Four questions. Are the compiled programs the same, opcode by opcode and in bytes of
-scratch memory? Are their times the same? How long does the host take to dispatch one?
-How long does a fit take, which loads batches and logs every step, compared with a bare
-loop over one batch that reads no metric? Also measured: the step of Flax's guide,
-`nnx.jit` over `nnx.Optimizer`, which traverses the model at every call.
+The benchmark answers four questions. Are the compiled programs the same, opcode by
+opcode and in bytes of scratch memory? Are their times the same? How long does the host
+take to dispatch a step? How long does a fit take, which loads batches and logs every
+step, compared with a bare loop over one batch that reads no metric? It also measures
+the step of Flax's guide, `nnx.jit` over `nnx.Optimizer`, which traverses the model at
+every call.
 
 References:
     Flax, "Scale up on multiple devices", https://flax.readthedocs.io
@@ -157,7 +158,7 @@ class _Clock(Callback):
 def _compare_fit(
     table: Table, name: str, strategy: Strategy, rounds: int = 40, num_steps: int = 50
 ) -> None:
-    """A fit from its 6th step to its last, with everything that it does per step."""
+    """Measures a fit from its 6th step to its last, with all work of each step."""
     clock, warm_up = _Clock(), 5
     with tempfile.TemporaryDirectory() as directory:
         logger = JSONLinesLogger(Path(directory) / "metrics.jsonl")

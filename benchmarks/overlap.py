@@ -1,4 +1,4 @@
-"""Exposed communication: bytes that no matmul overlaps, as a TPU schedules them.
+"""Exposed communication: bytes that no matmul hides in the TPU compiler's schedule.
 
 The training step of a GPT is compiled for four v5p chips, without TPUs, and its
 schedule is read. The variants are tensor parallelism with the partitioner's collectives
@@ -68,7 +68,8 @@ def schedule_of(
 ) -> dict[str, float]:
     """Bytes per device of a strategy's step, compiled in a separate process.
 
-    A failed check in the TPU compiler ends the process that it runs in.
+    A separate process is needed, because a failed check in the TPU compiler ends its
+    process.
 
     Args:
         name: One of `STRATEGIES`.

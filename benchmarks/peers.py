@@ -36,13 +36,13 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 
 
 def copy_state(state: TrainState) -> State:
-    """Copies of a Trainer's state, sharded alike, as the peers' nested dict."""
+    """Copies a Trainer's state, with its shardings, to the peers' nested dict."""
     names = ("params", "opt_state", "step", "key")
     return {name: copied(getattr(state, name)) for name in names}
 
 
 def copied(tree: Any) -> Any:
-    """Copies with the same shardings, free to be donated."""
+    """Returns copies with the same shardings, which may be donated."""
     shardings = jax.tree.map(lambda x: x.sharding, tree)
     return jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=shardings)(tree)
 
@@ -52,7 +52,7 @@ def make_step(
     tx: optax.GradientTransformation,
     shardings: State,
 ) -> Step:
-    """The update around a loss of pure arrays, compiled; it donates the state."""
+    """Returns a compiled step for a loss of pure arrays; the step donates its state."""
 
     def step(state: State, batch: Any) -> tuple[State, dict[str, jax.Array]]:
         value, grads = jax.value_and_grad(loss)(state["params"], batch)
@@ -142,8 +142,8 @@ def make_gpt_step(
         params = gathered(params, placed_layer)
         if not gathers:
             return nnx.merge(block_def, params)(x), None
-        # FSDP's traced step has jnp's own jitted functions inlined. Otherwise XLA keeps
-        # the broadcast constant of the mask as an array, in a kernel of its own.
+            # FSDP's traced step has the jitted functions of jnp inlined. Otherwise XLA
+            # keeps the broadcast constant of the mask as an array, in another kernel.
         block = trace(
             lambda x, params: nnx.merge(block_def, params)(x),
             x,
@@ -190,7 +190,7 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def gathered(params: State, shardings: State) -> State:
-    """Parameters gathered on every device; their gradients are reduce-scattered."""
+    """Gathers parameters on every device; their gradients are reduce-scattered."""
     return jax.tree.map(
         lambda x, s: gather(x, s) if _is_sharded(s) else x, params, shardings
     )

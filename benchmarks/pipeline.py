@@ -55,7 +55,7 @@ COMPARED = (4, 8)
 
 @dataclass
 class Sweep:
-    """The figures as grids to read, and as a table to write."""
+    """The figures, which are printed as grids and written as a table."""
 
     figures: Table
     grids: list[Grid] = field(default_factory=list)
@@ -189,7 +189,7 @@ def _taken(table: pipelines.Table) -> dict[str, float]:
 
 
 def _predictions(figures: Table, num_stages: int, count: int, rounds: int) -> Grid:
-    """The simulator's time, from the times of the slots, over the step's time."""
+    """The time that the simulator predicts from slots, over the step's time."""
     grid = Grid(
         title=f"Simulator against measurement: {num_stages} stages, {count} "
         "microbatches, slots timed alone in the same rounds"

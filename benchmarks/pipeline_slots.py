@@ -1,4 +1,4 @@
-"""The slots of a pipeline and the parts around its stack, each as a separate call."""
+"""Times the slots of a pipeline and the parts around its stack in separate calls."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ TIERS = (
 )
 
 # Options of the TPU compiler that the published runs set and that today's compiler
-# takes. It refuses their fused gathers on v6e and v5p, where gathers run on the
-# SparseCores instead.
+# accepts. It refuses the option for fused gathers on v6e and v5p, where gathers run on
+# the SparseCores instead.
 _FUSED = {
     "xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "xla_tpu_data_parallel_opt_different_sized_ops": "true",
@@ -110,13 +110,13 @@ class Published:
     Attributes:
         config: The model; ``seq_len`` is the length of a sequence.
         topology: The chips.
-        strategy: How they share the work.
-        rows: Sequences of a device in a step.
+        strategy: How the chips share the work.
+        rows: Sequences per device in a step.
         remat: The values that a block keeps.
-        tokens: Published tokens/s of a chip; or
-        tflops: published FLOP/s of a chip / 10^12, attention's masked scores included.
+        tokens: Published tokens/s per chip, or 0 if only ``tflops`` is given.
+        tflops: Published FLOP/s per chip / 10^12, including attention's masked scores.
         source: Where it is published.
-        differs: Differences from the published run; empty without any.
+        differs: Differences from the published run; empty if there are none.
     """
 
     config: Callable[[], GPTConfig]
@@ -151,7 +151,7 @@ def flops_per_token(config: GPTConfig) -> float:
 
 
 def _scaled(layers: int, width: int, heads: int, mlp: int) -> Callable[[], GPTConfig]:
-    """MaxText's model in a size."""
+    """Returns MaxText's model of a given size."""
     return lambda: GPTConfig.preset(
         "llama2-7b",
         num_layers=layers,
@@ -277,7 +277,7 @@ PUBLISHED = {
 
 
 def compile_case(case: Published) -> dict[str, float]:
-    """Seconds of a step, at best and at worst, and their parts."""
+    """Seconds of a step, at best and at worst, and the parts of this time."""
     config, topology = case.config(), Topology.parse(case.topology)
     strategy = case.strategy
     layout = strategy.layout(strategy.make_mesh(topology.described()))

@@ -1,8 +1,9 @@
 """The cost of sharding relative to the work: 1, 2, 4 and 8 simulated devices.
 
-Simulated devices share the cores of one machine, so that more of them are not faster.
-The figure that counts is the CPU time of all threads: the work is constant in strong
-scaling and grows with the devices in weak scaling; the rest is the cost of sharding.
+Simulated devices share the cores of one machine, so more devices are not faster. The
+relevant figure is the CPU time of all threads. The work is constant in strong scaling,
+and grows with the number of devices in weak scaling. Any further time is the cost of
+sharding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def measure(rounds: int = 20) -> Table:
-    """CPU seconds over one device's seconds, and bytes per device over 1 / N."""
+    """CPU seconds over those of one device, and bytes per device over 1 / N."""
     table = Table(f"CPU time of a step: a GPT of {CONFIG.num_params:,} parameters")
     for name, make in {"data parallel": DataParallel, "FSDP": FSDP}.items():
         strong = {n: _Run(make(n), n, ROWS) for n in SIZES}

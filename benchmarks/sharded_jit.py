@@ -1,9 +1,9 @@
 """The cost of `sharded_jit` over `jax.jit` with the same shardings written out.
 
-Three answers, on a training step of an MLP and of a transformer: the compiled programs
-are the same text, except for names; the function is traced equally often; the host
-dispatches both equally fast. The last is also measured for two `jax.jit` of one
-function.
+The benchmark checks three claims, on a training step of an MLP and of a transformer:
+the compiled programs have the same text, except for names; the function is traced
+equally often; the host dispatches both equally fast. To show the noise, the last is
+also measured for two `jax.jit` of one function.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def by_rules(step: Step, mesh: Mesh) -> Any:
 
 
 def by_hand(step: Step, params: Any, mesh: Mesh) -> Any:
-    """The step compiled by `jax.jit`, a sharding written for every array."""
+    """The step compiled by `jax.jit`, with a sharding written for every array."""
     shardings = resolve_shardings(params, RULES, mesh)
     return jax.jit(
         step,

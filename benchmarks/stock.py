@@ -68,7 +68,7 @@ class StockTransformer(nnx.Module):
 
         Args:
             tokens: int (batch, seq).
-            place: Constrains an activation, where that is done by hand.
+            place: Function that constrains an activation; it does nothing by default.
         """
         mask = nnx.make_causal_mask(tokens)
         x = place(self.embed(tokens))

@@ -60,7 +60,7 @@ class Runner:
 def interleave(
     runs: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 5
 ) -> dict[str, np.ndarray]:
-    """Seconds of each run in each round; every round starts with another one."""
+    """Seconds of each run in each round; every round starts with another run."""
     names = list(runs)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -69,7 +69,7 @@ def interleave(
         for index in range(warm_up + rounds):
             first = index % len(names)
             order = names[first:] + names[:first]
-            # Every other round runs backwards: no run always follows the same one.
+            # Every other round is reversed, so that no run always follows the same run.
             for name in reversed(order) if index // len(names) % 2 else order:
                 taken = runs[name]()
                 if index >= warm_up:

@@ -1,4 +1,4 @@
-"""Training steps compiled for TPUs that are not there: memory, text, and seconds."""
+"""Training steps compiled for TPUs without TPUs: memory, text, and seconds."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Case:
         config: Its shape; ``seq_len`` is the length of a sequence.
         strategy: How it is trained.
         topology: The chips, with the links that close the torus of whole cubes.
-        rows: Sequences of a step.
-        microbatches: Parts of them that follow one another.
+        rows: Sequences per step.
+        microbatches: Number of parts of a step's rows, which run one after another.
     """
 
     config: Callable[[], GPTConfig]
@@ -57,7 +57,7 @@ def figures_of(benchmark: str, name: str) -> dict[str, float]:
 
     Args:
         benchmark: The module, whose last line of output is JSON.
-        name: The case, its argument.
+        name: The case, which is the argument of the module.
     """
     return last_line([sys.executable, "-m", benchmark, name])
 
@@ -103,7 +103,7 @@ def compile_step(
     memory = compiled.memory_analysis()
     return text, {
         "chips": len(devices),
-        # The state is donated: its outputs take the place of its inputs.
+        # The state is donated: its outputs reuse the memory of its inputs.
         "memory": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
         "state": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,

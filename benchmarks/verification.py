@@ -1,4 +1,4 @@
-"""Faults that are injected into a step, and what `verify` and replays say of them.
+"""Injects faults into a step, and records which of them `verify` and replays find.
 
 A fault flips one bit of one shard of a parameter, a gradient or an activation, on one
 device, in one run of a program; or it changes one instruction of the compiled step.
@@ -218,7 +218,7 @@ _SWAPPED = {
     "max": jax.lax.min_p,
     "tanh": jax.lax.sin_p,
 }
-"""Operations, and the ones that take their place in a wrong program."""
+"""Operations, and their replacements in a wrong program."""
 
 
 def mutants(trainer: Any, batch: Any) -> Iterator[Callable]:
@@ -315,7 +315,7 @@ def _bits(tree: Any) -> list[bytes]:
 def find_mutants(trainer: Any, batch: Any, every: int = 1) -> dict[str, int]:
     """Verifies steps with one changed instruction; counts the results.
 
-    It takes each instruction that it can change, or only some: each ``every``-th.
+    It changes one of each ``every`` instructions that it can change.
     """
     counts = {"named": 0, "missed": 0, "no effect": 0}
     right = trainer._programs.train_step

@@ -1,9 +1,9 @@
-"""Weights from files: bytes that a process reads, its memory, and seconds.
+"""Reading weights from files: the bytes that a process reads, its memory, its seconds.
 
 A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, and by
 `safetensors.flax.load_file`, which gives whole arrays on one device. Each reading is a
-separate process; its memory is the rise of its peak. On simulated devices the shards
-are also in the host's memory.
+separate process; its memory is the increase of its peak. On simulated devices the
+shards are also in the host's memory.
 """
 
 from __future__ import annotations
