@@ -54,7 +54,7 @@ def test_inputs_and_outputs_follow_rules_and_specs(mesh: Mesh) -> None:
     assert new["b"].sharding == NamedSharding(mesh, P("fsdp"))
     assert metrics["mean"].sharding == NamedSharding(mesh, P())
     assert metrics["rows"].sharding == NamedSharding(mesh, P(("data", "fsdp")))
-    assert (step.__name__, step.__doc__) == ("step", "Takes a step.")
+    assert (step.__name__, step.__doc__) == ("step", "Advances one step.")
     np.testing.assert_allclose(metrics["rows"], 4.0)
 
 
