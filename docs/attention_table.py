@@ -1,4 +1,4 @@
-"""The table of attention's implementations: who takes which argument, asked of each."""
+"""The table of attention's implementations, and the arguments that each accepts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def call_of(
 
 
 def refusal(implementation: str, argument: str) -> str | None:
-    """Why an implementation refuses an argument; ``None``: it takes it."""
+    """Returns why an implementation refuses an argument; ``None`` if it accepts it."""
     if implementation not in FUSED:
         return None
     refusals = FUSED[implementation].refusals
@@ -62,7 +62,7 @@ def refusal(implementation: str, argument: str) -> str | None:
 
 
 def table() -> list[str]:
-    """Markdown, a row for each argument."""
+    """Returns a Markdown table with a row for each argument."""
     lines = [
         f"| | {' | '.join(f'`{name}`' for name in IMPLEMENTATIONS)} |",
         "|---" * (len(IMPLEMENTATIONS) + 1) + "|",

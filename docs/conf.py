@@ -15,7 +15,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-# Kernels ignore the IPython settings of the user who builds, and do not warn of ports.
+# Kernels ignore IPython settings of the user who builds, and do not warn about ports.
 profile = DOCS / "_build" / "ipython" / "profile_default"
 profile.mkdir(parents=True, exist_ok=True)
 (profile / "ipython_kernel_config.py").write_text("c.IPKernelApp.log_level = 40\n")
@@ -27,8 +27,8 @@ import nnx_parallel  # noqa: E402
 
 nnx_parallel.simulate_devices(8)  # pictures and tables are of real shardings
 
-# The address of the repository, https://github.com/OWNER/NAME. Where it is given every
-# page links to it, to an edit of its source, and to the issues.
+# The address of the repository, https://github.com/OWNER/NAME. If it is given, every
+# page links to the repository, to an editor for the page's source, and to the issues.
 repository = os.environ.get("NNX_PARALLEL_REPOSITORY", "")
 
 project = "nnx_parallel"
@@ -83,7 +83,7 @@ myst_heading_anchors = 3
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
 
-# A name in single backticks is a link where the API has it.
+# A name in single backticks becomes a link if the API reference has this name.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -98,7 +98,7 @@ napoleon_attr_annotations = False  # the signature has the types
 
 
 def _sources_hash() -> str:
-    """Hash of all code that a tutorial can run, for the cache of outputs."""
+    """Returns a hash of all code that a tutorial can run, for the cache of outputs."""
     files = sorted((ROOT / "nnx_parallel").rglob("*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return digest.hexdigest()[:16]
@@ -111,7 +111,7 @@ exclude_patterns += ["*.py"]
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(DOCS / "_build" / "executed" / _sources_hash())
 nb_execution_in_temp = True
-nb_execution_timeout = 3600  # of a cell: only a hang takes longer, on any machine
+nb_execution_timeout = 3600  # per cell: only a cell that hangs takes longer
 nb_execution_raise_on_error = True
 nb_merge_streams = True
 nb_render_image_options = {"align": "center"}
@@ -119,7 +119,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 
 def _reachable(mapping: dict[str, str]) -> dict[str, tuple[str, None]]:
-    """The inventories that can be read: without a network there are no links out."""
+    """Returns the inventories that can be read; without a network there are none."""
     found = {}
     for name, url in mapping.items():
         try:

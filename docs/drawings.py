@@ -1,4 +1,4 @@
-"""The pictures that explain, drawn from real shardings, meshes and descriptions."""
+"""The pictures of the site, drawn from real shardings, meshes and descriptions."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _code(strategy: Strategy) -> str:
 
 
 def hero() -> list[Panel]:
-    """One model under four strategies: who holds which rows and which weights."""
+    """One model under four strategies: which device holds which rows and weights."""
     panels = []
     for strategy, words in HERO:
         placed = Placed(strategy)
@@ -257,7 +257,7 @@ _MACHINE = (146, 116)
 
 
 def balance() -> list[Panel]:
-    """Which of four devices computes which block of a causal attention."""
+    """Shows which of four devices computes each block of a causal attention."""
     size, side = 4, 15
     chunks = range(2 * size)
     # Chunks 2 d and 2 d + 1 are the two halves of device d's tokens.
@@ -373,7 +373,7 @@ def zero() -> list[Panel]:
         words = f"{total / 1e9:.0f} GB"
         at = limit if x < limit < x + 50 else x  # not across the mark
         marks.append(text(at + 5, y + 22, words, text_anchor="start", font_weight=600))
-    # One piece for each bar: a line from top to bottom would cross the words.
+    # The mark has a piece for each bar, because one long line would cross the words.
     ticks = " ".join(f"M{limit:.5g} {50 * n + 26} v26" for n in range(len(ZERO)))
     marks.append(f'<path class="line" d="{ticks}" stroke-width="2"/>')
     marks.append(text(limit, 222, "80 GB: one device", "soft"))

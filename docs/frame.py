@@ -1,6 +1,6 @@
-"""A Sphinx extension: the frame of the pages.
+"""A Sphinx extension: descriptions for search engines, and tutorials to download.
 
-Descriptions for search engines, and tutorials to download.
+It also cleans up the generated API pages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DESCRIPTION = 160  # characters that search engines show
 
 
 def copy_tutorials() -> None:
-    """Copies tutorials into Sphinx's directory, which it reads, and for downloads."""
+    """Copies tutorials to the directory that Sphinx reads, and for downloads."""
     sources, downloads = DOCS / "tutorials", EXTRA / "tutorials"
     for directory in (sources, downloads):
         shutil.rmtree(directory, ignore_errors=True)
@@ -42,7 +42,7 @@ def copy_tutorials() -> None:
             f'<a href="{file.name}" download>Script</a>'
             f"<span>{before}{RUNTIME % file.stem}</span></p>\n"
         )
-        # Only cells of code are keys of the cache of outputs: this changes none.
+        # Only code cells are keys of the cache, and this changes no code cell.
         (sources / file.name).write_text(f"{head}{title}#\n{links}{rest}")
         shutil.copyfile(file, downloads / file.name)
         notebook = jupytext.read(file, fmt="py:percent")
@@ -50,7 +50,7 @@ def copy_tutorials() -> None:
 
 
 def read_tutorial(text: str) -> NotebookNode:
-    """A tutorial as a notebook; of Python, which else is known once it has run."""
+    """Returns a tutorial as a notebook, with its language set to Python."""
     notebook = jupytext.reads(text, fmt="py:percent")
     notebook.metadata["language_info"] = {"name": "python", "pygments_lexer": "python3"}
     return notebook
@@ -63,12 +63,12 @@ def describe_page(
     context: dict[str, Any],
     document: nodes.document | None,
 ) -> None:
-    """The first paragraph of a page is its description, if it gives no other."""
+    """Makes the first paragraph of a page its description, unless it has another."""
     if document is None or "name=description" in context["metatags"].replace('"', ""):
         return
     for paragraph in document.findall(nodes.paragraph):
         words = " ".join(paragraph.astext().split())
-        if len(words) > 40:  # no title of a table, no line of links
+        if len(words) > 40:  # skips titles of tables, and lines of links
             break
     else:
         return
@@ -112,7 +112,7 @@ def sign_modules(
 def link_tutorials(
     app: Sphinx, page: str, template: str, context: dict[str, Any], document: object
 ) -> None:
-    """Tutorials are edited where they are, and not where Sphinx reads them."""
+    """Makes "edit" links point to the tutorials' sources, not to Sphinx's copies."""
     for group in context.get("header_buttons", ()) if "tutorials/" in page else ():
         for button in group.get("buttons", ()):
             url = button.get("url", "").replace("/docs/tutorials/", "/tutorials/")
@@ -120,7 +120,7 @@ def link_tutorials(
 
 
 def summarize(app: Sphinx, page: str, source: list[str]) -> None:
-    """A table of the names of a page of the API, before the first."""
+    """Adds a table of the names of an API page before the first name."""
     if not page.startswith("api/"):
         return
     names = re.findall(r"(?m)^\.\. auto(?!module|summary)\w+:: (\w+)$", source[0])
@@ -137,7 +137,7 @@ def summarize(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def fill_runtimes(app: Sphinx, document: nodes.document, page: str) -> None:
-    """Puts measured seconds in their places; without a run there are none."""
+    """Inserts the measured seconds of tutorials; does nothing if they were not run."""
     for raw in document.findall(nodes.raw):
         shown = raw.astext()
         for stem in re.findall(RUNTIME.replace("%s", r"(\w+)"), shown):
@@ -149,14 +149,14 @@ def fill_runtimes(app: Sphinx, document: nodes.document, page: str) -> None:
 
 
 def call_attributes_so(app: Sphinx, document: nodes.document, page: str) -> None:
-    """Sphinx calls the attributes of a class "Variables"."""
+    """Renames the section of attributes, which Sphinx calls "Variables"."""
     for name in document.findall(nodes.field_name):
         if name.astext() == "Variables":
             name.children = [nodes.Text("Attributes")]
 
 
 def describe_pictures(app: Sphinx, document: nodes.document, page: str) -> None:
-    """A picture that a tutorial draws is described by its title."""
+    """Describes a picture that a tutorial draws by the tutorial's title."""
     for image in document.findall(nodes.image):
         file = Path(app.srcdir) / image["uri"]
         if "alt" not in image and file.suffix == ".svg":

@@ -2,7 +2,7 @@
 
 
 def tables(tutorial: str) -> list[str]:
-    """Lines of Markdown: each table under the heading that it has in the tutorial."""
+    """Returns Markdown lines: each table below its heading in the tutorial."""
     lines: list[str] = []
     heading = None
     for line in tutorial.splitlines():

@@ -111,10 +111,10 @@ class WorkedExamples(SphinxDirective):
 
 
 class AttentionTable(SphinxDirective):
-    """Which implementation of attention takes which argument."""
+    """A table of attention's implementations and the arguments that each accepts."""
 
     def run(self) -> list[Node]:
-        """Asks each of them."""
+        """Asks each implementation."""
         layers = (ROOT / "nnx_parallel" / "layers").glob("*.py")
         _depend_on(self, Path(str(attention_table.__file__)), *layers)
         node = nodes.container()

@@ -13,7 +13,7 @@ PLOTS = DOCS / "_build" / "plots"
 
 
 def page() -> list[str]:
-    """Lines of the page, a part for each file of results."""
+    """Returns the lines of the page, with a section for each file of results."""
     lines: list[str] = []
     for file in sorted(RESULTS.glob("*.json")):
         lines += _part(file.stem, json.loads(file.read_text()))
@@ -44,7 +44,7 @@ def _part(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def _tables(figures: dict[str, Any]) -> list[list[str]]:
-    """A column for each variant of `variant: quantity`; other figures in a list.
+    """Makes a column for each variant of `variant: quantity`; lists other figures.
 
     Variants with a quantity in common share a table.
     """

@@ -1,6 +1,6 @@
 """A Sphinx extension: runs the tutorials two at a time, before their pages are read.
 
-MyST-NB then finds their outputs in the cache; itself it runs one after the other.
+MyST-NB then finds their outputs in the cache. By itself it would run them one by one.
 """
 
 import sys
@@ -20,7 +20,7 @@ NUM_AT_A_TIME = 2
 
 
 def run_tutorials(app: Sphinx) -> None:
-    """Runs those whose outputs are not kept, says how long each took, keeps them."""
+    """Runs the tutorials that are not in the cache, and adds them to the cache."""
     if app.config.nb_execution_mode != "cache":
         return
     cache = get_cache(app.config.nb_execution_cache_path)
@@ -28,7 +28,7 @@ def run_tutorials(app: Sphinx) -> None:
     new = [file for file in tutorials if not _is_kept(cache, file)]
     run = partial(_run, timeout=app.config.nb_execution_timeout)
     with ThreadPoolExecutor(NUM_AT_A_TIME) as pool:
-        # A cache is one thread's.
+        # Only one thread may use a cache.
         for file, result in zip(new, pool.map(run, new), strict=True):
             if result.err is not None:
                 raise ExtensionError(f"{file.name} failed:\n{result.exc_string}")
@@ -47,7 +47,7 @@ def _is_kept(cache: JupyterCacheAbstract, file: Path) -> bool:
 
 
 def _run(file: Path, timeout: int) -> ExecutionResult:
-    """As MyST-NB does, in an empty directory."""
+    """Runs a tutorial as MyST-NB does, in an empty directory."""
     with TemporaryDirectory() as directory:
         result = single_nb_execution(
             frame.read_tutorial(file.read_text()),
@@ -61,6 +61,6 @@ def _run(file: Path, timeout: int) -> ExecutionResult:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Runs them first."""
+    """Registers `run_tutorials`, which runs before pages are read."""
     app.connect("builder-inited", run_tutorials)
     return {"parallel_read_safe": True}

@@ -1,7 +1,7 @@
 """SVG for pages that are light or dark: marks, arrays in blocks, and documents.
 
-Inks are CSS classes, so that a picture in a page follows its theme; a picture in a file
-brings the rules along and follows the reader's system.
+Colours are CSS classes. So a picture in a page follows the theme of the page. A picture
+in a file includes the CSS rules, and follows the theme of the reader's system.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nnx_parallel.visualize.figures import text as text
 
 
 def standalone(marks: Marks, width: float, height: float, title: str) -> str:
-    """A picture in a file, on a ground."""
+    """Returns a picture as a file, with a background."""
     rules = f"{LIGHT}@media (prefers-color-scheme: dark) {{{DARK}}}"
     ground = f'<rect class="ground" width="{width:g}" height="{height:g}" rx="10"/>'
     style = f"<style>{rules}</style>"
@@ -31,7 +31,7 @@ def standalone(marks: Marks, width: float, height: float, title: str) -> str:
 
 
 def shift(marks: Marks, x: float, y: float) -> Marks:
-    """The marks at another place."""
+    """Returns the marks, moved to another place."""
     return [f'<g transform="translate({x:g} {y:g})">', *marks, "</g>"]
 
 

@@ -91,12 +91,13 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 def published(name: str, **overrides: Any) -> GPTConfig:
-    """The shape that a published ``config.json`` says, with fields of ours changed."""
+    """Returns the shape in a published ``config.json``, with changed fields."""
     content = json.loads((CONFIGS / f"{name}.json").read_text())
     return config_from_hf(content, **overrides)
 
+    # The rows of the table are padded to a number that the devices divide.
 
-# Padded, so that devices divide the rows of the table.
+
 MEDIUM = published("gpt2-medium", vocab_size=50_304)
 GPT3 = GPTConfig.gpt_1_3b(num_layers=96, embed_dim=12_288, num_heads=96)
 
