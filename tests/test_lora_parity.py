@@ -64,6 +64,7 @@ NAMES = PathNames(
     (r"attention\.out\.kernel", ("heads", "head_dim", "embed")),
     (r"up\.kernel", ("embed", "mlp")),
     (r"down\.kernel", ("mlp", "embed")),
+    (r"head\.kernel", ("embed", "vocab")),
 )
 
 
