@@ -278,7 +278,7 @@ def test_nonfinite_first_loss_raises() -> None:
     def loss(model: Any, batch: Any) -> jax.Array:
         return jnp.log(-1.0 - squares(model, batch))
 
-    message = r"Step 1: loss nan, .* No step of this fit before it was finite\."
+    message = r"Step 1: loss nan, .* No earlier step of this fit was finite\."
     with pytest.raises(NonFiniteLossError, match=message):
         make_trainer(loss=loss).fit([BATCH] * 2, 2)
 

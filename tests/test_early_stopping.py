@@ -17,7 +17,7 @@ BATCH = {"x": np.ones((8, 4), np.float32), "score": np.zeros(8, np.float32)}
 
 
 class Scores:
-    """Evaluation data of one batch that has the next score in each pass."""
+    """Evaluation data. Each pass yields one batch, which holds the next score."""
 
     def __init__(self, *scores: float) -> None:
         self.left = [*scores]
@@ -68,7 +68,7 @@ def test_fit_ends_after_patience_is_exhausted(tmp_path: Path) -> None:
 
 def test_resumed_run_stops_at_same_step(tmp_path: Path) -> None:
     class Other(Callback):
-        """Has no state. The states of the other callbacks must not shift."""
+        """Has no state. The other callbacks must still get back their saved states."""
 
     first = EarlyStopping(patience=2), EarlyStopping("eval_accuracy", mode="max")
     assert fit(make_trainer(*first, directory=tmp_path), 3, 3.0, 2.0, 2.5) == 3

@@ -162,7 +162,7 @@ MESHES: dict[str, tuple[Strategy, ...]] = {
     for size in SIZES
     for name, partner in PARTNERS.items()
 }
-# The axis of 8 experts splits the batch of 32 rows and the arrays that FSDP splits.
+# The expert axis of size 8 also splits the batch of 32 rows and FSDP's arrays.
 MESHES["ep8_fsdp"] = (ExpertParallel(8), FSDP(1, min_size=0))
 WIDE = ("ep8_tp", "ep8_pp")
 """Meshes of 16 devices, which a child process simulates."""
@@ -191,8 +191,8 @@ OTHER_MESHES: dict[str, tuple[Strategy, ...]] = {
     ),
 }
 FEW = [("deepseek", "skewed", "ep2_fsdp", 1)]
-# Together with these cases, all pairs of two factors' values occur. The factors are
-# size, partner, number of microbatches, routing and mixture.
+# In FEW, PAIRS and WIDE_PAIRS together, each pair of values of any two factors occurs.
+# The factors are size, partner, number of microbatches, routing and mixture.
 PAIRS = [
     ("capacity", "uniform", "ep2_pp", 4),
     ("capacity", "one", "ep1_fsdp", 1),

@@ -136,7 +136,7 @@ def test_nonfinite_metric_names_last_finite_step(
     recorder, _, _ = make_recorder(max_behind=0)
     with pytest.raises(NonFiniteLossError) as caught:
         recorder.push(8, metrics(loss, grad_norm), 0.0)
-    text = f"Step 8: {found} No step of this fit before it was finite."
+    text = f"Step 8: {found} No earlier step of this fit was finite."
     assert str(caught.value) == text
     recorder.push(9, metrics(0.125), 0.0)
     message = f"Step 10: {found} Last finite loss: 0.125 at step 9."

@@ -254,8 +254,8 @@ def test_too_many_consecutive_bad_steps_raise() -> None:
     history = trainer.fit([good, bad, bad, good, bad, bad], 6)
     assert list(history["skipped"]) == [0, 1, 1, 0, 1, 1]
     message = (
-        "Step 3: loss nan, gradient norm nan. No step of this fit before it was "
-        "finite. It is bad step 3 in a row, and SkipSteps(limit=2) skips no more "
+        "Step 3: loss nan, gradient norm nan. No earlier step of this fit was "
+        "finite. The last 3 steps were bad, and SkipSteps(limit=2) skips no more "
         "steps. All arrays are finite"
     )
     trainer = make_trainer(faults=Faults(on_non_finite=SkipSteps(limit=2)))

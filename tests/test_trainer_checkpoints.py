@@ -302,7 +302,9 @@ def test_different_checkpoints_on_processes_raise(
     monkeypatch.setattr(reader, "allgather_object", lambda name, mine: seen)
     message = (
         f"Processes 0 and 1 see different checkpoints in '{tmp_path}': steps [2, 4] "
-        "and [2] (and [3], which are corrupt). Give a directory that all machines share"
+        "and [2] (and [3], which are corrupt). Choose a directory that all machines "
+        "share. If they already share this one, its listing was out of date: start "
+        "again."
     )
     with pytest.raises(DisagreementError, match=re.escape(message)):
         make_trainer(Checkpoint(tmp_path)).fit(make_batches(4), 4)
@@ -826,9 +828,10 @@ def test_best_without_a_record_names_the_metrics(tmp_path: Path) -> None:
     fit_with_evaluations(tmp_path, 2, keep_best=None)
     user = make_trainer(optimizer=optax.sgd(0.01))
     message = (
-        f"No best checkpoint in '{tmp_path}': its run had no keep_best. Name the "
-        f"metric: restore('best', directory=Checkpoint('{tmp_path}', keep_best=...)). "
-        "Saved metrics: ['compile_seconds', 'data_wait_seconds', 'eval_loss', "
+        f"No best checkpoint in '{tmp_path}': the run that saved there had no "
+        "keep_best. Name the metric: restore('best', directory=Checkpoint("
+        f"'{tmp_path}', keep_best=...)). Saved metrics: "
+        "['compile_seconds', 'data_wait_seconds', 'eval_loss', "
     )
     with pytest.raises(CheckpointNotFoundError, match=re.escape(message)):
         user.restore("best", directory=tmp_path)

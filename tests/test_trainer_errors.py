@@ -224,7 +224,7 @@ def test_nonfinite_loss_raises_and_is_not_saved(bad_step: int, tmp_path: Path) -
     text = str(caught.value)
     assert text.startswith(f"Step {bad_step}: loss nan, gradient norm nan. ")
     if bad_step == 1:
-        assert "No step of this fit before it was finite." in text
+        assert "No earlier step of this fit was finite." in text
         assert "there is no checkpoint" in text
     else:
         assert re.search(rf"Last finite loss: [\d.]+ at step {bad_step - 1}\.", text)

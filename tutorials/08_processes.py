@@ -28,7 +28,8 @@ script = directory / "train.py"
 #
 # Three lines differ from a script for one process:
 #
-# - `initialize()` joins the other processes. It comes first, and does nothing for a single one.
+# - `initialize()` joins the other processes. It comes first, and does nothing if there is only one
+#   process.
 # - `data_share` says which rows of each batch this process loads.
 # - `print_once` prints on one process only.
 #
@@ -105,9 +106,9 @@ trainer.fit(Batches(index, count), num_steps=12)
 # %% [markdown]
 # ## Two processes give the numbers of one
 #
-# A terminal runs `python -m nnx_parallel launch --processes 2 train.py`. `launch` starts the
-# processes and prefixes each line of output with the number of the process that wrote it. On this
-# page a function runs the same command.
+# In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. `launch`
+# starts the processes and prefixes each line of output with the number of the process that wrote
+# it. On this page, a function runs the same command.
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 script.write_text(SCRIPT)
@@ -140,7 +141,7 @@ def launch(name, *harm, processes=2, devices=2, max_restarts=0):
 
 
 def losses(name):
-    """Returns the rows of the run's `metrics.jsonl`."""
+    """Returns the losses in the run's `metrics.jsonl`, one per step."""
     lines = (directory / name / "metrics.jsonl").read_text().splitlines()
     entries = map(json.loads, lines)
     return np.array([entry["loss"] for entry in entries if "loss" in entry])

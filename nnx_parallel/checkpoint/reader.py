@@ -178,8 +178,8 @@ class CheckpointReader:
             names = sorted({name for x in self.metrics().values() for name in x})
             if self.options.keep_best is None and names:
                 problem = (
-                    f"No best checkpoint {where}: its run had no keep_best. Name the "
-                    "metric: restore('best', directory=Checkpoint("
+                    f"No best checkpoint {where}: the run that saved there had no "
+                    "keep_best. Name the metric: restore('best', directory=Checkpoint("
                     f"{self.directory!r}, keep_best=...)). Saved metrics: {names}."
                 )
         raise CheckpointNotFoundError(problem)
@@ -297,7 +297,7 @@ class CheckpointReader:
             CheckpointError: If the directory holds a step but ``resume=False``: a fresh
                 run would write into the directory of another run.
             CheckpointFormatError: If another program or a later version wrote a step
-                that cannot be skipped as corrupt.
+                that would be read. Such a step is not corrupt, so it is not skipped.
             CheckpointDamagedError: If the latest step is corrupt and ``on_damage`` is
                 ``"error"``, or if no step is intact.
             CheckpointMismatchError: If the arrays of the run differ from the saved
@@ -397,9 +397,9 @@ class CheckpointReader:
             if theirs != spelt[0]:
                 raise DisagreementError(
                     f"Processes 0 and {process} see different checkpoints in "
-                    f"'{self.directory}': steps {spelt[0]} and {theirs}. Give a "
-                    "directory that all machines share; if they share this one, its "
-                    "listing was late: start again."
+                    f"'{self.directory}': steps {spelt[0]} and {theirs}. Choose a "
+                    "directory that all machines share. If they already share this "
+                    "one, its listing was out of date: start again."
                 )
 
     def restore_state(

@@ -2,10 +2,10 @@
 
 `DimTrace` finds which dims of parameters are the same dim of the computation. Such a
 dim gets the name of hidden units, of heads or of the vocabulary if sharding it needs
-the collectives of Megatron's pattern and no others: products with parameters make the
-dim, elementwise operations and attention keep it, and products with other parameters
-sum over it. Two such dims of one array exclude each other, because a mesh axis splits
-one dim: the dim of more elements is named.
+only the collectives of Megatron's pattern: products with parameters make the dim,
+elementwise operations and attention keep it, and products with other parameters sum
+over it. Only one such dim of an array gets a name, because a mesh axis can split only
+one dim. It is the dim that splits the most elements of parameters.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class DerivedName:
 
     Attributes:
         name: A logical axis; empty if the dim is not recognised.
-        evidence: The operations that the name follows from.
+        evidence: The operations from which the name was derived.
         problem: The reason why the dim must not be split; empty if it can be split.
     """
 
@@ -39,11 +39,11 @@ class DerivedNames:
     """The result of `derive_names`.
 
     Attributes:
-        names: A name or ``None`` for each dim of an array, by path.
-        evidence: The evidence for an array's names, or the reason why none of its dims
-            is split, by path.
-        flops: Floating-point operations of the forward pass's products with each
-            parameter, by path.
+        names: By path: a name or ``None`` for each dim of the array.
+        evidence: By path: the evidence for the array's names, or the reason why no dim
+            of the array is split.
+        flops: By path: the number of floating-point operations in the forward pass's
+            products with the parameter.
     """
 
     names: dict[Path, tuple[MeshAxes, ...]]
@@ -61,11 +61,12 @@ def derive_names(
 
     Args:
         traced: The loss, as a function of parameters, other arrays and a batch.
-        paths: For each array of its arguments: the path of a parameter, ``"data"`` for
-            an array of the batch, or ``None``.
+        paths: For each array in the loss's arguments: the path of a parameter,
+            ``"data"`` for an array of the batch, or ``None`` for any other array.
         infos: The parameters by path.
-        sizes: The number of devices that split the dims of a name; missing for one
-            device. A name that they do not divide is not derived.
+        sizes: By name: the number of devices that split the dims of this name. A
+            missing name counts as one device. A dim that the number of devices does not
+            divide gets no name.
     """
     trace, dims = follow(traced, paths)
     arrays = {p: d for p, d in zip(paths, dims, strict=True) if isinstance(p, tuple)}
@@ -83,10 +84,10 @@ def derive_names(
 
 
 class _Facts:
-    """The events of a program by factor, once all equal factors are known.
+    """The events of a program by factor, after all equal factors are found.
 
     Attributes:
-        gains: The elements of the matrices that a factor would split.
+        gains: By factor: the number of elements of the matrices that it would split.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class _Facts:
         self._arrays = {p: tuple(map(resolve, dims)) for p, dims in arrays.items()}
         self._events = defaultdict[int, dict[str, list[Event]]](dict)
         self._using = defaultdict[tuple[int, str], set[Path]](set)
-        # The order of a set would differ between processes.
+        # Sorted, because the order of a set differs between processes.
         for event in sorted(trace.events, key=repr):
             for factor in resolve(event.dim):
                 self._events[factor].setdefault(event.kind, []).append(event)
@@ -124,10 +125,10 @@ class _Facts:
                     self.gains[dim[0]] = self.gains.get(dim[0], 0) + gain
 
     def _is_routed(self, factor: int) -> bool:
-        """True if a router weighs products that are stacked along a dim."""
+        """True if products are stacked along the factor and a router weights them."""
         if not self._using[factor, "stacked"] or "shared" in self._events[factor]:
             return False
-        if "paired" in self._events[factor]:  # the sum of outputs times shares
+        if "paired" in self._events[factor]:  # the sum of outputs times router weights
             return True
         made = self._using[factor, "made"]
         return any(
@@ -141,7 +142,7 @@ class _Facts:
         return self._arrays[path][0][:1] == (factor,)
 
     def judge(self, factor: int, sizes: Mapping[str, int]) -> DerivedName:
-        """Names a factor, and says whether Megatron's pattern holds for it."""
+        """Names a factor, and checks whether Megatron's pattern holds for it."""
         has, size = self._events[factor], self._factors.size((factor,))
         into = "contracted in " + self._listed(factor, "contracted")
         origin = "made by " + self._listed(factor, "made")
@@ -174,7 +175,7 @@ class _Facts:
         return DerivedName(name, evidence, problem)
 
     def _problem(self, factor: int, name: str) -> str:
-        """Returns the reason why splitting a dim needs more than Megatron's sums."""
+        """Returns why splitting a factor needs more than Megatron's sums, or ``""``."""
         has = self._events[factor]
         is_vocab = name == "vocab"
         widths = [event.width for event in has.get("made", ())]
@@ -204,7 +205,7 @@ class _Facts:
         return f"`{paths[0]}`{more}" if paths else "no parameter"
 
     def choose(self, judged: Mapping[int, DerivedName]) -> set[int]:
-        """Chooses factors that no array has together, the largest gain first."""
+        """Chooses factors, the largest gain first, so that no array has two of them."""
         chosen = set[int]()
         for factor in sorted(judged, key=lambda f: (-self.gains[f], f)):
             is_free = chosen.isdisjoint(self._beside[factor])
@@ -215,7 +216,7 @@ class _Facts:
     def names_of(
         self, path: Path, judged: Mapping[int, DerivedName], chosen: set[int]
     ) -> tuple[MeshAxes, ...]:
-        """Returns the names of an array's dims."""
+        """Returns a name or ``None`` for each dim of an array."""
         names: list[MeshAxes] = []
         for dim in self._arrays[path]:
             factor = dim[0] if dim else -1
@@ -237,7 +238,7 @@ class _Facts:
         return is_sliced or self._infos[path].is_stacked
 
     def _has_fewer_heads(self, path: Path, factor: int) -> bool:
-        """True for keys and values that groups of queries share."""
+        """True for keys and values, each of which is shared by a group of queries."""
 
         def width(path: Path) -> int:
             factors = (f for dim in self._arrays[path] for f in dim)
@@ -251,7 +252,7 @@ class _Facts:
         return mine < most and most % mine == 0
 
     def _is_of_experts(self, path: Path) -> bool:
-        """True for an expert's array, and False for an array of the router."""
+        """True for an array of the experts, and False for an array of the router."""
         factors = [f for dim in self._arrays[path] for f in dim]
         in_products = any(path in self._using[f, "made"] for f in factors)
         rank = len(self._arrays[path])
@@ -270,7 +271,7 @@ class _Facts:
             return "; ".join(found)
         if not any(path in self._using[f, "contracted"] for f in outer):
             return ""
-        # The dim that might have been split says more than the residual stream.
+        # A dim that might have been split comes before a dim of the residual stream.
         kept = sorted(kept, key=lambda x: x.name in ("", "embed"))
         problems = [x.problem for x in kept if x.problem] or ["no dim is recognised"]
         return f"not split: {problems[0]}"

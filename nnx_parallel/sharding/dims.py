@@ -2,8 +2,9 @@
 
 Each dim is a sequence of factors, because a reshape splits a dim or joins several.
 Operations show which factors are equal: an elementwise operation, a product, a
-transposition, a loop. So the dims of two parameters that belong together have the same
-factor, wherever they are in the model. What happens to a dim on its way is an `Event`.
+transposition, a loop. So if dims of two parameters are the same dim of the computation,
+they have the same factor, wherever the parameters are in the model. Each operation that
+acts on a dim is recorded as an `Event`.
 """
 
 import math
@@ -28,19 +29,20 @@ class Event(NamedTuple):
 
     Attributes:
         kind: ``made``: a product with a parameter has the dim in its output.
-            ``contracted``: such a product sums over it. ``stacked``: such a product is
-            computed separately for each entry. ``shared`` and ``paired``: the same, for
-            ``stacked`` and ``contracted``, in a product of two activations.
-            ``looked_up``: the batch chooses entries of a parameter. ``taken``: it
-            chooses entries of an activation. ``reduced``: a sum, a maximum or the like.
-            ``sliced``: a loop takes one entry at a time from a parameter. ``residual``:
-            a value and a function of it are added. ``data``: a dim of the batch.
-            ``split``: a reshape splits the dim from another. ``blocked``: any other
-            operation, which needs neighbouring entries.
+            ``contracted``: a product with a parameter sums over the dim. ``stacked``: a
+            product with a parameter is computed separately for each entry. ``shared``
+            and ``paired``: like ``stacked`` and ``contracted``, but in a product of two
+            activations. ``looked_up``: the batch chooses entries of a parameter.
+            ``taken``: the batch chooses entries of an activation. ``reduced``: a sum, a
+            maximum or a similar operation over the dim. ``sliced``: a loop takes one
+            entry at a time from a parameter. ``residual``: a value and a function of
+            the value are added. ``data``: the dim is a dim of the batch. ``split``: a
+            reshape splits the dim from another dim. ``blocked``: any other operation,
+            which needs neighbouring entries.
         dim: The dim.
-        paths: The parameters, by path.
-        note: The shapes, or the operation.
-        width: For ``made``: the number of terms of each sum.
+        paths: The paths of the parameters that take part.
+        note: The shapes before and after a reshape, or the name of an operation.
+        width: For ``made``: the number of terms that the product sums per output.
     """
 
     kind: str
@@ -55,10 +57,10 @@ class DimValue:
     """The known facts about a value of the program.
 
     Attributes:
-        dims: The dims.
+        dims: The factors of each dim.
         is_weight: True if the value does not depend on the batch.
-        paths: The parameters that a weight was computed from.
-        products: The products and lookups that it was computed from, as bits.
+        paths: If it is a weight: the paths of the parameters it was computed from.
+        products: The products and lookups it was computed from, one bit for each.
     """
 
     dims: Dims = ()
@@ -68,11 +70,12 @@ class DimValue:
 
 
 class Factors:
-    """The factors of dims: their sizes, and which of them are equal."""
+    """The sizes of all factors, and a record of which factors are equal."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
-        self._parts: dict[int, Dim] = {}  # an equal factor, or two that replace one
+        # Maps a factor to an equal factor, or to two factors that replace it.
+        self._parts: dict[int, Dim] = {}
 
     def new(self, size: int) -> Dim:
         """Returns a new dim."""
@@ -86,7 +89,7 @@ class Factors:
         return math.prod(self._sizes[factor] for factor in dim)
 
     def resolve(self, dim: Iterable[int]) -> Dim:
-        """Returns a dim in its present factors; equal factors are the same number."""
+        """Returns a dim in its present factors; equal factors have the same number."""
         found, left = [], [*dim][::-1]
         start = left[0] if len(left) == 1 else None
         while left:
@@ -100,13 +103,13 @@ class Factors:
         return tuple(found)
 
     def split(self, factor: int, outer: int) -> Dim:
-        """Replaces a factor by two, the outer one of a given size."""
+        """Replaces a factor with two factors; ``outer`` is the outer factor's size."""
         parts = self.new(outer) + self.new(self._sizes[factor] // outer)
         self._parts[factor] = parts
         return parts
 
     def unify(self, a: Dim, b: Dim) -> bool:
-        """Makes two dims equal; returns False if their factors do not fit."""
+        """Makes two dims equal; returns False if their factors do not match."""
         a, b = self.resolve(a), self.resolve(b)
         while a and b:
             small, large = sorted((a[0], b[0]), key=lambda f: (self._sizes[f], f))
@@ -121,7 +124,7 @@ class Factors:
         return not (a or b)
 
     def regroup(self, dims: Iterable[Dim], shape: Sequence[int]) -> Dims | None:
-        """Returns the dims of a reshaped array, or ``None`` if no factors fit."""
+        """Returns the dims of a reshaped array, or ``None`` if no factors suit them."""
         left, found = self.resolve(f for dim in dims for f in dim), []
         for size in shape:
             taken: Dim = ()
@@ -139,14 +142,15 @@ class Factors:
 
 
 class DimTrace(Fold):
-    """Interprets a program: it finds the dims of all values, and the events.
+    """Interprets a program: finds the dims of all values, and records the events.
 
     Attributes:
         factors: The factors of all dims.
         events: The events.
         values: The dims of all arrays of the program.
-        flops: Floating-point operations of products with a parameter, in all
-            iterations of loops, by the equation and the parameter's path.
+        flops: Number of floating-point operations of products with a parameter, over
+            all iterations of loops. The keys are pairs of an equation's id and the
+            parameter's path.
     """
 
     def __init__(self) -> None:
@@ -154,23 +158,23 @@ class DimTrace(Fold):
         self.events: set[Event] = set()
         self.values: set[Dims] = set()
         self.flops: dict[tuple[int, Any], float] = {}
-        self._bits: dict[int, int] = {}  # of each product, by its equation
+        self._bits: dict[int, int] = {}  # the bit of each product, by equation id
         self._trips = 1
 
     def fresh(self, shape: Sequence[int]) -> Dims:
-        """Returns dims that are equal to no others."""
+        """Returns new dims, which are not equal to any other dim."""
         return tuple(map(self.factors.new, shape))
 
     def note(self, kind: str, dims: Iterable[Dim], *facts: Any) -> None:
-        """Adds an event for each of the dims."""
+        """Records an event for each dim; dims of size 1 have no events."""
         self.events.update(Event(kind, dim, *facts) for dim in dims if dim)
 
     def block(self, dims: Iterable[Dim], operation: str) -> None:
-        """Notes an operation that needs neighbouring entries of dims."""
+        """Records an operation that needs neighbouring entries of the dims."""
         self.note("blocked", dims, frozenset(), operation)
 
     def same(self, a: Sequence[Dim], b: Sequence[Dim]) -> None:
-        """Makes dims equal."""
+        """Makes the dims of two sequences equal, pair by pair."""
         for x, y in zip(a, b, strict=True):
             if x != y and not self.factors.unify(x, y):
                 self.block((x, y), "reshape")
@@ -229,7 +233,7 @@ class DimTrace(Fold):
     def product(
         self, eqn: jex.JaxprEqn, ins: list, contracted: Dims, batch: Dims, free: list
     ) -> None:
-        """Notes a product of two values; ``free`` has the other dims of both."""
+        """Records a product of two values; ``free`` has the remaining dims of each."""
         self._bits.setdefault(id(eqn), 1 << len(self._bits))
         weights = [value.is_weight and bool(value.paths) for value in ins]
         are_weights = all(value.is_weight for value in ins)
@@ -248,7 +252,7 @@ class DimTrace(Fold):
             self.flops[id(eqn), path] = 2.0 * self._trips * width * size
 
     def look_up(self, eqn: jex.JaxprEqn, table: DimValue, dims: Iterable[Dim]) -> None:
-        """Notes that the batch chooses entries of a value along dims."""
+        """Records that the batch chooses entries of a value along the dims."""
         if table.is_weight:
             self._bits.setdefault(id(eqn), 1 << len(self._bits))
         kind = "looked_up" if table.is_weight else "taken"
@@ -260,8 +264,8 @@ def follow(traced: TracedFunction, paths: Sequence[Any]) -> tuple[DimTrace, list
 
     Args:
         traced: The function.
-        paths: For each array of its arguments: the path of a parameter, ``"data"`` for
-            an array of the batch, or ``None`` for any other array.
+        paths: For each array in the function's arguments: the path of a parameter,
+            ``"data"`` for an array of the batch, or ``None`` for any other array.
 
     Returns:
         The facts about the program, and the dims of each array.
@@ -306,7 +310,7 @@ def _unknown(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
 def _elementwise(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
     if len(eqn.outvars) > 1:  # such as a barrier around several arrays
         return [value.dims for value in ins]
-    # Scalars, and dims of size 1, are broadcast. A dim of size 1 has no factors.
+    # Scalars and dims of size 1 are broadcast. A dim of size 1 has no factors.
     ndim = len(_shape(eqn.outvars[0]))
     operands = [value for value in ins if len(value.dims) == ndim]
     found = []
@@ -414,8 +418,8 @@ def _part(trace: DimTrace, dim: Dim, size: int, part: int, start: int | None) ->
     """Returns the dim of a slice; ``start`` is ``None`` if it is not a constant."""
     if part == size:
         return dim
-    # One of several equal parts, such as the queries of a product that computes
-    # queries, keys and values.
+    # The slice may be one of several equal parts, such as the queries in the output of
+    # a product that computes queries, keys and values.
     is_equal = start is not None and part and size % part == start % part == 0
     parts = trace.factors.regroup((dim,), (size // part, part)) if is_equal else None
     if parts is not None:
@@ -466,7 +470,7 @@ def _stack(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
 
 
 def _moved(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
-    """Keeps dims of the same size: of slices at variable places, and of padding."""
+    """Keeps dims whose size a dynamic slice or padding does not change."""
     shapes = zip(
         ins[0].dims, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True
     )
@@ -495,7 +499,7 @@ def _concatenate(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
 
 
 def _ordered(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
-    """Keeps the dims of a cumulative sum, of sorting and the like along some dims."""
+    """Keeps all dims: for cumulative sums, sorts and reversals along some dims."""
     params = eqn.params
     axis: Any = params.get("axis", params.get("dimension", params.get("dimensions")))
     for value in ins[1:]:

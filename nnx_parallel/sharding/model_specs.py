@@ -1,10 +1,11 @@
 """Specs that a model passes to JAX: ``out_sharding=``, ``reshard``, bare constraints.
 
-A model for Explicit axes names mesh axes where it computes. JAX refuses such names for
-the Auto axes of a strategy's mesh, and the mesh may lack them. While a layout places a
-model, the names are therefore translated to axes of the layout's mesh, by the same
-rules as names in the model's metadata. Equations keep the translated specs as
-parameters, and `constrain_output` turns them into constraints before XLA compiles them.
+A model for Explicit axes names mesh axes in its computation. A strategy's mesh has Auto
+axes, for which JAX refuses such names, and the mesh may not have axes of these names.
+Therefore the names are translated to axes of the layout's mesh while a layout places a
+model, by the same rules as names in the model's metadata. Equations keep the translated
+specs as parameters, and `constrain_output` turns them into constraints before XLA
+compiles them.
 
 ``None`` in ``out_sharding=`` or ``reshard`` leaves the dim to the strategy, so
 ``P(None, None)`` has no effect. The model says only that *its* axes do not split the
@@ -12,9 +13,9 @@ dim, and it cannot know the axes of the strategy: a constraint to a replicated d
 gather the batch on each device. JAX does the same for the Auto axes of a mesh that has
 both types. In ``with_sharding_constraint``, ``None`` replicates the dim, as in JAX.
 
-JAX has no hook for this. But all its functions read their specs by two private
-functions, which are equal in the supported versions. They are replaced once, by
-functions that call them wherever no layout is active.
+JAX has no hook for this translation. But all functions of JAX read their specs by two
+private functions, which are equal in the supported versions of JAX. Both are replaced
+once. If no layout is active, the replacements call the original functions.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ _read_constraint = vars(pjit)["_create_sharding_for_array"]
 
 @contextlib.contextmanager
 def placing_specs(layout: Layout | None) -> Iterator[None]:
-    """Translates the specs of the code that is traced inside to a layout's mesh."""
+    """Makes a context that translates the specs of traced code to a layout's mesh."""
     _replace_readers()
     token = _layout.set(layout)
     try:
@@ -60,15 +61,15 @@ def placing_specs(layout: Layout | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_on(layout: Layout) -> Iterator[None]:
-    """Makes a context that builds models for a layout, whatever mesh a caller set."""
+    """Makes a context to build models for a layout, whichever mesh the caller set."""
     with leaving_mesh(), placing_specs(layout):
         yield
 
 
 @functools.cache
 def _replace_readers() -> None:
-    # Modules of JAX import the function by name. A module that is imported later finds
-    # the replacement in `sharding_impls`.
+    # Modules of JAX import the function by name, so it is replaced in each of them. A
+    # module that is imported later finds the replacement in `sharding_impls`.
     for module in [*sys.modules.values()]:
         names = getattr(module, "__dict__", {})
         if names.get("canonicalize_sharding") is _read_spec:
@@ -126,11 +127,11 @@ def translate(layout: Layout, spec: P, function: str) -> P:
     """Translates the names in a model's spec to free axes of a layout's mesh.
 
     A name is a mesh axis, a logical axis, or a name in the `LogicalRules` of the
-    strategy. Names of data parallelism that the mesh lacks stand for the axes of the
-    batch. Only the first of several dims gets an axis.
+    strategy. The usual names of data-parallel axes stand for the axes of the batch if
+    the mesh does not have them. If several dims name an axis, only the first gets it.
 
     Raises:
-        UnknownAxisError: If a name is none of these; the message has the rule to write.
+        UnknownAxisError: If a name is unknown; the message has the rule to write.
     """
     mesh, claims = layout.mesh, layout.claims
     if not claims.axis_sizes:  # a bare mesh has no rules
@@ -152,7 +153,7 @@ def translate(layout: Layout, spec: P, function: str) -> P:
 
 
 def spec_in(eqn: jex.JaxprEqn) -> tuple[str, P] | None:
-    """Returns the name and the spec of an equation's parameter that names mesh axes."""
+    """Returns the name and spec of the first parameter with mesh axes, or ``None``."""
     is_unused = all(isinstance(var, jex.DropVar) for var in eqn.outvars)
     if is_unused or eqn.primitive.name == "sharding_constraint":
         return None
@@ -169,7 +170,8 @@ def spec_in(eqn: jex.JaxprEqn) -> tuple[str, P] | None:
 def constrain_output(layout: Layout, x: jax.Array, spec: P) -> jax.Array:
     """Constrains the dims of an equation's output that its spec names.
 
-    Other dims stay free, and so do dims that the named axes do not divide.
+    The compiler may still choose the sharding of the other dims, and of dims that the
+    named axes do not divide.
     """
     if x.ndim < len(spec):
         return x

@@ -44,17 +44,17 @@ from nnx_parallel.training.step import Batch, Metrics
 from nnx_parallel.training.verification import replay
 
 SIGTERM = "SIGTERM, which a machine sends before it is taken away"
-_SIGNALS = (SIGTERM, INTERRUPT)  # they leave no time for an evaluation
+_SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluation
 
 _STEPS_TO_FIRST_METRICS = 4
-"""After this many steps the first metrics are known. Metrics are up to 2 steps late."""
+"""After so many steps, the first metrics are known. They arrive up to 2 steps late."""
 
 
 @dataclass(kw_only=True)
 class Loop:
     """One fit, with the arguments and errors of `Trainer.fit`."""
 
-    trainer: Any  # the argument of callbacks
+    trainer: Any  # passed to the callbacks
     run: RunState
     programs: Programs
     loggers: Sequence[Logger] | None
@@ -136,12 +136,12 @@ class Loop:
             why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
             raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
-            # This process must not wait for the others, which may never get here.
+            # This process must not wait for others, which may never reach this line.
             checkpoints.abandon_if_shared()
             raise
         finally:
             with contextlib.ExitStack() as stack:
-                # The loggers end last, so that a save that ends here is logged too.
+                # The loggers finish last, so that they log a save that ends here.
                 stack.callback(self._logger.finish)
                 stack.callback(setattr, checkpoints, "report", str)
                 stack.enter_context(checkpoints)
@@ -176,7 +176,7 @@ class Loop:
             warn_of_one_shot(self.data)
         if checkpoints.ranks_by_eval and self.eval_data is None:
             checkpoints.check_best((), "a fit without eval_data")
-        # From here on, the programs of the processes depend on these settings.
+        # The programs of the processes depend on these settings, so they must agree.
         settings = checkpoints.description | {
             "num_steps": self.num_steps,
             "compiler_options": programs.compiler_options,
@@ -193,7 +193,7 @@ class Loop:
             callback.on_fit_start(self.trainer)
         # The step is read again, because a hook may have restored another step.
         ended = [c.end_reason for c in self.callbacks if c.end_reason]
-        if ended:  # the reason is the same on all processes, because it was restored
+        if ended:  # a restored reason, which is the same on all processes
             self.stop(ended[0])
         elif run.step < self.num_steps:
             self._train()
@@ -204,7 +204,7 @@ class Loop:
         # SIGTERM would end the save early.
         checkpoints.wait()
         if not self._is_alone and self._agreed_stop is None:
-            # Any process may have received a request to stop after the last batch.
+            # After the last batch, any process may have received a request to stop.
             found = allgather_object("end of the fit", self._requested_stop())
             self._agreed_stop = next((x for x in found if x is not None), None)
         if self._stop_reason is not None:
@@ -242,26 +242,26 @@ class Loop:
                         self._pause(step, saves=False)
                     break
                 if step == first_step:
-                    # The compile time must not count in the step's time and limit.
+                    # The compile time must not count towards the step's time or limit.
                     self._compile(item.batch)
                     # Before this line, Ctrl-C may end the fit at once: nothing is lost.
                     self._termination.defers = True
                 count_step()
                 with self._tracer.step(step, run.state), self._explaining_memory():
-                    # This is one statement, so no variable keeps the donated state.
+                    # This is one statement, so no variable refers to the donated state.
                     run.state, metrics = self._run_step(step, item.batch)
                 step += 1
-                # A hook may save, so state and position must be at the same step.
+                # A hook may save, so the position must be at the state's step.
                 run.data.advance(step, item)
                 if step > first_step + _STEPS_TO_FIRST_METRICS:
                     self._first_batch = None
-                # The watchdog starts here, so it covers hooks and the wait for data.
+                # The watchdog is armed here, so that it covers hooks and data waits.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler has replaced it
                 # If a save failed in the background, `poll` raises the error.
                 checkpoints.poll()
                 if check_every and step % check_every == 0:
-                    # The check is before the hooks, which must not save unequal copies.
+                    # The check comes before the hooks, so no hook saves unequal copies.
                     check_replicas(run.state, step)
                 with self._explaining_memory():
                     # `push` waits for an earlier step, whose hooks may stop the fit.
@@ -295,7 +295,7 @@ class Loop:
         return self._steps[programs.plan.player](self.run.state, batch)
 
     def _end_epochs(self, step: int) -> None:
-        # An epoch ends with its data, even if `len(data)` is not the number of batches.
+        # An epoch ends when its data ends, even if `len(data)` promised more batches.
         if missing := self.num_steps - step:
             self._logger.message(
                 f"Done at step {step}, not {self.num_steps}: {missing} batches of the "
@@ -347,7 +347,7 @@ class Loop:
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
-        # `memory_stats` raises an error for devices of other processes.
+        # A local device, because `memory_stats` fails for devices of other processes.
         device = self.programs.plan.layout.mesh.local_devices[0]
         if self.programs.players:
             self._trace_turns(batch)
@@ -365,13 +365,14 @@ class Loop:
                 self._temporary_bytes = max(found, self._temporary_bytes or 0)
             throughput = Throughput.of(program.compiled, batch, device)
             if self.programs.players:
-                # Times are means over steps of several players, whose FLOPs differ.
+                # The times are means over the steps of several players. The FLOPs of
+                # these steps differ, so FLOP/s would be wrong.
                 throughput = replace(throughput, flops_per_device=None)
             self._recorder.throughput = throughput
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
 
     def _trace_turns(self, batch: Batch) -> None:
-        """Traces the steps of all players, so that errors come before a compilation."""
+        """Traces the steps of all players, to raise errors before any compilation."""
         for player, programs in self.programs.turns.items():
             step: Any = programs.train_step
             try:
@@ -388,7 +389,7 @@ class Loop:
     def _signal(self) -> str | None:
         """Returns the signal that this process has received, or ``None``.
 
-        Other processes may not know it yet.
+        Other processes may not know of the signal yet.
         """
         if self._termination.is_requested:
             return SIGTERM
@@ -411,16 +412,16 @@ class Loop:
         return self.eval_data is not None and bool(is_due)
 
     def _pause(self, step: int, *, saves: bool) -> bool:
-        """Evaluates and saves the newest step. Returns True if the fit ends with it.
+        """Evaluates and saves the newest step. Returns True if it is the fit's last.
 
-        If a stop is requested during the save, the fit runs one more step and saves
-        that too.
+        If a stop is requested during the save, the fit runs one more step, and saves
+        that step too.
         """
-        # `flush` comes first, because it raises an error if a step was not finite. Such
-        # a state must not be saved.
+        # `flush` comes first, because it raises an error if a step was not finite. The
+        # state after such a step must not be saved.
         self._recorder.flush()
         self._watchdog.disarm()
-        # If processes stop before a batch, they call this again with the same step.
+        # If processes stop before a batch, they call `_pause` twice for one step.
         if self._evaluated_step != step:
             self.run.metrics = self._recorder.last_row()
             ranks = saves and self.run.checkpoints.ranks_by_eval
@@ -431,7 +432,7 @@ class Loop:
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
-        # The pause does not count in the next step's time.
+        # The pause does not count towards the next step's time.
         self._recorder.restart_clock()
         if not ends:
             self._watchdog.arm(step)

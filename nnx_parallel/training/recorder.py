@@ -46,11 +46,11 @@ def peak_flops(device: Device) -> float | None:
 
 
 def count_tokens(batch: Any) -> int | None:
-    """Returns the tokens in a batch: the size of its first integer array of two dims.
+    """Returns the number of tokens: the size of the first integer array of two dims.
 
     Returns ``None`` if there is no such array; speed is then counted in examples.
     """
-    # Tokens are (batch, seq). Labels have one dim, and images have more.
+    # Tokens have shape (batch, seq). Labels have one dim, and images have more.
     matrices = (x for x in partition(batch)[0] if x.ndim == 2)
     integers = (x.size for x in matrices if jnp.issubdtype(x.dtype, jnp.integer))
     return next(integers, None)
@@ -140,7 +140,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row. Missing values are NaN, also the earlier values of a new name."""
+        """Adds a row. Missing values are NaN, and a new name's earlier values too."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))
@@ -158,18 +158,18 @@ class Recorder:
     """Collects the metrics of each step without making the step wait.
 
     Metrics stay on the device while the next steps are dispatched. Times are means over
-    the last 8 steps, because steps in flight do not complete evenly.
+    the last 8 steps, because steps in flight complete at irregular intervals.
 
     Attributes:
         logger: Logger of the metrics. Arrays ``(layers,)``, such as the load of
             experts, go only to loggers that show each layer.
-        on_step: Function that gets a step and its metrics once they are known.
+        on_step: Function that gets a step's number and metrics once they are known.
         log_every: Steps between logged metrics.
         max_behind: Number of steps that may be in flight.
         throughput: The work of one step, once the step is compiled.
         skip_limit: Number of bad steps in a row that are skipped; 0 if the first bad
             step ends the run.
-        is_state_finite: Function that is called after a bad step. It returns True if
+        is_state_finite: Function that is called after a bad step, and returns True if
             the state is still finite.
         has_players: True if the names of metrics begin with a player, as in
             ``critic/loss``. Loggers then get the newest values of all players.
@@ -228,7 +228,7 @@ class Recorder:
             if _is_finite(row):
                 self._last_finite = self._last_row
             if step % self.log_every == 0:
-                # A curve of losses of several players would be of no use.
+                # One curve with the losses of several players would be useless.
                 mixed = _OF_PLAYERS if self.has_players else ()
                 shown = {n: x for n, x in (others | row).items() if n not in mixed}
                 self.logger.log(step, shown)
@@ -236,11 +236,11 @@ class Recorder:
             self.on_step(step, row)
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last step out of the next step's time."""
+        """Excludes the time since the last step from the next step's time."""
         self._last_time = time.perf_counter()
 
     def last_row(self) -> dict[str, float]:
-        """Returns metrics of the newest known step, and its number as ``"step"``."""
+        """Returns the newest known metrics, with their step's number as ``"step"``."""
         return dict(self._last_row)
 
     def add_once(self, **metrics: float) -> None:
@@ -256,8 +256,8 @@ class Recorder:
     def history(self) -> History:
         """Returns every metric by name, with NaN for steps that do not have it.
 
-        ``step`` has the numbers of the steps. A metric of evaluations has one entry for
-        each evaluation; ``eval_step`` has the step of each evaluation.
+        ``step`` has the steps' numbers. A metric of evaluations has one entry for each
+        evaluation; ``eval_step`` has the steps' numbers of the evaluations.
         """
         return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 
@@ -288,11 +288,11 @@ class Recorder:
             if not self._num_skipped:
                 self.logger.message(
                     f"Step {step} changed nothing: the weight of its loss is 0, as for "
-                    "a batch in which no label counts."
+                    "a batch whose labels all have weight 0."
                 )
             self._note_skipped(step)
             return
-        # With float16 the next step runs at half the loss scale, which is at least 1.
+        # With float16, an overflow halves the loss scale of the next step, down to 1.
         overflows = is_skipped and not math.isfinite(row["grad_norm"])
         if overflows and row.get("loss_scale", 1) > 1:
             return
@@ -307,16 +307,16 @@ class Recorder:
     def _survived(self, row: Values) -> bool:
         """Returns True if the optimizer itself kept bad gradients out of the state."""
         if "skipped" in row or math.isfinite(row["grad_norm"]):
-            return False  # the step itself skips bad steps, or only the loss is bad
+            return False  # the compiled step skips bad steps, or only the loss is bad
         return self.is_state_finite()
 
     def _raise(self, step: int, row: Values) -> None:
-        before = "No step of this fit before it was finite."
+        before = "No earlier step of this fit was finite."
         if last := self._last_finite:
             before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
         if self.skip_limit:
             before += (
-                f" It is bad step {self._num_bad} in a row, and SkipSteps(limit="
+                f" The last {self._num_bad} steps were bad, and SkipSteps(limit="
                 f"{self.skip_limit}) skips no more steps."
             )
         raise NonFiniteLossError(
@@ -341,7 +341,7 @@ class Recorder:
 
 
 def _by_layer(metrics: Mapping[str, jax.Array]) -> Values:
-    """Returns a metric for each layer, as ``expert_loads/blocks.layer.mlp/0``."""
+    """Returns a metric per layer, named as in ``expert_loads/blocks.layer.mlp/0``."""
     arrays = {name: np.asarray(x) for name, x in metrics.items() if x.ndim}
     return {
         f"{name}/{index}": float(value)
@@ -359,8 +359,8 @@ def _is_finite(row: Values) -> bool:
 class Tracer(contextlib.AbstractContextManager):
     """Writes one `jax.profiler` trace of the steps from ``start`` to ``stop - 1``.
 
-    Steps are counted from 0, as in ``range``. The trace goes into ``profile`` in the
-    directory, by default the working directory.
+    Steps are counted from 0, as by ``range``. The trace is written to the
+    folder ``profile`` of the directory, by default the working directory.
     """
 
     profile: tuple[int, int] | None
@@ -368,9 +368,9 @@ class Tracer(contextlib.AbstractContextManager):
     _is_tracing: bool = False
 
     def step(self, step: int, state: Any) -> contextlib.AbstractContextManager:
-        """Names a step in the trace, and starts or stops the trace if that is due.
+        """Names a step in the trace. Starts or stops the trace at the right step.
 
-        ``state`` is the result of the previous step, which may not be finished.
+        ``state`` is the result of the previous step, which may still be running.
         """
         if self.profile is None:
             return contextlib.nullcontext()
@@ -385,7 +385,7 @@ class Tracer(contextlib.AbstractContextManager):
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
     def stop(self, state: Any = None) -> None:
-        """Ends the trace, if there is one, after ``state`` is computed."""
+        """Ends a running trace as soon as ``state`` is computed."""
         if self._is_tracing:
             # Steps are dispatched ahead. Without this wait, the trace would end before
             # their work is done.

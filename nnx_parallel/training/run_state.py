@@ -45,7 +45,7 @@ from nnx_parallel.training.verified import facts_to_verify, last_verified
 from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]
-"""The parameters in a model that the user gets. `Judged` computes ``"eval"``."""
+"""The parameters of a model that the user gets. `Judged` computes ``"eval"``."""
 
 
 class HandedModel:
@@ -70,7 +70,7 @@ class HandedModel:
         self._given |= {path: weakref.ref(x) for path, x in arrays.items()}
 
     def assigned(self) -> dict[Path, Any]:
-        """Returns the `replaced` arrays, and checks the rest of the model.
+        """Returns the arrays of `replaced`, and checks the rest of the model.
 
         Raises:
             StateStructureError: If a parameter was removed or added.
@@ -131,9 +131,9 @@ class RunState:
         callbacks: Callbacks; their states are saved with the run.
         metrics: Metrics of the step at which the fit paused last, and of its
             evaluation. The entry ``"step"`` is the number of the step.
-        is_fresh: True if a fit has to look for a checkpoint to continue from. It stays
-            True until the state is trained, or the user restores a state.
-        report: Function that is called with a line for the user.
+        is_fresh: True if a fit must look for a checkpoint to continue from. This is so
+            until the state is trained, or the user restores a state of this run.
+        report: Function that shows a line of text to the user.
     """
 
     plan: StatePlan
@@ -149,9 +149,9 @@ class RunState:
     report: Callable[[str], object] = str
     _read_step: int | None = None  # the step that the first use of `state` read
     _is_assigned: bool = False  # True if the user assigned arrays to a model
-    _excused: frozenset[str] | None = None  # not finite when the fit began
+    _excused: frozenset[str] | None = None  # paths not finite when the fit began
     _state: TrainState | None = None
-    _aside: Callable[[], TrainState] | None = None  # restores a state set aside
+    _aside: Callable[[], TrainState] | None = None  # restores the state (`set_aside`)
     _is_counting: bool = False
     _is_introduced: bool = False
     # `_models` has the models of this state, by the kind of their parameters.
@@ -163,7 +163,7 @@ class RunState:
     def state(self) -> TrainState:
         """The training state, with the values assigned to `model`.
 
-        On first use it is read from the newest checkpoint of the run, or built.
+        On first use the state is read from the run's newest checkpoint, or built.
         """
         self._take_back()
         # The constructor builds no state, because a fit that resumes would discard it.
@@ -176,8 +176,8 @@ class RunState:
                 "state. Assign the new state in a custom loop: trainer.state, metrics "
                 "= trainer.train_step(trainer.state, batch)."
             )
-        # The average comes after the parameters: assigned parameters restart the
-        # average, and only then it gets the values that were assigned to it.
+        # The parameters come before the average, because assigned parameters restart
+        # the average. Values that were assigned to the average are set after that.
         for kind in get_args(Kind):
             if kind in self._models:
                 self._take_assigned(kind, self._models[kind][1])
@@ -219,9 +219,10 @@ class RunState:
     def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
         """Makes a context in which the state is not on the devices.
 
-        After the context the state is restored. Arrays to which other objects refer,
-        such as models, stay on the devices. After an error, the traceback still keeps
-        arrays on the devices, so only the next use of the state restores it.
+        The state is restored at the end of the context. Arrays to which other objects
+        refer, such as models, stay on the devices. If the context ends with an error,
+        the traceback keeps arrays on the devices, so the state is restored only at its
+        next use.
         """
         self._state, self._aside = None, restore
         yield
@@ -269,7 +270,7 @@ class RunState:
     def model(self, kind: Kind) -> nnx.Module:
         """Returns the model with the state's arrays.
 
-        For the same state it is always the same object.
+        Calls with the same state return the same object.
         """
         state = self.state
         self.check_models()
@@ -293,11 +294,11 @@ class RunState:
     def check_models(self) -> None:
         """Raises an error if the user assigned values to a model of an earlier step.
 
-        A step has donated the other arrays of such a model.
+        A later step has donated the other arrays of such a model.
 
         Raises:
-            StateStructureError: If values were assigned. It is raised only once, and
-                the message has the paths.
+            StateStructureError: If values were assigned. The error is raised only once,
+                and its message has the paths.
         """
         used_up, self._used_up = self._used_up, []
         for handed in used_up:
@@ -330,7 +331,7 @@ class RunState:
     ) -> None:
         """Begins to save this run under a step, by default the step of the state.
 
-        A fit gives the step that it counts, because a callback may have changed the
+        A fit passes the step from its counter, because a callback may have changed the
         state's step. ``once`` and ``may_skip`` are arguments of
         `CheckpointManager.save`.
         """
@@ -365,7 +366,7 @@ class RunState:
         divide by zero, or a moment may overflow.
         """
         broken = self.broken_arrays()
-        if self._excused is None:  # the state was not trained by a fit
+        if self._excused is None:  # no fit has trained the state
             paths = flatten_pure(self.state.params)
             broken = [path for path in broken if path in paths]
         if bad := [f"`{path}`" for path in broken]:
@@ -408,7 +409,7 @@ class RunState:
         else:
             state, meta = source.restore_state(self.plan.abstract, step, self.base)
         if rewind:
-            with own:  # this comes before any change: another run may be writing there
+            with own:  # first of all, because another run may be writing there
                 moved = own.set_aside(int(state.step))
             if moved:
                 self.report(moved)
@@ -422,7 +423,7 @@ class RunState:
         self.is_fresh, self._is_assigned = is_fresh, False
 
     def base(self) -> Mapping[str, jax.Array]:
-        """Returns the model's arrays, of which a checkpoint may hold only checksums."""
+        """Returns the model's arrays. A checkpoint may hold only checksums of them."""
         return to_groups(self._present_state())["model"]
 
     def load_weights(self, path: str | os.PathLike, only: Any) -> None:
@@ -439,10 +440,10 @@ class RunState:
     def resume(self) -> str:
         """Continues from the newest checkpoint, if the state is fresh and there is one.
 
-        Returns a message about it, or an empty text.
+        Returns a message about the resume, or an empty text if there is none.
 
         Raises:
-            CheckpointError: If this would discard values that were assigned to `model`.
+            CheckpointError: If the resume would discard values assigned to `model`.
         """
         if not self.is_fresh:
             return ""
@@ -505,8 +506,8 @@ class RunState:
     ) -> str:
         """Returns the layout and the run in words, for the start of the first fit.
 
-        Later calls return an empty text. ``options`` are the compiler's options, and
-        ``refused`` has the options that it refuses, with the reasons.
+        Later calls return an empty text. ``options`` are the compiler options, and
+        ``refused`` maps each option that the compiler refuses to the reason.
         """
         if self._is_introduced:
             return ""
@@ -540,7 +541,7 @@ class RunState:
     def facts(self) -> dict[str, str]:
         """Returns facts about the run, as texts by name.
 
-        It builds no state and does not wait for a step.
+        The call builds no state and does not wait for a step.
         """
         run, options = self.checkpoints.description, self.checkpoints.options
         mesh, state = self.plan.layout.mesh, self._state
@@ -602,10 +603,11 @@ def describe_run(
 
     def visit(node: Any) -> bool:
         nodes.append(node)
-        return False  # no node counts as a leaf, so inner nodes are visited too
+        return False  # so that the traversal goes on to the nodes inside
 
     jax.tree.leaves(plan.abstract.opt_state, is_leaf=visit)
-    # Optax shows only the kinds of the optimizer's states. They are outermost first.
+    # Optax does not tell an optimizer's name, only the types of its states. The
+    # outermost type comes first.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
     return {
         "strategy": strip_addresses(repr(strategy)),

@@ -60,7 +60,7 @@ def _in_own_context(
 
     @wraps(method)
     def run(self: "Trainer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # The constructor runs before there is a layout.
+        # Within the constructor there is no layout yet.
         layout = vars(self).get("layout")
         with leaving_mesh(layout and layout.mesh), plain_variables():
             return method(self, *args, **kwargs)
@@ -72,9 +72,10 @@ class Trainer:
     """Trains an NNX model under a strategy: runs steps, evaluates, saves checkpoints.
 
     To move a run from one device to many, change only ``strategy``; the losses stay
-    equal. Everything runs on the Trainer's mesh, whose axes are Auto, also inside
-    ``jax.set_mesh`` of another mesh. Specs in the model (``out_sharding=``,
-    ``reshard``, ``with_sharding_constraint``) become constraints on the Trainer's mesh.
+    equal. Everything runs on the Trainer's mesh, even inside ``jax.set_mesh`` of
+    another mesh. The axes of the Trainer's mesh are Auto. Specs in the model
+    (``out_sharding=``, ``reshard``, ``with_sharding_constraint``) become constraints on
+    the Trainer's mesh.
 
     Args:
         model: A function, or a class, that takes ``nnx.Rngs`` and returns a model; the
@@ -84,16 +85,16 @@ class Trainer:
             Variables are trained. An array outside of Variables is a constant, as in
             plain NNX.
         optimizer: An Optax transformation, or a function that takes the abstract model
-            and returns one (for masks and dimension numbers). Or `Players`, which have
-            several losses with an optimizer each; then leave ``loss`` out.
+            and returns a transformation (for masks and dimension numbers). It can also
+            be `Players`, with a loss and an optimizer each; then leave ``loss`` out.
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
-            scalar or a `Mean`, or a tuple of either and a dict of metrics, which are
-            scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
+            scalar or a `Mean`, or a tuple ``(loss, metrics)`` of such a loss and a dict
+            of scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         devices: The devices to use; by default all devices.
         num_microbatches: Number of parts of each batch whose gradients are accumulated.
-            A loss that compares rows (contrastive) sees only the negatives in the same
-            microbatch.
+            A loss that compares rows, such as a contrastive loss, sees only the rows in
+            the same microbatch.
         global_batch_size: Number of rows, over all processes, that each training batch
             must have.
         seed: Seed of the parameters and of every random stream; 32 bits.
@@ -101,13 +102,13 @@ class Trainer:
         names: Names of the model's dims, for a model that has no names. ``"auto"``
             derives them from the program of the loss; a `PathNames` gives them by path.
             Names in the model and rules of the strategy come first.
-        sample: For ``names="auto"``: a batch as `fit` takes it, or its shapes
-            (``jax.ShapeDtypeStruct``). The values are not used.
+        sample: For ``names="auto"``: a batch such as `fit` takes, or the shapes of a
+            batch (``jax.ShapeDtypeStruct``). The values are not used.
         precision: The dtypes of parameters, computation and gradients.
         remat: The values that a `Stack` keeps for the backward pass, unless the model
             chooses them itself.
-        ema_decay: Decay of an exponential moving average of the parameters. If it is
-            given, the average is used to evaluate, predict and rank checkpoints.
+        ema_decay: Decay of an exponential moving average of the parameters. If a decay
+            is given, the average is used to evaluate, predict and rank checkpoints.
         checkpoint: A directory or a `Checkpoint`, from which ``fit`` resumes
             automatically. ``None`` saves nothing.
         loggers: Loggers of the metrics; by default the console, and ``metrics.jsonl``
@@ -118,7 +119,7 @@ class Trainer:
         faults: Detection of bad losses, hanging steps, unequal copies of arrays, and
             steps that are not reproducible.
         debugging: Short runs and traces.
-        backend: Mesh, host memory, and options of the compiler.
+        backend: Mesh, offload to host memory, and options of the compiler.
 
     Raises:
         MeshShapeError: If the strategy's sizes do not multiply to the number of
@@ -166,8 +167,8 @@ class Trainer:
         debugging: Debugging | None = None,
         backend: Backend | None = None,
     ) -> None:
-        # The dict is copied at once, because a debugger adds names to it. Arguments are
-        # checked before anything is compiled.
+        # The dict is copied at once, because a debugger may add names to `locals()`.
+        # Arguments are checked before anything is compiled.
         arguments = dict(locals())
         source = as_source(model)
         players, optimizer, losses, wrt = by_player(optimizer, loss, wrt)
@@ -183,7 +184,8 @@ class Trainer:
             compiler_options=backend.compiler_options,
             skip=faults.skip,
         )
-        # From here on there are only shapes. The first use of `state` makes the arrays.
+        # The rest of this method uses only shapes. The first use of `state` makes the
+        # arrays.
         self.strategy = strategy = strategy or DataParallel()
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
@@ -242,7 +244,7 @@ class Trainer:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
+        """The mesh on which everything runs."""
         return self.layout.mesh
 
     @property
@@ -259,10 +261,10 @@ class Trainer:
     def state(self) -> TrainState:
         """The training state. A step donates and replaces it.
 
-        On first use it is read from the newest step in the Trainer's ``checkpoint``
-        directory, and the console reports this. If the directory has no step, the state
-        is built. So `model`, `evaluate` and `predict` see the state from which a `fit`
-        would continue.
+        On first use the state is read from the newest step in the Trainer's
+        ``checkpoint`` directory, and the console reports this. If the directory has no
+        step, the state is built. So `model`, `evaluate` and `predict` see the state
+        from which a `fit` would continue.
 
         A custom loop assigns the new state, so that the Trainer can continue from it:
         ``trainer.state, metrics = trainer.train_step(trainer.state, batch)``.
@@ -285,16 +287,16 @@ class Trainer:
         """The model with its current arrays, global and sharded, in evaluation mode.
 
         The arrays belong to `state`. The next step donates them, and this model loses
-        them. Read `model` again after a step, or copy it. If you assign values to its
-        Variables before the next step, they are trained, evaluated and saved, except
-        for random streams.
+        them. Read `model` again after a step, or copy the model before the step. If you
+        assign values to the model's Variables before the next step, these values are
+        trained, evaluated and saved, except for random streams.
         """
         return self._run.model("params")
 
     @property
     @_in_own_context
     def ema_model(self) -> nnx.Module:
-        """`model` with the moving average; raises a `ValueError` if none is kept."""
+        """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
         params_of(self.state, ema=True)  # raises an error if there is no average
         return self._run.model("ema")
 
@@ -305,7 +307,7 @@ class Trainer:
 
         By default this is `ema_model` if the Trainer keeps an average, and `model` if
         not. If a function of `Evaluation` computes the parameters, assigning values to
-        them raises an error.
+        these parameters raises an error.
         """
         return self._run.model("eval")
 
@@ -314,11 +316,11 @@ class Trainer:
     def train_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The compiled step, ``(state, batch) -> (state, metrics)``, for custom loops.
 
-        It is pure, except that it donates the state. Its batches come from
+        The step is pure, except that it donates the state. Its batches must come from
         `shard_batch`. A state that an earlier step has donated raises a
         `DonatedArrayError`.
 
-        With `Players` the number of the step in the state decides whose step it is.
+        With `Players`, the step number in the state decides which player's step runs.
         Reading this number waits for the previous step. ``(state, batch, "critic")``
         runs a step of a given player.
         """
@@ -356,7 +358,7 @@ class Trainer:
         eval_every: int | None = None,
         last_batch: LastBatch | None = None,
     ) -> History:
-        """Trains until the run has ``num_steps`` updates or ``num_epochs`` passes.
+        """Trains until the run has done ``num_steps`` updates or ``num_epochs`` passes.
 
         Earlier updates of the run count. If nothing has been trained yet and there is a
         checkpoint, the fit starts from the newest checkpoint. It saves at the intervals
@@ -365,17 +367,18 @@ class Trainer:
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
                 global batch (`data_share`); with one process this is the entire batch.
-                A later fit may pass data again: if the first batch is the same, the fit
-                continues at the next unused batch. If it differs, the fit begins at the
-                start of this data. After a restart, the data must be the same.
+                A later fit may get the same data again: if the first batch is the same,
+                the fit continues at the next unused batch. If the first batch differs,
+                the fit begins at the start of the data. After a restart, the data must
+                be the same.
             num_steps: Total number of updates of the run.
-            num_epochs: Total number of passes, instead of ``num_steps``; the ``len()``
-                of the data must be its number of batches.
-            eval_data: Batches to evaluate on; every evaluation iterates over them.
+            num_epochs: Total number of passes over the data, instead of ``num_steps``;
+                the ``len()`` of the data must be its number of batches.
+            eval_data: Batches to evaluate on; each evaluation uses all of them.
             eval_every: Steps between evaluations; ``None`` evaluates only at the end.
             last_batch: Treatment of a last batch with fewer rows. ``"drop"`` leaves it
-                out, and so does ``None``, with a warning. A `Pad` adds rows to it, and
-                ``"error"`` raises an error. Evaluations use all rows.
+                out. ``None`` also leaves it out, but warns. A `Pad` adds rows to it,
+                and ``"error"`` raises an error. Evaluations use all rows.
 
         Returns:
             Metrics by name, with one entry for each step done in this call.
@@ -410,11 +413,11 @@ class Trainer:
         try:
             return self._loop.fit()
         finally:
-            self._loop = None  # it refers to the evaluation's data
+            self._loop = None  # the loop would keep the evaluation's data in memory
 
     def stop(self, reason: str) -> None:
         """Ends the fit after the current step, which is evaluated and saved."""
-        if self._loop is not None:  # otherwise there is nothing to stop
+        if self._loop is not None:  # otherwise no fit is running
             self._loop.stop(reason)
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -438,7 +441,7 @@ class Trainer:
         loss: LossFn | None = None,
         ema: bool | None = None,
     ) -> dict[str, Any]:
-        """Returns mean loss and metrics over all rows, in the model's evaluation mode.
+        """Returns the mean loss and metrics over all rows, in evaluation mode.
 
         A last batch of fewer rows runs without padding. Plain scalars are weighted by
         the number of rows, and a `Mean` by its weight. A `Sum` is added up.
@@ -447,10 +450,9 @@ class Trainer:
             data: Batches; they may have different numbers of rows.
             loss: The loss to compute. The default is the Trainer's ``Evaluation.loss``
                 or, if that is not given, the Trainer's loss. With `Players` the default
-                is each player's loss, and its metrics have names such as
-                ``critic/loss``. A loss is compiled once for each function object and
-                shape.
-            ema: True takes the moving average, False the trained parameters; ``None``
+                is the losses of all players, with names such as ``critic/loss``. A loss
+                is compiled once for each function object and shape.
+            ema: True uses the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
         Returns:
@@ -481,10 +483,10 @@ class Trainer:
             data: Batches.
             function: ``function(model, batch)``, which returns a pytree of arrays with
                 the rows along dim 0; by default ``model(batch)``. If it has a third
-                parameter ``rngs``, it gets random streams. It is compiled once for each
+                parameter ``rngs``, it gets random streams. It is compiled once per
                 function object and shape. The last 8 functions are remembered.
             seed: Seed of the random streams.
-            ema: True takes the moving average, False the trained parameters; ``None``
+            ema: True uses the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
 
         Returns:
@@ -500,21 +502,22 @@ class Trainer:
 
     @_in_own_context
     def verify(self, batch: Batch) -> Verification:
-        """Compares a step from the current state with the same step computed otherwise.
+        """Compares a step from the current state with other ways to compute this step.
 
         With `Players` the step belongs to the player whose turn it is. The state does
-        not change. The step is compared with itself, run again; with its two halves;
-        with the step without the library's compiler options and overlap; and with the
-        step on one device, or on the fewest devices that have memory for it. Arrays are
-        compared relative to their size, up to a multiple of the effect of one rounding,
-        which is measured.
+        not change. The step is compared with a second run of the same program; with a
+        run of its two halves; with the step without the library's compiler options and
+        overlap; and with the step on one device, or on the fewest devices with enough
+        memory. Arrays are compared relative to their size, up to a multiple of the
+        effect of one rounding, which is measured.
 
         Args:
-            batch: A host batch, as `fit` takes it. With ``last_batch=Pad(name)`` it
-                must have the weights: ``Pad(name).fill(batch, 0)`` adds them.
+            batch: A host batch, as `fit` takes it. If `fit` gets
+                ``last_batch=Pad(name)``, the batch must have the weights:
+                ``Pad(name).fill(batch, 0)`` adds them.
 
         Returns:
-            The report, which says for each array how much the programs differ.
+            The report: for each array, the difference between the programs.
 
         Raises:
             VerificationError: If an array differs. The message names the first such
@@ -546,28 +549,29 @@ class Trainer:
         weights_only: bool = False,
         rewind: bool = False,
     ) -> None:
-        """Replaces the state by a saved state, which any strategy may have saved.
+        """Replaces the state with a saved state, which any strategy may have saved.
 
         A state from another directory is only a starting point: once this run has saved
         checkpoints, the same program resumes from them.
 
         Args:
-            step: A saved step. ``"best"`` takes the best step, by
-                ``Checkpoint(keep_best=...)`` of the run that saved it. ``None`` takes
-                the latest step.
+            step: A saved step. ``"best"`` takes the best step, by the metric in
+                ``Checkpoint(keep_best=...)`` of the run that saved the step. ``None``
+                takes the latest step.
             directory: The directory to read; by default the Trainer's checkpoint
                 directory. Pass a `Checkpoint` with another ``keep_best`` to rank the
                 steps by that metric.
-            weights_only: Restore only parameters and other variables; optimizer, step
-                and data do not change. `load_weights` reads weights that another
-                program has saved.
-            rewind: Continue from this step of the Trainer's directory. Later steps, and
-                a copy of ``metrics.jsonl``, are moved to ``rewound-STEP-ID`` in it.
+            weights_only: Restore only parameters and other variables; the optimizer
+                state, the step and the data position do not change. `load_weights`
+                reads weights that another program has saved.
+            rewind: Continue from this step of the Trainer's directory. Later steps are
+                moved to the folder ``rewound-STEP-ID`` in this directory, together with
+                a copy of ``metrics.jsonl``.
 
         Raises:
             CheckpointNotFoundError: If the step does not exist.
-            CheckpointMismatchError: If an array differs; the message lists each such
-                array, and nothing has changed.
+            CheckpointMismatchError: If an array has another path, shape or dtype in the
+                checkpoint. The message lists each such array. The state is unchanged.
             CheckpointError: If a callback restores more than weights during a fit.
             CheckpointDirectoryError: If another run writes to the directory to rewind.
         """
@@ -576,10 +580,11 @@ class Trainer:
 
     @_in_own_context
     def load_weights(self, path: str | os.PathLike, *, only: Any = None) -> None:
-        """Replaces weights by the weights of a plain Orbax checkpoint.
+        """Replaces weights with the weights of a plain Orbax checkpoint.
 
-        Another program has saved the checkpoint, by `StandardCheckpointer`, a
-        `CheckpointManager` (pass one step), or Orbax's v1 functions. It holds
+        The checkpoint was saved by another program, with `StandardCheckpointer`, a
+        `CheckpointManager` (pass the directory of one step), or Orbax's v1 functions.
+        It holds
         ``nnx.state(model)``, a part of this state, or the state as a pure dict
         (``nnx.to_pure_dict``). Each device reads only its shards. Floating-point arrays
         are cast to the model's dtypes. Optimizer, step and data do not change. A moving
@@ -588,9 +593,9 @@ class Trainer:
         Args:
             path: Directory of the checkpoint.
             only: Filter of the Variables to read; by default all except random streams.
-                The checkpoint must have all of them, in their shapes. Other Variables
-                do not change. For example, pass ``nnx.Param`` if the checkpoint has no
-                batch statistics.
+                The checkpoint must have all of them, with the same shapes. Other
+                Variables do not change. For example, pass ``nnx.Param`` if the
+                checkpoint has no batch statistics.
 
         Raises:
             CheckpointMismatchError: If an array differs, or is only in the model or

@@ -69,7 +69,7 @@ class MambaBlock(nnx.Module):
 
 
 class Mamba(nnx.Module):
-    """Blocks in a plain list that is marked as data, and a NumPy constant."""
+    """A plain list of blocks, marked with `nnx.data`, and a separate NumPy constant."""
 
     def __init__(self, rngs: nnx.Rngs, dim: int = 16, num_layers: int = 2) -> None:
         self.embed = nnx.Linear(3, dim, rngs=rngs)

@@ -1,9 +1,9 @@
 """Unchanged public models train to the same numbers as with plain `nnx.jit`.
 
 `make test` runs small models. `make test-deep` trains all models under FSDP, and
-restores them on another mesh. The product with the other strategies is marked ``slow``.
-A case with a missing feature (`waits`) is expected to fail. If it passes, its `waits`
-must be removed.
+restores them on another mesh. All models under the other strategies are marked
+``slow``. A case that needs a feature that this library lacks (`waits`) is expected to
+fail. If the case passes, its `waits` must be removed.
 """
 
 from collections.abc import Iterator

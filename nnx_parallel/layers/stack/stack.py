@@ -150,8 +150,8 @@ class Stack(nnx.Module):
         check_blocks(blocks, period)
         groups = range(0, len(blocks), period)
         layers = [nnx.List(blocks[i : i + period]) for i in groups]
-        # Only a call of the class makes an NNX object. So the code makes a stack of an
-        # empty block and then sets its layer.
+        # An NNX object exists only if its class was called. So the code makes a stack
+        # of an empty block and then sets its layer.
         stack = cls(lambda _: nnx.Module(), len(layers), rngs=nnx.Rngs(0), remat=remat)
         stack.period = period
         stack.layer = stack_blocks(layers if period > 1 else blocks)
@@ -175,8 +175,8 @@ class Stack(nnx.Module):
 
         Args:
             x: Input of the first block: an array or a pytree of arrays.
-            args: Arguments that every block gets. Blocks draw from an ``nnx.Rngs``
-                among them in order, as in a Python loop.
+            args: Arguments that every block gets. If one is an ``nnx.Rngs``, the blocks
+                draw from it in order, as in a Python loop.
             scanned: A pytree whose arrays have a leading dim of size N, such as a
                 cache. Each block gets its slice as the last positional argument, and
                 returns ``(x, slice)``.
