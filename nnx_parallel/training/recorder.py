@@ -256,8 +256,8 @@ class Recorder:
     def history(self) -> History:
         """Returns every metric by name, with NaN for steps that do not have it.
 
-        ``step`` has the steps' numbers. A metric of evaluations has one entry for each
-        evaluation; ``eval_step`` has the steps' numbers of the evaluations.
+        ``step`` has the step numbers. A metric of evaluations has one entry for each
+        evaluation; ``eval_step`` has the step numbers of the evaluations.
         """
         return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
 

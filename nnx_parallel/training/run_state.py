@@ -313,7 +313,7 @@ class RunState:
 
     @property
     def step(self) -> int:
-        """Number of updates done; waits for the newest update."""
+        """Number of updates done. Reading it waits for the newest update."""
         return int(self.state.step)
 
     @contextlib.contextmanager
@@ -383,7 +383,7 @@ class RunState:
         weights_only: bool,
         rewind: bool = False,
     ) -> None:
-        """Replaces the state by a saved state; see `Trainer.restore`."""
+        """Replaces the state with a saved state; see `Trainer.restore`."""
         if rewind and (directory is not None or weights_only):
             raise ValueError(
                 "restore(rewind=True) goes back in the Trainer's own directory, with "

@@ -60,7 +60,7 @@ def _in_own_context(
 
     @wraps(method)
     def run(self: "Trainer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        # Within the constructor there is no layout yet.
+        # When the constructor starts, there is no layout yet.
         layout = vars(self).get("layout")
         with leaving_mesh(layout and layout.mesh), plain_variables():
             return method(self, *args, **kwargs)
@@ -296,7 +296,7 @@ class Trainer:
     @property
     @_in_own_context
     def ema_model(self) -> nnx.Module:
-        """`model` with the moving average; a `ValueError` if the Trainer keeps none."""
+        """`model` with the moving average; raises a `ValueError` if there is none."""
         params_of(self.state, ema=True)  # raises an error if there is no average
         return self._run.model("ema")
 
@@ -360,9 +360,9 @@ class Trainer:
     ) -> History:
         """Trains until the run has done ``num_steps`` updates or ``num_epochs`` passes.
 
-        Earlier updates of the run count. If nothing has been trained yet and there is a
-        checkpoint, the fit starts from the newest checkpoint. It saves at the intervals
-        of the `Checkpoint`, and at the end.
+        The total includes updates of earlier fits. If nothing has been trained yet and
+        there is a checkpoint, the fit starts from the newest checkpoint. The fit saves
+        at the intervals of the `Checkpoint`, and at the end.
 
         Args:
             data: Batches: pytrees of NumPy arrays with this process's share of the
@@ -484,7 +484,8 @@ class Trainer:
             function: ``function(model, batch)``, which returns a pytree of arrays with
                 the rows along dim 0; by default ``model(batch)``. If it has a third
                 parameter ``rngs``, it gets random streams. It is compiled once per
-                function object and shape. The last 8 functions are remembered.
+                function object and shape. The programs of the last 8
+                functions are kept.
             seed: Seed of the random streams.
             ema: True uses the moving average, False the trained parameters; ``None``
                 follows the Trainer's `Evaluation`.
