@@ -267,7 +267,9 @@ def test_uneven_layers_are_stored_in_equal_shares() -> None:
         assert share == pytest.approx(5 / 4, rel=0.01), name
     kernel = next(row for row in uneven.rows if row.info.path == "layer.up.kernel")
     assert kernel.placement.stored == P(None, None, "pipe")
-    assert "pipe: dim 2, for it does not split the layers" in kernel.placement.reason
+    assert (
+        "pipe: dim 2, because it does not split the layers" in kernel.placement.reason
+    )
 
 
 class Wide(Block):
