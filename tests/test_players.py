@@ -26,9 +26,11 @@ from nnx_parallel import (
     Player,
     Players,
     Precision,
+    SkipSteps,
     Strategy,
     TensorParallel,
     Trainer,
+    audit,
     plan,
 )
 from nnx_parallel.checkpoint.checksum import data_of
@@ -36,10 +38,13 @@ from nnx_parallel.errors import (
     CheckpointMismatchError,
     DonatedArrayError,
     NonFiniteLossError,
+    ParallelWarning,
     PipelineError,
     PlanError,
 )
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.training import loop
+from nnx_parallel.training.verification import replay
 from tests.parity.runs import to_host
 
 SPLIT = FSDP(min_size=0)
@@ -240,6 +245,54 @@ def test_players_may_train_the_same_parameters() -> None:
     assert_close(trainer.model, hand.model)
 
 
+class Nested(nnx.Module):
+    """An actor that contains a layer named like another player."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.actor = nnx.Dict(
+            value=nnx.Linear(4, 4, rngs=rngs), head=nnx.Linear(4, 2, rngs=rngs)
+        )
+        self.value = nnx.Linear(4, 1, rngs=rngs)
+
+
+def test_player_does_not_train_layer_of_same_name_in_another_part() -> None:
+    def value_of(model: Any, batch: Any) -> jax.Array:
+        return (model.value(model.actor["value"](batch)) ** 2).mean()
+
+    def action_of(model: Any, batch: Any) -> jax.Array:
+        return (model.actor["head"](model.actor["value"](batch)) ** 2).mean()
+
+    actor, value = (Player(optax.sgd(0.1), loss) for loss in (action_of, value_of))
+    trainer = make_trainer(Nested, Players(value=value, actor=actor))
+    before = to_host(trainer.state.params)
+    trainer.fit(list(DATA), num_steps=1)
+    after = to_host(trainer.state.params)
+    changed = {path for path, x in after.items() if not (x == before[path]).all()}
+    assert {path.split(".")[0] for path in changed} == {"value"}
+    trainer.fit(list(DATA), num_steps=2)
+    changed = {
+        p for p, x in to_host(trainer.state.params).items() if (x != after[p]).any()
+    }
+    assert changed == {p for p in after if p.startswith("actor")}
+
+
+def test_parameters_of_no_player_are_reported() -> None:
+    with pytest.warns(
+        ParallelWarning,
+        match=re.escape(
+            "No player trains the parameters `trunk.bias`, `trunk.kernel`, so they do "
+            "not change. A player without wrt trains only the part of the model"
+        ),
+    ) as caught:
+        trainer = make_trainer(Shared, actor_critic())
+    assert len(caught) == 1
+    before = arrays(trainer.model)
+    trainer.fit(list(DATA), num_steps=2)
+    after = arrays(trainer.model)
+    same = {path for path, x in after.items() if (x == before[path]).all()}
+    assert same == {"trunk.bias", "trunk.kernel"}
+
+
 def test_resumed_turn_repeats_uninterrupted_run(tmp_path: Path) -> None:
     parts = Normed, players(losses=NORMED)
     straight = make_trainer(*parts, ema_decay=0.9)
@@ -268,7 +321,8 @@ def test_checkpoint_restores_on_another_mesh(tmp_path: Path) -> None:
 
 def test_other_players_cannot_resume(tmp_path: Path) -> None:
     make_trainer(checkpoint=str(tmp_path)).fit(list(DATA), num_steps=2)
-    fewer = Players(critic=Player(TX["critic"], critic_loss))
+    critic = nnx.PathContains("critic")
+    fewer = Players(critic=Player(TX["critic"], critic_loss, wrt=critic))
     trainer = make_trainer(optimizer=fewer, checkpoint=str(tmp_path))
     with pytest.raises(
         CheckpointMismatchError,
@@ -357,6 +411,57 @@ def test_average_follows_the_steps_that_train_a_parameter() -> None:
         np.testing.assert_allclose(x, expected, rtol=1e-6)
 
 
+def test_best_metric_of_later_player_does_not_warn(tmp_path: Path) -> None:
+    """Steps before the generator's first turn do not count as best."""
+    best = Checkpoint(tmp_path, every=1, keep_best="generator/loss")
+    trainer = make_trainer(checkpoint=best)
+    losses = trainer.fit(list(DATA), num_steps=6)["generator/loss"]
+    trainer.restore("best")
+    # Steps 4 and 5 have the generator's loss of step 3, and of ties the latest is best.
+    assert trainer.step == (5 if losses[2] < losses[5] else 6)
+
+
+def test_best_metric_that_no_player_has_warns(tmp_path: Path) -> None:
+    wrong = Checkpoint(tmp_path, keep_best="generator/los")
+    with pytest.warns(ParallelWarning, match="keep_best='generator/los' is not among"):
+        make_trainer(checkpoint=wrong).fit(list(DATA), num_steps=3)
+
+
+@pytest.mark.parametrize("metric", ["loss", "grad_norm", "learning_rate"])
+def test_metric_of_changing_players_cannot_rank(metric: str, tmp_path: Path) -> None:
+    message = (
+        f"would compare values of different players, because '{metric}' belongs to "
+        "the player of each step. Name the metric of one player: "
+        f"'critic/{metric}' or 'generator/{metric}'."
+    )
+    stopping = EarlyStopping(metric)
+    with pytest.raises(
+        ValueError, match=re.escape(f"EarlyStopping('{metric}', patience=3) {message}")
+    ):
+        make_trainer(callbacks=[stopping])
+    best = Checkpoint(tmp_path, keep_best=metric)
+    with pytest.raises(
+        ValueError, match=re.escape(f"Checkpoint(keep_best='{metric}') {message}")
+    ):
+        make_trainer(checkpoint=best)
+    critic = Player(TX["critic"], critic_loss, wrt=nnx.PathContains("critic"))
+    make_trainer(optimizer=Players(critic=critic), callbacks=[stopping])
+
+
+def test_each_players_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed = []
+
+    def recording(programs: Any, state: Any, batch: Any) -> Any:
+        replayed.append((int(state.step) + 1, programs.plan.player))
+        return replay(programs, state, batch)
+
+    monkeypatch.setattr(loop, "replay", recording)
+    trainer = make_trainer(optimizer=players(1), faults=Faults(verify_every=2))
+    trainer.fit(list(DATA), num_steps=8)
+    expected = [(3, "critic"), (4, "generator"), (7, "critic"), (8, "generator")]
+    assert replayed == expected
+
+
 @pytest.mark.parametrize("step", [0, 2])
 def test_verify_and_replay_turns(step: int) -> None:
     faults = Faults(verify_every=1)
@@ -397,18 +502,41 @@ def test_custom_loop_chooses_players() -> None:
         trainer.train_step(trainer.state, batch, "x")
 
 
-def actor_critic() -> Players:
+def test_step_of_each_player_is_lowered_and_traced() -> None:
+    trainer = make_trainer()
+    state, batch = trainer.state, trainer.shard_batch(DATA[0])
+    step: Any = trainer.train_step
+    reports = {name: audit(step.lower(state, batch, name).compile()) for name in NAMES}
+    # Only the critic's step multiplies by the critic twice.
+    assert reports["critic"].flops != reports["generator"].flops
+    assert audit(step.lower(state, batch).compile()).flops == reports["critic"].flops
+    for name in NAMES:
+        _, metrics = step.trace(state, batch, name).out_info
+        assert f"{name}/loss" in metrics
+    shapes = jax.eval_shape(lambda: state)
+    with pytest.raises(
+        ValueError, match=r"only shapes.*\(state, batch, player\): \['critic', 'gen"
+    ):
+        step.lower(shapes, batch)
+    with pytest.raises(ValueError, match=r"no player 'x', but \['critic', 'gen"):
+        step.trace(state, batch, "x")
+    trainer.fit(list(DATA), num_steps=3)  # the state was not donated
+
+
+def actor_critic(wrt: Any = None) -> Players:
     return Players(
-        actor=Player(optax.sgd(0.1), actor_loss), value=Player(TX["critic"], value_loss)
+        actor=Player(optax.sgd(0.1), actor_loss, wrt=wrt),
+        value=Player(TX["critic"], value_loss),
     )
 
 
 def test_options_of_a_step_apply_to_players() -> None:
-    plain = make_trainer(Shared, actor_critic())
+    trained = nnx.Any(nnx.PathContains("trunk"), nnx.PathContains("actor"))
+    plain = make_trainer(Shared, actor_critic(trained))
     expected = plain.fit(list(DATA), num_steps=4)["loss"]
     trainer = make_trainer(
         Shared,
-        actor_critic(),
+        actor_critic(trained),
         precision=Precision.mixed_float16(),
         faults=Faults(on_non_finite="skip", check_replicas_every=2),
         num_microbatches=2,
@@ -467,6 +595,25 @@ def test_non_finite_loss_names_player() -> None:
     )
     with pytest.raises(NonFiniteLossError, match="Step 2 of generator: loss nan"):
         make_trainer(optimizer=both).fit(list(DATA), num_steps=4)
+
+
+def test_skips_end_for_player_that_never_trains() -> None:
+    """Good steps of the generator do not hide that all steps of the critic are bad."""
+
+    def broken(model: Any, batch: Any) -> Any:
+        return critic_loss(model, batch)[0] * np.nan, {"aux/loss": np.float32(1.0)}
+
+    trainer = make_trainer(
+        optimizer=players(1, {"critic": broken, "generator": generator_loss}),
+        faults=Faults(on_non_finite=SkipSteps(limit=2)),
+    )
+    message = (
+        "Step 5 of critic: loss nan, gradient norm nan. No earlier step of critic was "
+        "finite. The last 3 steps of critic were bad, and SkipSteps(limit=2) skips no "
+        "more steps."
+    )
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        trainer.fit(list(DATA), num_steps=12)
 
 
 def test_wrong_players_raise() -> None:

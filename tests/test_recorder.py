@@ -145,6 +145,24 @@ def test_nonfinite_metric_names_last_finite_step(
     assert list(recorder.history()["step"]) == [9]
 
 
+def test_bad_steps_of_one_player_raise() -> None:
+    """Good steps of another player neither reset the count nor give the last loss."""
+    recorder, known, _ = make_recorder(max_behind=0, skip_limit=1)
+    # The name of another metric may come first.
+    bad = metrics(math.nan, math.nan, **{"a/aux/loss": 1.0, "a/loss": math.nan})
+    recorder.push(1, metrics(0.5, **{"a/loss": 0.5}), 0.0, "a")
+    recorder.push(2, metrics(0.25, **{"b/loss": 0.25}), 0.0, "b")
+    recorder.push(3, bad, 0.0, "a")
+    recorder.push(4, metrics(0.125, **{"b/loss": 0.125}), 0.0, "b")
+    assert known == [1, 2, 3, 4]
+    message = (
+        "Step 5 of a: loss nan, gradient norm nan. Last finite loss of a: 0.5 at step "
+        "1. The last 2 steps of a were bad, and SkipSteps(limit=1) skips no more steps."
+    )
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)):
+        recorder.push(5, bad, 0.0, "a")
+
+
 def test_skipped_step_passes_while_scale_can_fall() -> None:
     recorder, known, _ = make_recorder(max_behind=0)
     recorder.push(1, metrics(0.5), 0.0)

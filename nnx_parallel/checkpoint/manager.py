@@ -41,6 +41,7 @@ from nnx_parallel.checkpoint.options import (
     check_step,
     check_writable,
     given_options,
+    is_of_other_player,
     superseded_steps,
 )
 from nnx_parallel.checkpoint.orbax_compat import open_directory, reading
@@ -131,9 +132,14 @@ class CheckpointManager:
         return (best or "").startswith("eval_")
 
     def check_best(self, metrics: Collection[str], where: str) -> None:
-        """Warns, once, if a step's metrics lack the metric of ``keep_best``."""
+        """Warns, once, if a step's metrics lack the metric of ``keep_best``.
+
+        A metric of a player may be missing until this player has done a step.
+        """
         best = self.options and self.options.keep_best
         if best is None or best in metrics or self._has_warned_of_best:
+            return
+        if is_of_other_player(best, metrics, self.description.get("players", ())):
             return
         self._has_warned_of_best = True
         warn_user(

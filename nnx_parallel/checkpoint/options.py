@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import jax
@@ -168,6 +168,14 @@ _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "
 def grows(metric: str) -> bool:
     """Returns True if a metric's name says that its largest value is the best."""
     return bool(set(re.split(r"[^a-z0-9]+", metric.lower())) & _GROWING)
+
+
+def is_of_other_player(
+    metric: str, metrics: Collection[str], players: Collection[str]
+) -> bool:
+    """Returns True if a metric belongs to a player that did no step in ``metrics``."""
+    player, is_named, _ = metric.partition("/")
+    return bool(is_named) and player in players and f"{player}/loss" not in metrics
 
 
 _CHOICES = {

@@ -67,7 +67,7 @@ class SkipSteps:
 
     Attributes:
         limit: Number of bad steps in a row that are skipped. One more bad step raises a
-            `NonFiniteLossError`.
+            `NonFiniteLossError`. With `Players`, each player's steps are counted.
         max_grad_norm: A step is bad if the norm of all gradients, before clipping, is
             larger than this. ``None`` accepts every finite norm.
 
@@ -164,8 +164,9 @@ class Faults:
             parameters and gradients before the update. If they differ, a device is
             faulty or an operation is not deterministic: a `ReplayError` names the
             arrays and devices, and the run ends before a save. ``verify_every=100``
-            costs about 1 % of the time. A replayed step runs as two programs, which may
-            round differently from the usual program.
+            costs about 1 % of the time. With `Players`, each player's steps are
+            counted, so the steps of all players are replayed. A replayed step runs as
+            two programs, which may round differently from the usual program.
 
     Raises:
         ValueError: If a value is invalid.

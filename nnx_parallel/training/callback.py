@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from nnx_parallel.checkpoint.options import grows
+from nnx_parallel.checkpoint.options import grows, is_of_other_player
 from nnx_parallel.training.recorder import Values
 
 
@@ -149,10 +149,8 @@ class EarlyStopping(Callback):
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Judges a metric of training."""
         # A skipped step may have no loss, and it has not changed the model.
-        player, is_named, _ = self.metric.partition("/")
-        is_other = is_named and player in (getattr(trainer, "players", None) or ())
-        if is_other and f"{player}/loss" not in metrics:
-            return  # it is a step of another player
+        if is_of_other_player(self.metric, metrics, trainer.players or ()):
+            return
         if not self.needs_evaluation and not metrics.get("skipped"):
             self._judge(trainer, step, metrics, self.metric)
 

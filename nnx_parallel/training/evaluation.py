@@ -46,7 +46,7 @@ from nnx_parallel.training.compilation import (
     start_program,
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
-from nnx_parallel.training.players import Players
+from nnx_parallel.training.players import Players, StepByTurns
 from nnx_parallel.training.step import (
     Batch,
     Means,
@@ -243,24 +243,13 @@ class Programs:
     def train_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """The compiled update; it donates the state."""
         if self.players is not None:
-            return self._step_of_player
+            return StepByTurns(self.players, lambda name: self.turns[name].train_step)
         return make_train_step(self.plan, self._own_loss, self.options)
 
     @property
     def _own_loss(self) -> LossFn:
         assert self.loss is not None, "only the programs of a player have a loss"
         return self.loss
-
-    def _step_of_player(
-        self, state: TrainState, batch: Batch, player: str | None = None
-    ) -> tuple[TrainState, Metrics]:
-        if player is None:
-            # A donated state raises an error in the step of any player.
-            step = 0 if state.step.is_deleted() else int(state.step)
-            return self.at(step).train_step(state, batch)
-        if player not in self.turns:
-            raise ValueError(f"There is no player {player!r}, but {[*self.turns]}.")
-        return self.turns[player].train_step(state, batch)
 
     @cached_property
     def split_step(self) -> tuple[Any, Any]:

@@ -97,7 +97,6 @@ class Loop:
             self.log_every,
             skip_limit=skip.limit if skip else 0,
             is_state_finite=lambda: not self.run.broken_arrays(),
-            has_players=self.programs.players is not None,
         )
         # A trace is a file, and a trial run writes no files.
         self._tracer = Tracer(None if is_trial else profile, directory)
@@ -265,7 +264,7 @@ class Loop:
                     check_replicas(run.state, step)
                 with self._explaining_memory():
                     # `push` waits for an earlier step, whose hooks may stop the fit.
-                    recorder.push(step, metrics, item.wait_seconds)
+                    recorder.push(step, metrics, item.wait_seconds, self._player(step))
                 # All processes must call `is_due` once in every step. Through these
                 # calls they agree on the step at which jax announces a preemption.
                 saves = checkpoints.is_due(step)
@@ -287,12 +286,20 @@ class Loop:
     def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs a step, with a replay if one is due."""
         every, programs = self.faults.verify_every, self.programs.at(step)
-        if every and (step + 1) % every == 0:
+        players = self.programs.players
+        # Each player's steps are counted, because a count of all steps could always be
+        # due in the turn of the same player.
+        count = players.count(step) if players else step + 1
+        if every and count % every == 0:
             if programs not in self._replayed:
                 self._watchdog.disarm()  # the first replay compiles
                 self._replayed.add(programs)
             return replay(programs, self.run.state, batch)
         return self._steps[programs.plan.player](self.run.state, batch)
+
+    def _player(self, step: int) -> str:
+        """Returns the player of the step after which ``step`` updates are done."""
+        return self.programs.at(step - 1).plan.player
 
     def _end_epochs(self, step: int) -> None:
         # An epoch ends when its data ends, even if `len(data)` promised more batches.

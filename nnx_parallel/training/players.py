@@ -6,16 +6,34 @@ parameters that the player trains. All players share the arrays of the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import jax
 from flax import nnx
 
-from nnx_parallel.errors import kind_of
+from nnx_parallel.checkpoint.options import Checkpoint
+from nnx_parallel.errors import ParallelWarning, kind_of, warn_user
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.arguments import LossFn, check_update
+from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.diagnostics import check_count
+from nnx_parallel.training.recorder import OF_PLAYERS
+from nnx_parallel.training.step import Batch, Metrics
+
+
+@dataclass(frozen=True)
+class _InPart:
+    """Filter of the Variables in one attribute of the model."""
+
+    name: str
+
+    def __call__(self, path: Sequence[Any], value: Any) -> bool:
+        # A layer deep inside another part may have the same name.
+        return path[0] == self.name
 
 
 @dataclass(frozen=True)
@@ -29,8 +47,8 @@ class Player:
         loss: The loss, like the loss of a `Trainer`. Its gradient passes through the
             entire model; parameters that ``wrt`` leaves out do not change.
         wrt: Filter of the Variables that this player trains; by default the parameters
-            whose path contains the player's name. Two players may train the same
-            parameter.
+            in the model's attribute that has the player's name. Two players may train
+            the same parameter.
         steps: Number of consecutive steps in each turn.
 
     Raises:
@@ -61,7 +79,8 @@ class Players(Mapping[str, Player]):
     that train them. Batch statistics and random streams belong to the model, so every
     loss updates them.
 
-    Under a `Pipeline`, each loss must call the model's `Stack`.
+    Under a `Pipeline`, each loss must call the model's `Stack`. If a player has the
+    default ``wrt``, the Trainer warns of parameters that belong to no player.
 
     A step reports its ``loss`` and ``grad_norm``, and all metrics of its player by
     name: ``critic/loss``, ``critic/grad_norm``, ``critic/accuracy``. In the history
@@ -141,6 +160,21 @@ class Players(Mapping[str, Player]):
         """
         return self._order[step % len(self._order)]
 
+    def count(self, step: int) -> int:
+        """Returns how many steps this player has done after step ``step + 1``.
+
+        The player is ``turn(step)``, and the first step of the run counts as 1.
+
+        Example:
+            >>> import optax
+            >>> player = Player(optax.sgd(0.1), lambda model, batch: 0.0, steps=2)
+            >>> players = Players(d=player, g=Player(player.optimizer, player.loss))
+            >>> [players.count(step) for step in range(6)]
+            [1, 2, 1, 3, 4, 2]
+        """
+        name, (cycles, index) = self.turn(step), divmod(step, len(self._order))
+        return cycles * self[name].steps + self._order[: index + 1].count(name)
+
     @cached_property
     def _order(self) -> list[str]:
         return [name for name, steps in self.steps.items() for _ in range(steps)]
@@ -159,7 +193,7 @@ class Players(Mapping[str, Player]):
     def filters(self) -> dict[str, Any]:
         """The filter of the Variables that each player trains."""
         return {
-            name: nnx.All(nnx.Param, nnx.PathContains(name))
+            name: nnx.All(nnx.Param, _InPart(name))
             if player.wrt is None
             else player.wrt
             for name, player in self.items()
@@ -201,3 +235,92 @@ def by_player(
             raise
     losses: list[LossFn | None] = [*optimizer.losses.values()]
     return optimizer, optimizer.optimizers, losses, optimizer.filters
+
+
+@dataclass(frozen=True)
+class StepByTurns:
+    """The compiled steps of all players, called like the step of one loss.
+
+    A call, `lower` and `trace` take ``(state, batch, player)``. Without a player, the
+    number of the step in the state decides whose step it is.
+
+    Attributes:
+        players: The players.
+        step_of: Function that returns the compiled step of a player, by name.
+    """
+
+    players: Players
+    step_of: Callable[[str], Any]
+
+    def __call__(
+        self, state: TrainState, batch: Batch, player: str | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """Runs the step."""
+        return self._step(state, player)(state, batch)
+
+    def lower(
+        self, state: TrainState, batch: Batch, player: str | None = None
+    ) -> jax.stages.Lowered:
+        """Lowers the step, as ``jax.jit`` does."""
+        return self._step(state, player).lower(state, batch)
+
+    def trace(
+        self, state: TrainState, batch: Batch, player: str | None = None
+    ) -> jax.stages.Traced:
+        """Traces the step, as ``jax.jit`` does."""
+        return self._step(state, player).trace(state, batch)
+
+    def _step(self, state: TrainState, player: str | None) -> Any:
+        names = [*self.players]
+        if player is None:
+            if isinstance(state.step, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    "The state has only shapes, so the number of its step is unknown. "
+                    f"Pass the name of a player, (state, batch, player): {names}."
+                )
+            # A donated state raises an error in the step of any player.
+            step = 0 if state.step.is_deleted() else int(state.step)
+            player = self.players.turn(step)
+        if player not in self.players:
+            raise ValueError(f"There is no player {player!r}, but {names}.")
+        return self.step_of(player)
+
+
+def check_ranking(
+    players: Players | None, checkpoint: Any, callbacks: Sequence[Callback]
+) -> None:
+    """Raises a ``ValueError`` if a rule compares metrics of different players."""
+    if len(players or ()) < 2:
+        return
+    ranked: dict[str, str | None] = {
+        repr(x): x.metric for x in callbacks if isinstance(x, EarlyStopping)
+    }
+    if isinstance(checkpoint, Checkpoint):
+        best = checkpoint.keep_best
+        ranked[f"Checkpoint(keep_best={best!r})"] = best
+    for rule, metric in ranked.items():
+        if metric in OF_PLAYERS:
+            named = " or ".join(repr(f"{name}/{metric}") for name in players or ())
+            raise ValueError(
+                f"{rule} would compare values of different players, because {metric!r} "
+                f"belongs to the player of each step. Name the metric of one player: "
+                f"{named}."
+            )
+
+
+def warn_of_unowned(players: Players | None, plan: StatePlan) -> None:
+    """Warns of parameters that no player trains, unless each player has a ``wrt``."""
+    if players is None or all(each.wrt is not None for each in players.values()):
+        return
+    paths = sorted(map(dotted, plan.param_placements.keys() - plan.trained_paths))
+    if paths:
+        shown = ", ".join(f"`{path}`" for path in paths[:10])
+        more = f" and {len(paths) - 10} more" * (len(paths) > 10)
+        warn_user(
+            f"No player trains the parameters {shown}{more}, so they do not change. A "
+            "player without wrt trains only the part of the model that has the "
+            "player's name. Give a player a wrt that includes them: Player(..., "
+            "wrt=nnx.Any(nnx.PathContains('trunk'), nnx.PathContains('head'))). If "
+            "they should not change, give every player a wrt.",
+            ParallelWarning,
+        )

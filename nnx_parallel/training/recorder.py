@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ class Throughput:
         return rates
 
 
-_OF_PLAYERS = ("loss", "grad_norm", "learning_rate")
+OF_PLAYERS = ("loss", "grad_norm", "learning_rate")
 """Metrics that each player also reports under the player's name."""
 
 Values = Mapping[str, float]
@@ -167,12 +167,10 @@ class Recorder:
         log_every: Steps between logged metrics.
         max_behind: Number of steps that may be in flight.
         throughput: The work of one step, once the step is compiled.
-        skip_limit: Number of bad steps in a row that are skipped; 0 if the first bad
-            step ends the run.
+        skip_limit: Number of bad steps in a row, of one player, that are skipped; 0 if
+            the first bad step ends the run.
         is_state_finite: Function that is called after a bad step, and returns True if
             the state is still finite.
-        has_players: True if the names of metrics begin with a player, as in
-            ``critic/loss``. Loggers then get the newest values of all players.
         step_seconds: Durations of the last 8 steps, without evaluations and saves.
     """
 
@@ -183,24 +181,32 @@ class Recorder:
     throughput: Throughput | None = None
     skip_limit: int = 0
     is_state_finite: Callable[[], bool] = bool
-    has_players: bool = False
 
     def __post_init__(self) -> None:
-        self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float]] = deque()
+        self._in_flight: deque[tuple[int, Mapping[str, jax.Array], float, str]] = (
+            deque()
+        )
         self._steps, self._evals = _Columns("step"), _Columns("eval_step")
         self._last_row: dict[str, float] = {}
-        self._last_finite: dict[str, float] = {}
+        self._last_finite: dict[str, dict[str, float]] = {}  # by player
         self._last_time: float | None = None
         self.step_seconds: deque[float] = deque(maxlen=8)
         self._extra: dict[str, float] = {}
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
-        self._num_bad = 0  # bad steps in a row
+        self._num_bad = Counter[str]()  # bad steps in a row, by player
 
     def push(
-        self, step: int, metrics: Mapping[str, jax.Array], wait_seconds: float
+        self,
+        step: int,
+        metrics: Mapping[str, jax.Array],
+        wait_seconds: float,
+        player: str = "",
     ) -> None:
         """Takes the metrics of a step that has been dispatched.
+
+        With a player, the names of its metrics begin with its name, as in
+        ``critic/loss``. Loggers then get the newest values of all players.
 
         Raises:
             NonFiniteLossError: If a loss or gradient of an earlier step is not finite.
@@ -208,28 +214,28 @@ class Recorder:
         for value in metrics.values():
             # The copy begins now, so that a later read waits only for the step.
             value.copy_to_host_async()
-        self._in_flight.append((step, metrics, wait_seconds))
+        self._in_flight.append((step, metrics, wait_seconds, player))
         self.flush(self.max_behind)
 
     def flush(self, num_behind: int = 0) -> None:
         """Waits for all steps in flight except the newest ``num_behind``."""
         while len(self._in_flight) > num_behind:
-            step, metrics, wait_seconds = self._in_flight.popleft()
+            step, metrics, wait_seconds, player = self._in_flight.popleft()
             row = {name: float(x) for name, x in metrics.items() if not x.ndim}
             # The clock is read after `float`, which waits for the end of the step.
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
-            self._check(step, row)
+            self._check(step, row, player)
             self._warn_of_lost(step, row)
             self._steps.append(step, row)
-            before = self._last_row.items() if self.has_players else ()
+            before = self._last_row.items() if player else ()
             others = {name: x for name, x in before if "/" in name}
             self._last_row = {**others, "step": step, **row}
             if _is_finite(row):
-                self._last_finite = self._last_row
+                self._last_finite[player] = self._last_row
             if step % self.log_every == 0:
                 # One curve with the losses of several players would be useless.
-                mixed = _OF_PLAYERS if self.has_players else ()
+                mixed = OF_PLAYERS if player else ()
                 shown = {n: x for n, x in (others | row).items() if n not in mixed}
                 self.logger.log(step, shown)
                 self.logger.log_layers(step, _by_layer(metrics))
@@ -282,7 +288,7 @@ class Recorder:
         if len(self._first_skipped) < 10:
             self._first_skipped.append(step)
 
-    def _check(self, step: int, row: dict[str, float]) -> None:
+    def _check(self, step: int, row: dict[str, float], player: str) -> None:
         is_skipped = bool(row.get("skipped"))
         if is_skipped and math.isnan(row["loss"]) and row["grad_norm"] == 0:
             if not self._num_skipped:
@@ -297,9 +303,10 @@ class Recorder:
         if overflows and row.get("loss_scale", 1) > 1:
             return
         is_bad = is_skipped or not _is_finite(row)
-        self._num_bad = self._num_bad + 1 if is_bad else 0
-        if is_bad and self._num_bad > self.skip_limit and not self._survived(row):
-            self._raise(step, row)
+        # Good steps of other players would hide a player that never trains.
+        num_bad = self._num_bad[player] = self._num_bad[player] + 1 if is_bad else 0
+        if is_bad and num_bad > self.skip_limit and not self._survived(row):
+            self._raise(step, row, player)
         if is_bad:
             self._note_skipped(step)
             row["skipped"] = 1.0
@@ -310,24 +317,23 @@ class Recorder:
             return False  # the compiled step skips bad steps, or only the loss is bad
         return self.is_state_finite()
 
-    def _raise(self, step: int, row: Values) -> None:
-        before = "No earlier step of this fit was finite."
-        if last := self._last_finite:
-            before = f"Last finite loss: {last['loss']:.6g} at step {last['step']}."
+    def _raise(self, step: int, row: Values, player: str) -> None:
+        of_player = f" of {player}" if player else ""
+        before = f"No earlier step{of_player or ' of this fit'} was finite."
+        if last := self._last_finite.get(player):
+            before = (
+                f"Last finite loss{of_player}: {last['loss']:.6g} at step "
+                f"{last['step']}."
+            )
         if self.skip_limit:
             before += (
-                f" The last {self._num_bad} steps were bad, and SkipSteps(limit="
-                f"{self.skip_limit}) skips no more steps."
+                f" The last {self._num_bad[player]} steps{of_player} were bad, and "
+                f"SkipSteps(limit={self.skip_limit}) skips no more steps."
             )
         raise NonFiniteLossError(
-            f"Step {step}{self._player(row)}: loss {row['loss']}, gradient norm "
-            f"{row['grad_norm']}. "
-            f"{before}"
+            f"Step {step}{of_player}: loss {row['loss']}, gradient norm "
+            f"{row['grad_norm']}. {before}"
         )
-
-    def _player(self, row: Values) -> str:
-        names = (name.removesuffix("/loss") for name in row if name.endswith("/loss"))
-        return f" of {next(names, '')}" if self.has_players else ""
 
     def _warn_of_lost(self, step: int, row: Values) -> None:
         if row.get("lost_updates", 0.0) >= 0.5 and not self._has_warned:

@@ -42,7 +42,12 @@ from nnx_parallel.training.diagnostics import check_length, check_model, check_s
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop
 from nnx_parallel.training.naming import name_by_loss
-from nnx_parallel.training.players import Players, by_player
+from nnx_parallel.training.players import (
+    Players,
+    by_player,
+    check_ranking,
+    warn_of_unowned,
+)
 from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, Metrics, StepOptions
@@ -178,6 +183,7 @@ class Trainer:
         check_model(source, *losses, evaluation.loss)
         self._source, seed = source, check_seed(seed)
         callbacks = tuple(callbacks)  # an iterator would be empty after the first hook
+        check_ranking(players, checkpoint, callbacks)
         options = StepOptions(
             num_microbatches=num_microbatches,
             remat=remat,
@@ -198,6 +204,7 @@ class Trainer:
             kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
+            warn_of_unowned(players, plan)
         self._programs = Programs(
             plan, loss, options, global_batch_size, evaluation, players
         )
@@ -322,7 +329,7 @@ class Trainer:
 
         With `Players`, the step number in the state decides which player's step runs.
         Reading this number waits for the previous step. ``(state, batch, "critic")``
-        runs a step of a given player.
+        runs a step of a given player. ``lower`` and ``trace`` take the same arguments.
         """
         return self._programs.train_step
 
