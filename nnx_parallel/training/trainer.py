@@ -205,10 +205,10 @@ class Trainer:
             plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
             warn_of_unowned(players, plan)
-        self._programs = Programs(
+        self._programs = programs = Programs(
             plan, loss, options, global_batch_size, evaluation, players
         )
-        judged = self._programs.judged
+        judged = programs.judged
         # A trial run must neither resume a real run nor save steps.
         where = None if debugging.fast_dev_run else checkpoint
         count, is_saved = options.num_microbatches, where is not None
@@ -223,7 +223,7 @@ class Trainer:
         self._new_loop = partial(
             Loop,
             run=self._run,
-            programs=self._programs,
+            programs=programs,
             loggers=loggers,
             callbacks=callbacks,
             log_every=log_every,
@@ -231,9 +231,7 @@ class Trainer:
             debugging=debugging,
             warm_start=backend.warm_start,
         )
-        self._verifier = Verifier(
-            self._run, self._programs, strategy, backend.warm_start
-        )
+        self._verifier = Verifier(self._run, programs, strategy, backend.warm_start)
         self._loop: Loop | None = None
 
     def __setattr__(self, name: str, value: object) -> None:
