@@ -29,8 +29,9 @@ HELP = {
         "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
     ),
     "VersionError": Help(
-        "`import nnx_parallel` found a jax or flax that is older than the tested versions.",
-        "Run the `pip install` line that ends the message.",
+        "`import nnx_parallel` found a jax or flax that is older than the tested versions; or "
+        "a model passes specs to a jax that is newer, and reads specs in another way.",
+        "Install the versions in the message.",
         "Found jax 0.9.2. ... pip install 'jax>=0.10,<0.13'",
     ),
     "DeviceMemoryError": Help(

@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
+    annotate,
+    constrain,
     plan,
     sharded_jit,
 )
@@ -167,6 +171,7 @@ def run_everything(directory: Path) -> list:
     found.append(trainer.predict([X]))
     assert trainer.verify(X)
     trainer.restore(3)
+    found.append(make(Product, checkpoint=directory).step)  # it reads a checkpoint
     assert "fsdp=8" in str(trainer.describe())
     planned = plan(trainer, topology="cpu:8", batch=X, candidates=FSDP(), compile=0)
     assert planned.best is not None
@@ -437,6 +442,164 @@ def test_sharded_jit_takes_specs_of_its_mesh() -> None:
     message = "Cannot shard `jnp.zeros` as P('y',): the mesh has no axis 'y'."
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         unknown(X)
+
+
+def test_sharded_jit_takes_mesh_axis_called_batch() -> None:
+    mesh = jax.make_mesh((8,), ("batch",))
+
+    def given(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(2 * x, P(None, "batch"))
+
+    def named(x: jax.Array) -> jax.Array:
+        return constrain(2 * x, None, "batch")
+
+    def summed(x: jax.Array) -> jax.Array:
+        return jnp.matmul(x, x.T, out_sharding=P(None, "batch"))
+
+    for function, wanted in ((given, 2 * X), (named, 2 * X), (summed, X @ X.T)):
+        found = sharded_jit(function, mesh)(X)
+        assert found.sharding.spec == P(None, "batch")
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_explicit_axes_in_sharded_jit_are_placed_by_jax() -> None:
+    def double(x: jax.Array) -> jax.Array:
+        y = jnp.matmul(x, x.T, out_sharding=P("x"))
+        assert jax.typeof(y).sharding.spec == P("x", None)
+        return y
+
+    def function(x: jax.Array) -> jax.Array:
+        place: Any = jax.sharding.explicit_axes
+        return place(double, in_sharding=P("x"))(x)
+
+    found = sharded_jit(function, jax.make_mesh((8,), ("x",)))(X)
+    assert found.sharding.spec == P("x", None)
+    np.testing.assert_allclose(found, X @ X.T, rtol=1e-5, atol=1e-5)
+
+
+def test_model_with_specs_runs_in_function_of_predict() -> None:
+    trainer = make(Product)
+    with pytest.raises((RuntimeError, ValueError), match="not under a mesh context"):
+        trainer.model(X)  # pyright: ignore[reportCallIssue]
+
+    def twice(model: Any, x: jax.Array) -> jax.Array:
+        return 2 * model(x)
+
+    model: Any = trainer.model
+    wanted = 2 * np.tanh(X @ np.asarray(model.w))
+    np.testing.assert_allclose(trainer.predict([X], twice), wanted, rtol=1e-5)
+
+
+# Functions that JAX has traced before
+
+
+def traced_once(kind: str) -> Callable[[jax.Array], jax.Array]:
+    """Makes a function with specs and names that JAX's trace caches remember."""
+
+    def place(x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(jnp.sin(x), P("data"))
+        return constrain(jnp.cos(x), "batch", "mlp")
+
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return place(x), None
+
+    def scan(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+    return {"jit": jax.jit(place), "nnx.jit": nnx.jit(place), "scan": scan}[kind]
+
+
+def calling(function: Callable[[jax.Array], jax.Array]) -> type[nnx.Module]:
+    class Calling(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            names = {"out_sharding": (None, "mlp"), "eager_sharding": False}
+            self.up = nnx.Linear(32, 32, rngs=rngs, kernel_metadata=names)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return function(self.up(x))
+
+    return Calling
+
+
+ORDERS: dict[str, list[dict[str, Any]]] = {
+    "one device first": [{"strategy": DataParallel(1)}, {"strategy": FSDP_TP}],
+    "many devices first": [{"strategy": FSDP_TP}, {"strategy": DataParallel(1)}],
+    "another mesh": [{"strategy": FSDP(min_size=0)}, {"strategy": FSDP_TP}],
+    "derived names": [{"strategy": FSDP_TP, "names": "auto", "sample": X}],
+}
+
+
+@pytest.mark.parametrize("kind", ["jit", "nnx.jit", "scan"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_each_trainer_places_a_traced_function(order: str, kind: str) -> None:
+    shared = calling(traced_once(kind))
+    for options in ORDERS[order]:
+        one = options["strategy"] == DataParallel(1)
+        options = {**options, "devices": jax.devices()[:1] if one else None}
+        trainer = make(shared, **options)
+        text = lowered(trainer)
+        assert text == lowered(make(calling(traced_once(kind)), **options))
+        if options["strategy"] == FSDP_TP:
+            assert re.search(r'constraint.*\[\{"fsdp"\}, \{"tensor"\}\]', text)
+        assert np.isfinite(trainer.fit([X], num_steps=1)["loss"]).all()
+    assert trainer.verify(X)
+
+
+def test_functions_with_other_annotations_place_a_traced_function() -> None:
+    @jax.jit
+    def double(x: jax.Array) -> jax.Array:
+        return annotate(2 * x, "doubled")
+
+    mesh = jax.make_mesh((8,), ("x",))
+    for spec in (P("x"), P(None, "x")):
+        jitted = sharded_jit(lambda x: double(x), mesh, annotations={"doubled": spec})
+        assert jitted(X).sharding.is_equivalent_to(
+            NamedSharding(jitted(X).sharding.mesh, spec), 2
+        )
+
+
+OTHER_JAX = """
+import jax
+from jax._src import sharding_impls
+
+del sharding_impls.canonicalize_sharding  # other modules of JAX keep it
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel import Trainer
+from nnx_parallel.errors import VersionError
+
+x = np.ones((8, 4), np.float32)
+
+def train(**options):
+    def loss(model, x):
+        return jnp.matmul(x, model.kernel[...], **options).mean()
+
+    linear = lambda rngs: nnx.Linear(4, 4, rngs=rngs)
+    return Trainer(linear, optax.sgd(0.1), loss, loggers=()).fit([x], num_steps=1)
+
+train()
+try:
+    train(out_sharding=P("data"))
+except VersionError as error:
+    print(error)
+"""
+
+
+def test_jax_that_reads_specs_otherwise_raises_at_first_spec() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", OTHER_JAX], capture_output=True, text=True, check=True
+    )
+    message = (
+        f"The model passes a spec to JAX, but jax {jax.__version__} reads specs in a "
+        "way that nnx_parallel does not know. Install 'jax<0.13', or remove the specs "
+        "from the model. JAX's error: "
+    )
+    assert run.stdout.startswith(message), run.stdout
 
 
 def test_jax_reads_specs_itself_outside_of_a_layout() -> None:

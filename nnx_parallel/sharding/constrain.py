@@ -8,6 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from itertools import starmap
 from typing import Any
@@ -32,24 +33,28 @@ from nnx_parallel.sharding.placement import Placement
 from nnx_parallel.sharding.specs import dim_axes, dividing_prefix, is_spec
 from nnx_parallel.sharding.tree import constrain_tree
 
-# Placements of annotations by name, and the names that the trace has met.
-_Bound = tuple[Mapping[str, Any], set[str]]
 
-_active: ContextVar[Layout | None] = ContextVar("layout", default=None)
+@dataclass(frozen=True, eq=False)
+class _Annotations:
+    """Placements of annotations by name, and the names that the trace has met."""
+
+    placements: Mapping[str, Any]
+    met: set[str] = field(default_factory=set)
+
+
+# The layout and the annotations are part of the key of JAX's trace caches. So an inner
+# `jax.jit`, or the body of a scan, is traced again under another layout.
+_active = jax.make_user_context()
+_bound = jax.make_user_context()
 # The names for which claims on activations had an effect in the traced step.
 _split: ContextVar[set[str] | None] = ContextVar("split", default=None)
-_bound: ContextVar[_Bound | None] = ContextVar("annotations", default=None)
 
 
 @contextlib.contextmanager
 def using(layout: Layout | None) -> Iterator[None]:
     """Makes ``layout`` active in this thread; with ``None``, no layout is active."""
-    token = _active.set(layout)
-    try:
-        with placing_specs(layout):
-            yield
-    finally:
-        _active.reset(token)
+    with _active(layout), placing_specs(layout):
+        yield
 
 
 def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +88,7 @@ def in_context(layout: Layout, function: Callable[..., Any]) -> Callable[..., An
 
 def active_layout() -> Layout | None:
     """Returns the layout that places the code being traced, or ``None``."""
-    return _active.get()
+    return _active.value
 
 
 def active_mesh() -> Mesh | None:
@@ -93,7 +98,7 @@ def active_mesh() -> Mesh | None:
         >>> active_mesh() is None
         True
     """
-    layout = _active.get()
+    layout = _active.value
     return None if layout is None else layout.mesh
 
 
@@ -115,11 +120,6 @@ def constrain(x: Any, *names: Any) -> Any:
             prefix tree of these. Then ``x`` may be any pytree, and an axis that does
             not divide its dim is an error.
 
-    Note:
-        JAX remembers traces. An inner ``jax.jit``, or a body of ``jax.lax.scan`` that
-        is defined once at the top of a file, keeps the placement of its first trace.
-        Define such functions where they are used.
-
     Raises:
         SpecRankError: If the number of names is not the number of dims.
         UnknownAxisError: If a name is neither a logical nor a mesh axis.
@@ -130,7 +130,7 @@ def constrain(x: Any, *names: Any) -> Any:
         >>> constrain(jax.numpy.ones((8, 16)), "batch", "embed").shape
         (8, 16)
     """
-    layout = _active.get()
+    layout = _active.value
     if len(names) == 1 and not _is_name(names[0]):
         if layout is None:
             return _constrain_on_users_mesh(x, *names)
@@ -216,7 +216,7 @@ def constrain_param(x: jax.Array, *names: MeshAxes) -> jax.Array:
 def _constrain_by_names(
     x: jax.Array, names: tuple, spec_of: Callable[[Layout, tuple, tuple], P]
 ) -> jax.Array:
-    layout = _active.get()
+    layout = _active.value
     if layout is None:
         return x
     spec = spec_of(layout, x.shape, names)  # this checks the names in any case
@@ -293,7 +293,7 @@ def use_params(leaves: dict, placements: dict) -> dict:
     Returns:
         The arrays by key; the argument itself if no layout is active.
     """
-    layout = _active.get()
+    layout = _active.value
     if layout is None:
         return leaves
 
@@ -393,36 +393,31 @@ def annotate(tree: Any, name: str) -> Any:
     """Names an intermediate pytree, so that the caller can place it by this name.
 
     Returns the tree, constrained by the entry for the name in ``sharded_jit(...,
-    annotations={name: ...})``. If there is no entry, it returns the same object. An
-    inner ``jax.jit`` keeps its first trace on a mesh, and so the placement that its
-    first caller gives.
+    annotations={name: ...})``. If there is no entry, it returns the same object.
 
     Example:
         >>> x = {"hidden": [1.0, 2.0]}
         >>> annotate(x, "hidden") is x
         True
     """
-    bound, mesh = _bound.get(), active_mesh()
+    bound, mesh = _bound.value, active_mesh()
     if bound is None or mesh is None:
         return tree
-    placements, met = bound
-    met.add(name)
-    return constrain_tree(tree, placements.get(name), mesh, name)
+    bound.met.add(name)
+    return constrain_tree(tree, bound.placements.get(name), mesh, name)
 
 
 @contextlib.contextmanager
 def annotated(layout: Layout, placements: Mapping[str, Any]) -> Iterator[None]:
     """Makes a layout and its mesh active; warns about placements with unused names."""
-    met: set[str] = set()
-    token = _bound.set((placements, met))
-    try:
-        with using(layout), jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-            yield
-    finally:
-        _bound.reset(token)
-    if idle := [name for name in placements if name not in met]:
+    # Without annotations, functions on the same mesh share traces.
+    bound = _Annotations(placements) if placements else None
+    mesh = layout.mesh.abstract_mesh
+    with _bound(bound), using(layout), jax.sharding.use_abstract_mesh(mesh):
+        yield
+    if bound and (idle := [name for name in placements if name not in bound.met]):
         warn_user(
             f"Annotations {idle} are not used. Names that the function gives with "
-            f"annotate: {sorted(met)}.",
+            f"annotate: {sorted(bound.met)}.",
             ParallelWarning,
         )

@@ -281,6 +281,10 @@ class Layout:
     mesh: Mesh
     claims: Claims = field(default_factory=Claims)
 
+    def __hash__(self) -> int:
+        # Claims have dicts. Few layouts of a program have equal meshes.
+        return hash(self.mesh)
+
     def __post_init__(self) -> None:
         claims = self.claims
         for name, axes in (*claims.logical.items(), *claims.activations.items()):
@@ -420,7 +424,7 @@ class Layout:
             return tuple(axis for part in name for axis in self.axes_of(part, path))
         if name in self.claims.logical:
             return as_tuple(self.claims.logical[name])
-        if name == "batch":
+        if name == "batch" and self.claims.axis_sizes:  # else an axis of a bare mesh
             return self.claims.batch
         axes = axes_on(self.mesh, name)
         if all(axis in self.mesh.shape for axis in axes):

@@ -16,13 +16,14 @@ both types. In ``with_sharding_constraint``, ``None`` replicates the dim, as in 
 JAX has no hook for this translation. But all functions of JAX read their specs by two
 private functions, which are equal in the supported versions of JAX. Both are replaced
 once. If no layout is active, the replacements call the original functions.
+If a newer JAX lacks one of the two, the specs that it reads are not translated. A spec
+that JAX refuses then raises an error.
 """
 
 import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -31,8 +32,14 @@ from jax._src import pjit, sharding_impls
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import MeshAxisTypeError
-from nnx_parallel.mesh import free_axes, leaving_mesh, mesh_here
+from nnx_parallel.errors import MeshAxisTypeError, VersionError
+from nnx_parallel.mesh import (
+    SUPPORTED,
+    free_axes,
+    is_without_mesh,
+    leaving_mesh,
+    mesh_here,
+)
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import as_tuple
 from nnx_parallel.sharding.specs import (
@@ -42,21 +49,37 @@ from nnx_parallel.sharding.specs import (
     splits_rows,
 )
 
-_layout: ContextVar[Layout | None] = ContextVar("layout of specs", default=None)
+# The layout is part of the key of JAX's trace caches. So an inner `jax.jit`, or a body
+# of a scan, is traced again under another layout.
+_layout = jax.make_user_context()
 
-_read_spec = sharding_impls.canonicalize_sharding
-_read_constraint = vars(pjit)["_create_sharding_for_array"]
+_SPEC, _CONSTRAINT = "canonicalize_sharding", "_create_sharding_for_array"
+_read_spec: Any = getattr(sharding_impls, _SPEC, None)
+_read_constraint: Any = getattr(pjit, _CONSTRAINT, None)
 
 
 @contextlib.contextmanager
 def placing_specs(layout: Layout | None) -> Iterator[None]:
     """Makes a context that translates the specs of traced code to a layout's mesh."""
     _replace_readers()
-    token = _layout.set(layout)
-    try:
-        yield
-    finally:
-        _layout.reset(token)
+    with _layout(layout):
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if (_read_spec and _read_constraint) or not _refuses_spec(error):
+                raise
+            newest = ".".join(map(str, SUPPORTED["jax"][1]))
+            raise VersionError(
+                f"The model passes a spec to JAX, but jax {jax.__version__} reads "
+                "specs in a way that nnx_parallel does not know. Install "
+                f"'jax<{newest}', or remove the specs from the model. JAX's error: "
+                f"{error}"
+            ) from error
+
+
+def _refuses_spec(error: Exception) -> bool:
+    """True if JAX raised the error because it has read an untranslated spec."""
+    return is_without_mesh(error) or "that are of type Auto" in str(error)
 
 
 @contextlib.contextmanager
@@ -70,14 +93,14 @@ def building_on(layout: Layout) -> Iterator[None]:
 def _replace_readers() -> None:
     # Modules of JAX import the function by name, so it is replaced in each of them. A
     # module that is imported later finds the replacement in `sharding_impls`.
-    for module in [*sys.modules.values()]:
+    for module in [*sys.modules.values()] if _read_spec else ():
         names = getattr(module, "__dict__", {})
-        if names.get("canonicalize_sharding") is _read_spec:
-            names["canonicalize_sharding"] = _read_translated
-    pjit.__dict__["_create_sharding_for_array"] = _read_translated_constraint
+        if names.get(_SPEC) is _read_spec:
+            names[_SPEC] = _read_translated
+    if _read_constraint:
+        vars(pjit)[_CONSTRAINT] = _read_translated_constraint
 
 
-@functools.wraps(_read_spec)
 def _read_translated(sharding: Any, api_name: str, *args: Any, **kwargs: Any) -> Any:
     """Replaces JAX's reader of ``out_sharding=`` and of the specs of ``reshard``."""
     layout = _active_for(sharding)
@@ -92,7 +115,6 @@ def _read_translated(sharding: Any, api_name: str, *args: Any, **kwargs: Any) ->
     return NamedSharding(mesh_here(layout.mesh).abstract_mesh, spec)
 
 
-@functools.wraps(_read_constraint)
 def _read_translated_constraint(mesh: Any, x: Any, name: str, api_name: str) -> Any:
     """Replaces JAX's reader of the specs of ``with_sharding_constraint``."""
     layout = _active_for(x) if api_name == "with_sharding_constraint" else None
@@ -104,11 +126,13 @@ def _read_translated_constraint(mesh: Any, x: Any, name: str, api_name: str) -> 
 
 def _active_for(x: Any) -> Layout | None:
     """Returns the layout that translates a spec or sharding, or ``None``."""
-    layout = _layout.get()
+    layout = _layout.value
     is_empty = isinstance(x, NamedSharding) and x.mesh.empty
     if layout is None or is_empty or not isinstance(x, P | NamedSharding):
         return None
     if explicit := jax.sharding.get_abstract_mesh().explicit_axes:
+        if not layout.claims.axis_sizes:  # a bare mesh: JAX places the axes itself
+            return None
         raise MeshAxisTypeError(
             f"The model makes the mesh axes {list(explicit)} Explicit. The axes of a "
             "Trainer's mesh stay Auto: call the function without "

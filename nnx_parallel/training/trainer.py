@@ -282,6 +282,7 @@ class Trainer:
         self._run.state = state
 
     @property
+    @_in_own_context
     def step(self) -> int:
         """Number of optimizer updates done."""
         return self._run.step
@@ -295,6 +296,9 @@ class Trainer:
         them. Read `model` again after a step, or copy the model before the step. If you
         assign values to the model's Variables before the next step, these values are
         trained, evaluated and saved, except for random streams.
+
+        A call of the model is plain NNX: a spec in it (``out_sharding=``) finds no
+        mesh, and JAX raises an error. Call such a model in a function of `predict`.
         """
         return self._run.model("params")
 
