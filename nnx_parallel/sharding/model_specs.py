@@ -15,9 +15,9 @@ both types. In ``with_sharding_constraint``, ``None`` replicates the dim, as in 
 
 JAX has no hook for this translation. But all functions of JAX read their specs by two
 private functions, which are equal in the supported versions of JAX. Both are replaced
-once. If no layout is active, the replacements call the original functions.
-If a newer JAX lacks one of the two, the specs that it reads are not translated. A spec
-that JAX refuses then raises an error.
+once. If no layout is active, the replacements call the original functions. If a newer
+JAX lacks one of the two, specs are not translated, and a spec that JAX refuses raises a
+`VersionError`.
 """
 
 import contextlib
@@ -177,7 +177,10 @@ def translate(layout: Layout, spec: P, function: str) -> P:
 
 
 def spec_in(eqn: jex.JaxprEqn) -> tuple[str, P] | None:
-    """Returns the name and spec of the first parameter with mesh axes, or ``None``."""
+    """Returns the name and spec of the first parameter with mesh axes, or ``None``.
+
+    JAX applies specs of Explicit axes itself, so they are left out.
+    """
     is_unused = all(isinstance(var, jex.DropVar) for var in eqn.outvars)
     if is_unused or eqn.primitive.name == "sharding_constraint":
         return None
@@ -185,7 +188,9 @@ def spec_in(eqn: jex.JaxprEqn) -> tuple[str, P] | None:
         (
             (name, value.spec)
             for name, value in eqn.params.items()
-            if isinstance(value, NamedSharding) and any(value.spec)
+            if isinstance(value, NamedSharding)
+            and any(value.spec)
+            and not value.mesh.explicit_axes
         ),
         None,
     )
