@@ -424,7 +424,7 @@ class Layout:
             return tuple(axis for part in name for axis in self.axes_of(part, path))
         if name in self.claims.logical:
             return as_tuple(self.claims.logical[name])
-        if name == "batch" and self.claims.axis_sizes:  # else an axis of a bare mesh
+        if name == "batch" and self.claims.batch:
             return self.claims.batch
         axes = axes_on(self.mesh, name)
         if all(axis in self.mesh.shape for axis in axes):
