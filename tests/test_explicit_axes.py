@@ -480,7 +480,7 @@ def test_explicit_axes_in_sharded_jit_are_placed_by_jax() -> None:
 def test_model_with_specs_runs_in_function_of_predict() -> None:
     trainer = make(Product)
     with pytest.raises((RuntimeError, ValueError), match="not under a mesh context"):
-        trainer.model(X)  # pyright: ignore[reportCallIssue]
+        trainer.model(X)
 
     def twice(model: Any, x: jax.Array) -> jax.Array:
         return 2 * model(x)
@@ -554,8 +554,8 @@ def test_each_trainer_places_a_traced_function(order: str, kind: str) -> None:
         assert text == lowered(make(fresh, **options))
         if options["strategy"] == FSDP_TP:
             assert re.search(r'constraint.*\[\{"fsdp"\}, \{"tensor"\}\]', text)
+            assert trainer.verify(X)
         assert np.isfinite(trainer.fit([X], num_steps=1)["loss"]).all()
-    assert trainer.verify(X)
 
 
 def test_functions_with_other_annotations_place_a_traced_function() -> None:

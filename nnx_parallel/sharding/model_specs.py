@@ -98,7 +98,7 @@ def _replace_readers() -> None:
         if names.get(_SPEC) is _read_spec:
             names[_SPEC] = _read_translated
     if _read_constraint:
-        vars(pjit)[_CONSTRAINT] = _read_translated_constraint
+        setattr(pjit, _CONSTRAINT, _read_translated_constraint)
 
 
 def _read_translated(sharding: Any, api_name: str, *args: Any, **kwargs: Any) -> Any:
