@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -22,6 +24,8 @@ from nnx_parallel import (
     PolicyRules,
     Strategy,
     TensorParallel,
+    Trainer,
+    constrain,
     make_mesh,
     resolve_shardings,
     shard,
@@ -183,20 +187,62 @@ def test_unknown_name_suggests_nearest_name() -> None:
     assert "axes of this mesh: ['fsdp']." in str(caught.value)
 
 
-def test_rule_for_misspelt_name_raises() -> None:
-    def build(rngs: nnx.Rngs) -> nnx.Module:
-        return nnx.Linear(64, 64, rngs=rngs)
+def build_unnamed(rngs: nnx.Rngs) -> nnx.Module:
+    return nnx.Linear(64, 64, rngs=rngs)
 
-    rules = (LogicalRules({"embd": None}),)
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [
+        ("embd", "embed"),
+        ("embbed", "embed"),
+        ("enbed", "embed"),
+        ("ebmed", "embed"),
+        ("kv-heads", "kv_heads"),
+    ],
+)
+def test_rule_for_misspelt_name_raises(name: str, word: str) -> None:
     message = (
-        "LogicalRules({'embd': None}): no parameter has a dim named so. Did you mean "
-        "'embed'?"
+        f"LogicalRules({{{name!r}: None}}): no parameter has a dim named so. Did you "
+        f"mean {word!r}?"
     )
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
-        FSDP(rules=rules).describe(build)
-    rules = (LogicalRules({"patches": None}),)
-    with pytest.warns(ParallelWarning, match="the model's constrain, or a spec in"):
-        FSDP(rules=rules).describe(build)
+        FSDP(rules=(LogicalRules({name: None}),)).describe(build_unnamed)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("columns", ""),
+        ("q_heads", " Did you mean 'heads'?"),
+        ("head", " Did you mean 'heads'?"),
+        ("embed2", " Did you mean 'embed'?"),
+    ],
+)
+def test_rule_for_name_in_call_warns(name: str, hint: str) -> None:
+    message = f"or a spec in its call, names a dim so.{hint}"
+    with pytest.warns(ParallelWarning, match=f"{re.escape(message)}$"):
+        FSDP(rules=(LogicalRules({name: None}),)).describe(build_unnamed)
+
+
+def test_rule_for_name_in_call_takes_effect() -> None:
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(8, 64, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return constrain(self.up(x), None, "q_heads")
+
+    def loss(model: Model, batch: jax.Array) -> jax.Array:
+        return model(batch).mean()
+
+    strategy = FSDP(rules=(LogicalRules({"q_heads": "fsdp"}),))
+    with pytest.warns(ParallelWarning, match="Did you mean 'heads'"):
+        trainer = Trainer(Model, optax.sgd(0.1), loss, strategy=strategy, loggers=())
+    step: Any = trainer.train_step
+    x = trainer.shard_batch(np.ones((8, 8), np.float32))
+    text = step.lower(trainer.state, x).as_text()
+    assert re.search(r'sharding_constraint.*\[\{\}, \{"fsdp"\}\]', text)
 
 
 def test_indivisible_dim_of_path_rule_raises() -> None:

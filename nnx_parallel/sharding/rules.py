@@ -7,10 +7,10 @@ order.
 """
 
 import contextlib
-import difflib
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -443,20 +443,41 @@ def check_logical_rules(rules: tuple[Rules, ...], known: Iterable[str]) -> None:
         known: The names of the model's dims, and all other names that dims can have.
 
     Raises:
-        UnknownAxisError: If a name is the misspelling of a known one.
+        UnknownAxisError: If a name is a misspelling of a known one (`_is_misspelt`).
     """
     known = {*known, *AXIS_NAMES, *(n for names in AXIS_NAMES.values() for n in names)}
     for name, axes in logical_items(rules):
         if name in known:
             continue
         text = f"LogicalRules({{{name!r}: {axes!r}}}): no parameter has a dim named so."
-        if nearest := difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.75):
-            raise UnknownAxisError(f"{text} Did you mean {nearest[0]!r}?")
+        for word in sorted(known):
+            if _is_misspelt(name, word):
+                raise UnknownAxisError(f"{text} Did you mean {word!r}?")
         warn_user(
             f"{text} The rule has an effect only where the model's constrain, or a "
-            "spec in its call, names a dim so.",
+            f"spec in its call, names a dim so.{suggest(name, known)}",
             ParallelWarning,
         )
+
+
+def _is_misspelt(name: str, word: str) -> bool:
+    """True if one letter inside a word is left out, added, wrong or swapped.
+
+    A difference at an end is not a misspelling: a call may name dims ``head`` or
+    ``q_heads``, which the parameters do not have.
+    """
+    start = _num_equal(name, word)
+    ends = [text[start:][::-1] for text in (name, word)]
+    end = _num_equal(*ends)
+    left, right = (text[end:] for text in ends)
+    is_swapped = len(left) == 2 and left == right[::-1]
+    return start > 0 and end > 0 and (max(len(left), len(right)) == 1 or is_swapped)
+
+
+def _num_equal(left: str, right: str) -> int:
+    """Returns the number of letters with which both texts begin."""
+    pairs = zip(left, right, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def hash_code(function: Callable) -> str:
