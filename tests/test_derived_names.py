@@ -30,6 +30,10 @@ from nnx_parallel import (
     audit,
 )
 from nnx_parallel.errors import ParallelWarning
+from nnx_parallel.plan import plan
+from nnx_parallel.plan.parts import Parts
+from nnx_parallel.precision import Precision
+from nnx_parallel.training import naming
 from tests.parity.checks import assert_all_below
 from tests.parity.runs import to_host
 from tests.strangers import language, unnamed
@@ -164,6 +168,97 @@ def test_derived_names_need_a_sample() -> None:
         Trainer(*given, names="auto")
     with pytest.raises(ValueError, match="sample= is only read with names='auto'"):
         Trainer(*given, sample=BATCHES[0])
+
+
+TWO_SIZES = (TensorParallel(4), Composite(DataParallel(2), TensorParallel(2)))
+
+
+@pytest.mark.filterwarnings("ignore:.* does not split")
+@pytest.mark.parametrize("built_on", [DataParallel(1), TensorParallel(4)])
+def test_plan_derives_names_for_each_layout(built_on: Strategy) -> None:
+    case = UNNAMED["llama"]  # 2 heads of keys: 4 devices do not divide them
+    parts = Parts.of(make_trainer(case, built_on), BATCHES[0])
+    for strategy in TWO_SIZES:
+        expected = make_trainer(case, strategy)
+        placed = parts.on(expected.layout)
+        assert placed.placements == vars(expected)["_run"].plan.placements
+
+
+@pytest.mark.filterwarnings("ignore:.* does not split")
+def test_plan_with_derived_names_does_not_depend_on_own_strategy() -> None:
+    found = []
+    for strategy in (DataParallel(1), TensorParallel(4)):
+        trainer = make_trainer(UNNAMED["llama"], strategy)
+        given = {"topology": "cpu:4", "batch": BATCHES[0], "compile": 0}
+        both = plan(trainer, candidates=TWO_SIZES, **given).entries
+        assert [entry.refused for entry in both] == ["", ""]
+        listed = plan(trainer, **given).entries
+        costs = {e.candidate: e.costs for e in (*both, *listed)}
+        assert any("TensorParallel(size=2" in repr(each) for each in costs)
+        found.append(costs)
+    assert found[0] == found[1]
+
+
+class Looped(nnx.Module):
+    """Two products in a loop, whose carry has the dtype of the kernels."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up = nnx.Linear(8, 32, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(32, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return self.down(nnx.relu(self.up(x))), None
+
+        return jax.lax.scan(body, x, None, length=2)[0]
+
+
+def make_looped(loss: Any, **options: Any) -> Trainer:
+    return Trainer(
+        Looped,
+        optax.sgd(0.1),
+        loss,
+        strategy=TensorParallel(2),
+        devices=jax.devices()[:2],
+        names="auto",
+        sample={"x": np.ones((4, 8), np.float32)},
+        loggers=(),
+        **options,
+    )
+
+
+def squares(model: Any, batch: dict) -> jax.Array:
+    return (model(batch["x"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("up")])
+@pytest.mark.parametrize("field", ["params", "compute"])
+def test_derived_names_use_dtypes_of_step(field: str, wrt: Any) -> None:
+    precision = Precision(**{field: "bfloat16"}, inputs="bfloat16")
+    trainer = make_looped(squares, precision=precision, wrt=wrt)
+    found = names_of(trainer)
+    assert found == {"up.kernel": (None, "mlp"), "down.kernel": ("mlp", None)}
+    assert found == names_of(make_looped(squares))
+    history = trainer.fit([{"x": np.ones((4, 8), np.float32)}], num_steps=1)
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_derived_names_use_rows_of_all_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def loss(model: Any, batch: dict) -> jax.Array:
+        seen.append(batch["x"].shape)
+        return squares(model, batch)
+
+    monkeypatch.setattr(naming, "data_share", lambda layout: (1, 3))
+    trainer = make_looped(loss)
+    assert seen == [(12, 8)]
+    # The batch of a plan is already the global batch.
+    batch = {"x": np.ones((24, 8), np.float32)}
+    Parts.of(trainer, batch).named_on(trainer.layout)
+    assert seen == [(12, 8), (24, 8)]
 
 
 class VmappedExperts(nnx.Module):

@@ -225,8 +225,8 @@ def compile_here(
     is_tpu = topology.hardware.platform == "tpu"
     devices = topology.described() if is_tpu else jax.devices()[: topology.num_devices]
     layout = candidate.strategy.layout(candidate.strategy.make_mesh(devices))
+    parts = parts.with_precision(candidate.precision).named_on(layout)
     candidate.strategy.check(parts.rebuilt(), layout.mesh)
-    parts = parts.with_precision(candidate.precision)
     plan = parts.on(layout, candidate.offload)
     batch = parts.batch_on(layout, candidate.num_microbatches)
     options = options_of(parts, candidate)

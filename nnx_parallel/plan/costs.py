@@ -15,22 +15,16 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.layers.stack.scan import Remat, default_remat
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.metrics import split_loss_output
-from nnx_parallel.plan.hardware import StandIn
-from nnx_parallel.plan.parts import Parts
+from nnx_parallel.plan.parts import Parts, one_device
 from nnx_parallel.precision import array_bytes
 from nnx_parallel.programs import carried_by_scan, inline, needed, variables_in, walk
 from nnx_parallel.sharding.constrain import using
-from nnx_parallel.sharding.names import ArrayInfo
-from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
-from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.step import call_loss
 
 _ROWS = 7919  # a prime that is unlikely to be the size of a layer
@@ -112,15 +106,13 @@ class Facts:
         parts: The model, its loss and the batch.
         rows: Costs of a row by remat policy.
         model_flops: FLOPs of a row without recomputation.
-        model: The abstract model, for checks.
-        arrays: Descriptions of the model's arrays.
+        model: The abstract model.
     """
 
     parts: Parts
     rows: Mapping[Remat, RowCosts]
     model_flops: float
     model: nnx.Module
-    arrays: tuple[ArrayInfo, ...]
 
     @functools.cached_property
     def mixtures(self) -> list[tuple[int, int]]:
@@ -140,13 +132,12 @@ class Facts:
         # "none" is traced too, because it shows the bytes that one layer needs while it
         # is recomputed.
         wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
-        model = parts.rebuilt()
+        named = parts.named_on(one_device())
         return cls(
             parts=parts,
-            rows={remat: trace_costs(parts, remat, platform) for remat in wanted},
-            model_flops=count_model_flops(parts),
-            model=model,
-            arrays=tuple(array_info(path, v) for path, v in variables_of(model)),
+            rows={remat: trace_costs(named, remat, platform) for remat in wanted},
+            model_flops=count_model_flops(named),
+            model=named.rebuilt(),
         )
 
 
@@ -171,9 +162,7 @@ def _objective(
     parts: Parts, remat: Remat, platform: str
 ) -> tuple[Callable[..., Any], tuple]:
     """Returns the loss as a function of arrays, and the shapes of its arguments."""
-    device: Any = StandIn(0, platform, platform, 0)
-    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
-    plan = parts.on(DataParallel(1).layout(mesh))
+    plan = parts.on(one_device(platform))
     state = plan.abstract
 
     def objective(params: dict, variables: dict, batch: Any, key: Any) -> Any:

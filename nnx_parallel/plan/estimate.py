@@ -163,7 +163,7 @@ class Estimate:
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[int, set[int]]]:
         """For each name, how many devices split its dims, and the dims' sizes."""
-        claims, named = self.layout.claims, sizes_by_name(self.facts.arrays)
+        claims, named = self.layout.claims, sizes_by_name(self.plan.model.infos)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim as wide as the residual stream cannot be recognised by its size.
         width = {self.per_row.width}
@@ -443,7 +443,7 @@ def _of_sequence(local: Estimate) -> Iterator[Traffic]:
     axis = claims.sequence.axis if claims.sequence else ""
     if (count := local.size((axis,))) < 2:
         return
-    for info in local.facts.arrays:
+    for info in local.plan.model.infos:
         names = info.names or ()
         if "kv_heads" not in names:
             continue

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.batches import check_divisible
@@ -18,17 +20,19 @@ from nnx_parallel.layers.dense import Dense
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.pipeline.division import find_stack
+from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
 from nnx_parallel.sharding.names import ArrayInfo, dotted
-from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 from nnx_parallel.training.arguments import LossFn
+from nnx_parallel.training.naming import name_by_loss
 from nnx_parallel.training.step import StepOptions
 
 PLANNED_OFFLOAD = "_planned_offload"
@@ -50,6 +54,8 @@ class Parts:
         options: The Trainer's microbatches, remat, and compiler options.
         batch: Shapes of a global batch.
         offload: ``Backend.offload`` of the Trainer, or ``None``.
+        derives_names: True if the names of ``model`` must still be derived from the
+            loss. They depend on the layout (`named_on`).
     """
 
     model: ModelDef
@@ -62,6 +68,7 @@ class Parts:
     options: StepOptions
     batch: Any
     offload: Offload | None = None
+    derives_names: bool = False
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
@@ -85,8 +92,10 @@ class Parts:
                 "wrt."
             )
         plan: StatePlan = run.plan
+        unnamed = held.get("_unnamed")
         return cls(
-            model=plan.model,
+            model=unnamed or plan.model,
+            derives_names=unnamed is not None,
             tx=plan.tx,
             loss=programs.loss,
             wrt=run.wrt,
@@ -132,6 +141,17 @@ class Parts:
         """Returns the parts with a different precision; unchanged for ``None``."""
         return self if precision is None else replace(self, precision=precision)
 
+    def named_on(self, layout: Layout) -> Parts:
+        """Returns the parts with the names that the loss gives to dims on a layout.
+
+        Names that the user gave do not depend on the layout.
+        """
+        if not self.derives_names:
+            return self
+        kinds = {"wrt": self.wrt, "precision": self.precision}
+        model = name_by_loss(self.model, [self.loss], self.batch, layout, **kinds)
+        return replace(self, model=ModelDef.of(model), derives_names=False)
+
     def on(self, layout: Layout, offload: Offload | None = None) -> StatePlan:
         """Places the training state. Raises the same errors as `Trainer`.
 
@@ -139,7 +159,7 @@ class Parts:
         is only for devices that a compiler describes.
         """
         return plan_state(
-            self.rebuilt(),
+            self.named_on(layout).rebuilt(),
             layout,
             self.tx,
             wrt=self.wrt,
@@ -188,6 +208,8 @@ class ModelFacts:
     @classmethod
     def of(cls, parts: Parts) -> ModelFacts:
         """Reads the facts from the model in ``parts``."""
+        # On one device, derived names do not depend on sizes.
+        named = parts.named_on(one_device()).model
         model = parts.rebuilt()
         found = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, Stack)}
         # The stack that a pipeline chooses comes first.
@@ -197,7 +219,7 @@ class ModelFacts:
         return cls(
             stacks={path: stack.num_layers for path, stack in stacks.items()},
             num_experts=experts[0].experts.num_experts if experts else 0,
-            named=sizes_by_name(array_info(p, v) for p, v in variables_of(model)),
+            named=sizes_by_name(named.infos),
             has_remat=any(stack.remat is None for stack in stacks.values()),
             has_dense=any(isinstance(m, Dense) for _, m in nnx.iter_modules(model)),
         )
@@ -206,6 +228,13 @@ class ModelFacts:
         """Returns True if `TensorParallel` of a size splits this model evenly."""
         sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
         return bool(sizes) and all(n % size == 0 for n in sizes)
+
+
+def one_device(platform: str = "described") -> Layout:
+    """Returns the layout of data parallelism on one absent device."""
+    device: Any = StandIn(0, platform, platform, 0)
+    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
+    return DataParallel(1).layout(mesh)
 
 
 def sizes_by_name(infos: Iterable[ArrayInfo]) -> dict[str, set[int]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from flax import nnx
+
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.mesh import leaving_mesh
@@ -26,6 +28,8 @@ from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.report import Entry, Plan, explain, order
 from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.names import LOGICAL_AXES
 from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
@@ -227,6 +231,7 @@ class _Places:
 
     def __init__(self, facts: Facts, topology: Topology) -> None:
         self._facts, self._devices = facts, topology.devices
+        self._by_counts: dict[Any, tuple[Parts, nnx.Module]] = {}
         self._by_claims: dict[Any, StatePlan] = {}
         self._by_strategy: dict[str, StatePlan | str] = {}
 
@@ -241,16 +246,26 @@ class _Places:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 layout = strategy.layout(strategy.make_mesh(self._devices))
-                strategy.check(self._facts.model, layout.mesh)
+                parts, model = self._named(layout)
+                strategy.check(model, layout.mesh)
                 claims = layout.claims
                 zero = [(z.rules, z.shard, z.along) for z in claims.zero]
                 sizes = [*layout.mesh.shape.items()], claims.batch
                 key = repr((sizes, claims.logical, zero, claims.rules))
                 if key not in self._by_claims:
-                    self._by_claims[key] = self._facts.parts.on(layout)
+                    self._by_claims[key] = parts.on(layout)
                 return replace(self._by_claims[key], layout=layout)
         except ParallelError as error:
             return str(error)
+
+    def _named(self, layout: Layout) -> tuple[Parts, nnx.Module]:
+        """Returns the parts and the model with the names of their dims on a layout."""
+        # Derived names depend only on these numbers.
+        key = tuple(map(layout.num_shards, LOGICAL_AXES))
+        if key not in self._by_counts:
+            parts = self._facts.parts.named_on(layout)
+            self._by_counts[key] = parts, parts.rebuilt()
+        return self._by_counts[key]
 
 
 def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:

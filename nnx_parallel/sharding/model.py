@@ -6,7 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import filterfalse
 from types import CellType, ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -22,13 +22,13 @@ from nnx_parallel.errors import ModelError, ParallelWarning, warn_user
 from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.programs import reached, trace, variables_in
 from nnx_parallel.sharding.layout import NO_REASON, Layout
-from nnx_parallel.sharding.names import LOGICAL_AXES, as_tuple, dotted
+from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo, as_tuple, dotted
 from nnx_parallel.sharding.nnx_arrays import (
     Constant,
-    FollowsNames,
     array_info,
     check_variables,
     drop_meshes,
+    follow_names,
     holds_one_array,
     inner_variables,
     is_inexact,
@@ -105,6 +105,11 @@ class ModelDef:
     def copy(self) -> nnx.Module:
         """Builds an abstract model, whose metadata callers may change."""
         return nnx.merge(self.graphdef, self.state, copy=True)
+
+    @cached_property
+    def infos(self) -> tuple[ArrayInfo, ...]:
+        """Descriptions of the model's arrays."""
+        return tuple(array_info(path, v) for path, v in variables_of(self.copy()))
 
 
 def map_arrays(
@@ -196,9 +201,7 @@ def abstract_model(
     _check_constants(model, source, rngs)
     if names is not None:
         names(model)
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, FollowsNames):
-            module.follow_names()
+    follow_names(model)
     return model
 
 

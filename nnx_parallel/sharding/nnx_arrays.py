@@ -185,6 +185,13 @@ class FollowsNames(Protocol):
         """Renames these arrays after the names of the other arrays have changed."""
 
 
+def follow_names(model: nnx.Module) -> None:
+    """Renames the arrays of `FollowsNames` modules after names have changed."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, FollowsNames):
+            module.follow_names()
+
+
 def stacks_of(model: nnx.Module) -> dict[tuple[Hashable, ...], HasLayers]:
     """Returns the stacks of a model by path."""
     return {p: m for p, m in nnx.iter_modules(model) if isinstance(m, HasLayers)}

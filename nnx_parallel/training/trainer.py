@@ -21,7 +21,7 @@ from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device, leaving_mesh
 from nnx_parallel.precision import Precision
-from nnx_parallel.sharding.model import ModelFn, abstract_model, as_source
+from nnx_parallel.sharding.model import ModelFn, as_source
 from nnx_parallel.sharding.model_specs import building_on
 from nnx_parallel.sharding.nnx_arrays import plain_variables
 from nnx_parallel.sharding.path_names import PathNames
@@ -41,7 +41,7 @@ from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.loop import Loop
-from nnx_parallel.training.naming import name_by_loss
+from nnx_parallel.training.naming import named_model
 from nnx_parallel.training.players import (
     Players,
     by_player,
@@ -196,13 +196,13 @@ class Trainer:
         mesh = backend.mesh or strategy.make_mesh(devices)
         self.layout = layout = strategy.layout(mesh)
         with raising_interrupts(), building_on(layout):
-            given = {"losses": losses, "sample": sample, "precision": precision}
-            derive = partial(name_by_loss, layout=layout, **given)
-            naming = derive if names == "auto" else names
-            shapes = abstract_model(source, nnx.Rngs(seed), naming)
+            kinds = {"wrt": wrt, "precision": precision}
+            given: Any = source, seed, names, losses, sample, layout
+            # `plan` derives names again, because they depend on the layout.
+            shapes, self._unnamed = named_model(*given, **kinds)
             strategy.check(shapes, layout.mesh)
-            kinds = {"wrt": wrt, "precision": precision, "offload": backend.offload}
-            plan = plan_state(shapes, layout, optimizer, ema_decay=ema_decay, **kinds)
+            kinds |= {"ema_decay": ema_decay, "offload": backend.offload}
+            plan = plan_state(shapes, layout, optimizer, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
             warn_of_unowned(players, plan)
         self._programs = programs = Programs(
