@@ -253,8 +253,7 @@ def test_float16_raises_at_minimum_scale() -> None:
     assert list(history["skipped"]) == [0, 1, 0]
     assert list(history["loss_scale"]) == [2.0**15, 2.0**15, 2.0**14]
     message = (
-        "Step 18: loss nan, gradient norm nan. No step of this fit before it was "
-        "finite."
+        "Step 18: loss nan, gradient norm nan. No earlier step of this fit was finite."
     )
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
         trainer.fit([bad] * 40, 40)
