@@ -116,7 +116,7 @@ class Published:
         tokens: Published tokens/s per chip, or 0 if only ``tflops`` is given.
         tflops: Published FLOP/s per chip / 10^12, including attention's masked scores.
         source: Where it is published.
-        differs: Differences from the published run; empty if there are none.
+        differs: Differences from the published run; empty if it has no differences.
     """
 
     config: Callable[[], GPTConfig]

@@ -25,7 +25,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def measure(rounds: int = 20) -> Table:
-    """CPU seconds over those of one device, and bytes per device over 1 / N."""
+    """Returns CPU seconds relative to one device, and bytes relative to 1 / N of it."""
     table = Table(f"CPU time of a step: a GPT of {CONFIG.num_params:,} parameters")
     for name, make in {"data parallel": DataParallel, "FSDP": FSDP}.items():
         strong = {n: _Run(make(n), n, ROWS) for n in SIZES}

@@ -122,7 +122,7 @@ def by_rules(step: Step, mesh: Mesh) -> Any:
 
 
 def by_hand(step: Step, params: Any, mesh: Mesh) -> Any:
-    """The step compiled by `jax.jit`, with a sharding written for every array."""
+    """Returns the step compiled by `jax.jit`, given the sharding of each array."""
     shardings = resolve_shardings(params, RULES, mesh)
     return jax.jit(
         step,

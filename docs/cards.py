@@ -264,7 +264,7 @@ def _card(file: Path) -> str:
     number = int(file.stem[:2])
     title = re.search(r"(?m)^# # (.*)$", file.read_text())[1].replace("`", "")
     known = CARDS.get(number)
-    if known is None:  # a new tutorial without a card shows only its title
+    if known is None:  # a new tutorial has no card yet: only its title is shown
         picture, words = document([], *SIZE, ""), ""
     else:
         alt = f"Sketch: {known.line}"

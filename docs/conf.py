@@ -119,7 +119,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 
 def _reachable(mapping: dict[str, str]) -> dict[str, tuple[str, None]]:
-    """Returns the inventories that can be read; without a network there are none."""
+    """Returns the inventories that can be read: without a network, an empty dict."""
     found = {}
     for name, url in mapping.items():
         try:

@@ -313,8 +313,9 @@ def split_loss_output(
         if shape := getattr(output[1], "shape", ()):
             raise LossError(
                 f"The loss returned (loss, an array of shape {shape}). The second part "
-                "must be a dict of metrics, such as {'accuracy': accuracy}. For "
-                "outputs of the model, such as logits, call trainer.predict."
+                "must be a dict of metrics, such as {'accuracy': accuracy}. Write "
+                "'return loss' if there are no metrics. For outputs of the model, such "
+                "as logits, call trainer.predict."
             )
         loss, metrics = output[0], _by_name(output[1])
         if "loss" in metrics and (same := metrics.pop("loss")) is not loss:

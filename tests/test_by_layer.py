@@ -273,8 +273,6 @@ STRATEGIES = {
 }
 
 
-# The first kernel has no names, so tensor parallelism does not split it.
-@pytest.mark.filterwarnings("ignore:.*does not split 1 of 2 matrices")
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

@@ -1,7 +1,6 @@
 """Names that are derived from the loss are the names that an expert would give."""
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,7 +53,6 @@ def _as_others_run_them() -> Iterator[None]:
 def make_trainer(case: Any, strategy: Strategy, names: Any = "auto") -> Trainer:
     sample: Any = {"sample": BATCHES[0]} if names == "auto" else {}
     sizes = [size or 4 for size in strategy.axis_sizes.values()]
-    warnings.filterwarnings("ignore", ".*does not split .* of all elements")
     return Trainer(
         case.build,
         optax.sgd(0.1, momentum=0.9),
@@ -173,7 +171,6 @@ def test_derived_names_need_a_sample() -> None:
 TWO_SIZES = (TensorParallel(4), Composite(DataParallel(2), TensorParallel(2)))
 
 
-@pytest.mark.filterwarnings("ignore:.* does not split")
 @pytest.mark.parametrize("built_on", [DataParallel(1), TensorParallel(4)])
 def test_plan_derives_names_for_each_layout(built_on: Strategy) -> None:
     case = UNNAMED["llama"]  # 2 heads of keys: 4 devices do not divide them
@@ -184,7 +181,6 @@ def test_plan_derives_names_for_each_layout(built_on: Strategy) -> None:
         assert placed.placements == vars(expected)["_run"].plan.placements
 
 
-@pytest.mark.filterwarnings("ignore:.* does not split")
 def test_plan_with_derived_names_does_not_depend_on_own_strategy() -> None:
     found = []
     for strategy in (DataParallel(1), TensorParallel(4)):

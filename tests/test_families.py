@@ -113,6 +113,14 @@ def test_logits_match_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_tensor_parallelism_leaves_no_matrix_whole(family: str) -> None:
+    config = config_from_hf(hf_config(family))
+    strategy = Composite(TensorParallel(2), FSDP(4, min_size=0))
+    described = strategy.describe(lambda rngs: GPT(config, rngs=rngs))
+    assert "does not split" not in described.summary()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_continuations_match_transformers(family: str) -> None:
     prompt = golden(family)["tokens"][:1]
     go_on = nnx.jit(generate, static_argnames=("max_new_tokens", "temperature"))

@@ -180,8 +180,9 @@ TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or
         (
             (1.0, jnp.ones((2, 4))),
             "The loss returned (loss, an array of shape (2, 4)). The second part must "
-            "be a dict of metrics, such as {'accuracy': accuracy}. For outputs of the "
-            "model, such as logits, call trainer.predict.",
+            "be a dict of metrics, such as {'accuracy': accuracy}. Write 'return loss' "
+            "if there are no metrics. For outputs of the model, such as logits, call "
+            "trainer.predict.",
         ),
         (
             (1.0, {"logits": jnp.ones((2, 4))}),

@@ -118,8 +118,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "logits as a metric": (
         lambda: fit(loss=with_logits),
         "The loss returned (loss, an array of shape (8, 4)). The second part must be a "
-        "dict of metrics, such as {'accuracy': accuracy}. For outputs of the model, "
-        "such as logits, call trainer.predict.",
+        "dict of metrics, such as {'accuracy': accuracy}. Write 'return loss' if there "
+        "are no metrics. For outputs of the model, such as logits, call "
+        "trainer.predict.",
     ),
     "a loss that returns nothing": (
         lambda: fit(loss=lambda model, batch: None),

@@ -73,8 +73,6 @@ pytestmark = [
     # Flax and this library warn about a table outside of Variables, and about `sow`.
     pytest.mark.filterwarnings("ignore:Arrays in no Variable"),
     pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning"),
-    # Tensor parallelism leaves convolutions and heads of these models whole.
-    pytest.mark.filterwarnings("ignore:.*does not split .* matrices"),
 ]
 
 

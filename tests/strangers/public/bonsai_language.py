@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from tests.strangers.public.case import Public, attend, cross_entropy, heads
+from tests.strangers.public.case import attend, bonsai, cross_entropy, heads
 
 # Gemma 3 and Qwen3: a function makes a cache of modules; metadata comes from a config.
 
@@ -672,20 +672,12 @@ def speech_loss(model: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, batch["tokens"][:, 1:])
 
 
-CASES = {
-    f"bonsai {name}": Public(
-        repository="jax-ml/bonsai",
-        path=f"bonsai/models/{name}/modeling.py",
-        build=build,
-        loss=loss,
-    )
-    for name, build, loss in (
-        ("gemma3", Gemma3, multimodal_loss),
-        ("llada", Llada, masked_loss),
-        ("mamba2", Mamba2, returned_loss),
-        ("qwen3", Qwen3, cached_loss),
-        ("qwen3_vl", Qwen3VL, deepstack_loss),
-        ("umt5", UMT5, umt5_loss),
-        ("whisper", Whisper, speech_loss),
-    )
-}
+CASES = bonsai(
+    gemma3=(Gemma3, multimodal_loss),
+    llada=(Llada, masked_loss),
+    mamba2=(Mamba2, returned_loss),
+    qwen3=(Qwen3, cached_loss),
+    qwen3_vl=(Qwen3VL, deepstack_loss),
+    umt5=(UMT5, umt5_loss),
+    whisper=(Whisper, speech_loss),
+)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from tests.strangers.public.case import Public, attend, cross_entropy, heads
+from tests.strangers.public.case import attend, bonsai, cross_entropy, heads
 from tests.strangers.vision import classification_loss
 
 # ConvNeXt: calls pass a key on, rates come from NumPy, convolutions are depthwise.
@@ -625,24 +625,16 @@ def jepa_loss(model: Any, batch: Any) -> jax.Array:
     return jnp.abs(out["predicted"] - jax.lax.stop_gradient(out["target"])).mean()
 
 
-CASES = {
-    f"bonsai {name}": Public(
-        repository="jax-ml/bonsai",
-        path=f"bonsai/models/{name}/modeling.py",
-        build=build,
-        loss=loss,
-    )
-    for name, build, loss in (
-        ("convnext", ConvNeXt, convnext_loss),
-        ("densenet121", DenseNet, classification_loss),
-        ("dinov3", Dino, distillation_loss),
-        ("efficientnet", EfficientNet, efficientnet_loss),
-        ("resnet", ResNet, classification_loss),
-        ("sam2", Sam2, mask_loss),
-        ("unet", Segmenter, pixel_loss),
-        ("vae", StableVAE, reconstruction_loss),
-        ("vgg19", VGG, classification_loss),
-        ("vit", ViT, vit_loss),
-        ("vjepa2", Jepa, jepa_loss),
-    )
-}
+CASES = bonsai(
+    convnext=(ConvNeXt, convnext_loss),
+    densenet121=(DenseNet, classification_loss),
+    dinov3=(Dino, distillation_loss),
+    efficientnet=(EfficientNet, efficientnet_loss),
+    resnet=(ResNet, classification_loss),
+    sam2=(Sam2, mask_loss),
+    unet=(Segmenter, pixel_loss),
+    vae=(StableVAE, reconstruction_loss),
+    vgg19=(VGG, classification_loss),
+    vit=(ViT, vit_loss),
+    vjepa2=(Jepa, jepa_loss),
+)

@@ -39,7 +39,9 @@ class Public:
         rules: Rules of the strategy, for names that this library does not know.
         is_built: True if the Trainer gets the built model, because functions of the
             model keep arrays or layers that a trace would lose.
-        waits: The feature that this library lacks for the model, or an empty text.
+        author_loss: The author's loss, if this library refuses it. ``loss`` is then
+            this loss with one changed line.
+        refusal: The error that the author's version raises, or an empty text.
     """
 
     repository: str
@@ -49,7 +51,26 @@ class Public:
     wrt: Any = nnx.Param
     rules: tuple[Rules, ...] = ()
     is_built: bool = False
-    waits: str = ""
+    author_loss: Callable[..., Any] | None = None
+    refusal: str = ""
+
+    @property
+    def trains(self) -> bool:
+        """True if the model trains as it is, or with the changed loss."""
+        return not self.refusal or self.author_loss is not None
+
+
+def bonsai(**models: tuple[Callable[..., nnx.Module], Callable]) -> dict[str, Public]:
+    """Returns cases of Bonsai's repository, given build function and loss by name."""
+    return {
+        f"bonsai {name}": Public(
+            repository="jax-ml/bonsai",
+            path=f"bonsai/models/{name}/modeling.py",
+            build=build,
+            loss=loss,
+        )
+        for name, (build, loss) in models.items()
+    }
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -176,6 +176,10 @@ def tokenizer_loss(model: Any, batch: Any) -> Any:
     return loss, (outputs["recon"], metrics)
 
 
+def changed_loss(loss: Any, aux: Any) -> Any:
+    return loss, aux[1]
+
+
 class LatentActionModel(nnx.Module):
     """Each frame has an action token beside its patches."""
 
@@ -506,8 +510,9 @@ CASES = {
     "jasmine tokenizer": JASMINE(
         path="jasmine/models/tokenizer.py",
         build=TokenizerVQVAE,
-        loss=tokenizer_loss,
-        waits="outputs beside the loss that are not metrics",
+        loss=lambda model, batch: changed_loss(*tokenizer_loss(model, batch)),
+        author_loss=tokenizer_loss,
+        refusal="write 'return loss, aux[1]'.",
     ),
     "jasmine actions": JASMINE(
         path="jasmine/models/lam.py", build=LatentActionModel, loss=action_loss
