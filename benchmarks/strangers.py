@@ -31,6 +31,7 @@ def measure(rounds: int = len(PUBLIC)) -> Models:
     jax.config.update("jax_disable_most_optimizations", True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ParallelWarning)
+        warnings.filterwarnings("ignore", "Arrays in no Variable")
         warnings.simplefilter("ignore", DeprecationWarning)  # of `sow`
         for name, case in [*PUBLIC.items()][:rounds]:
             table.add_model(name, _cells(case))

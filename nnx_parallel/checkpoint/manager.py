@@ -561,8 +561,8 @@ class CheckpointManager:
                 if orbax is not None and not is_pending:
                     with contextlib.suppress(*ignored):
                         orbax.close()
-                    if self._has_remains:  # the slow threads have ended by now
-                        discard_unfinished(str(self.directory))
+                    if self._has_remains:
+                        discard_unfinished(str(self.directory), seconds=10)
             finally:
                 self._lock = None  # the last reference in this process releases it
 

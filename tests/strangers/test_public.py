@@ -27,6 +27,7 @@ QUICK = {("flax counter", "FSDP"), ("flax surgery", "FSDP")}
 # Flax and this library warn about the authors' idioms, which these tests allow.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::nnx_parallel.errors.ParallelWarning"),
+    pytest.mark.filterwarnings("ignore:Arrays in no Variable"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
