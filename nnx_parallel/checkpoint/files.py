@@ -10,7 +10,6 @@ import glob
 import os
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -310,27 +309,17 @@ def delete_steps(directory: str, steps: Iterable[int]) -> list[str]:
     return problems
 
 
-def discard_unfinished(directory: str, *, seconds: float = 0) -> None:
-    """Makes process 0 delete the files of failed saves.
+def discard_unfinished(directory: str) -> None:
+    """Makes process 0 delete the files of failed saves, if they can be deleted now.
 
-    Orbax deletes them only when the directory is opened again. A deletion fails while
-    threads of the save still write files. It is tried again for ``seconds``, until no
-    files are found.
+    Orbax deletes them only when the directory is opened again.
     """
     if jax.process_index() != 0:
         return
-    deadline, remains = time.monotonic() + seconds, True
-    while remains:
-        remains = False
-        with contextlib.suppress(Exception):
-            for path in LiteralPath(directory).glob(f"*.{UNFINISHED}*"):
-                remains = True
-                with contextlib.suppress(Exception):
-                    path.rmtree()
-        if time.monotonic() >= deadline:
-            return
-        if remains:
-            time.sleep(0.2)
+    with contextlib.suppress(Exception):
+        for path in LiteralPath(directory).glob(f"*.{UNFINISHED}*"):
+            with contextlib.suppress(Exception):
+                path.rmtree()
 
 
 def delete_remains(directory: str) -> list[str]:

@@ -44,7 +44,11 @@ from nnx_parallel.checkpoint.options import (
     is_of_other_player,
     superseded_steps,
 )
-from nnx_parallel.checkpoint.orbax_compat import open_directory, reading
+from nnx_parallel.checkpoint.orbax_compat import (
+    open_directory,
+    reading,
+    wait_for_writers,
+)
 from nnx_parallel.checkpoint.reader import CheckpointReader
 from nnx_parallel.checkpoint.saving import (
     BackgroundSave,
@@ -562,7 +566,8 @@ class CheckpointManager:
                     with contextlib.suppress(*ignored):
                         orbax.close()
                     if self._has_remains:
-                        discard_unfinished(str(self.directory), seconds=10)
+                        wait_for_writers(seconds=10)
+                        discard_unfinished(str(self.directory))
             finally:
                 self._lock = None  # the last reference in this process releases it
 

@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
@@ -82,6 +84,18 @@ def _make_context() -> ocp.Context:
     context = ocp.Context()
     context.file_options.path_class = LiteralPath
     return context
+
+
+def wait_for_writers(seconds: float) -> None:
+    """Waits until the writing threads of a failed save have ended.
+
+    Orbax writes each group of arrays in a separate thread. When one thread fails, the
+    others may still make directories and files.
+    """
+    deadline = time.monotonic() + seconds
+    for thread in threading.enumerate():
+        if type(thread).__name__ == "_SignalingThread":
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def can_write(dtype: Any) -> bool:
