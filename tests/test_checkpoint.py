@@ -18,6 +18,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint._src.futures import future
 
 from nnx_parallel.checkpoint import (
     Checkpoint,
@@ -438,6 +439,26 @@ def test_close_raises_failure_of_last_save(options):
     with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
         manager.close()
     manager.close()
+
+
+def test_close_deletes_files_that_a_failed_save_writes_late(options):
+    manager = CheckpointManager(options)
+    manager.save_groups(20, jax.block_until_ready(weights(num_rows=LARGE)), {})
+    block(options, 20)
+    with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
+        manager.wait()
+    late = path_of(options, "20.orbax-checkpoint-tmp", "optimizer")
+
+    def write() -> None:
+        time.sleep(0.5)
+        late.mkdir(parents=True)
+
+    # Orbax writes each group of arrays in a thread of this class.
+    writer = future._SignalingThread(target=write, send_signals=[], receive_signals=[])
+    writer.start()
+    manager.close()
+    writer.join()
+    assert not late.parent.exists()
 
 
 def test_save_failure_does_not_hide_run_error(options):
