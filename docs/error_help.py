@@ -24,20 +24,20 @@ class Help(NamedTuple):
 HELP = {
     "PlanError": Help(
         "`plan` was given a topology, a `fix` or a script that it cannot use.",
-        "Follow the message: it lists the valid names, or the action of the script that was "
+        "Follow the message: it lists the valid names, or the action of the script that it "
         "refused before `Trainer.fit`. [Plan](plan.md) shows the forms.",
         "topology='v5q:4x4x4': no hardware is called 'v5q'. Did you mean 'v5p'? ...",
     ),
     "VersionError": Help(
         "`import nnx_parallel` found a jax or flax that is older than the tested versions; or "
-        "a model passes specs to a jax that is newer, and reads specs in another way.",
+        "a model passes specs to a newer jax, which interprets specs differently.",
         "Install the versions in the message.",
         "Found jax 0.9.2. ... pip install 'jax>=0.10,<0.13'",
     ),
     "DeviceMemoryError": Help(
         "A step needs more memory than a device has. The compiler or the first run of the "
         "step reports it.",
-        "Write one of the lines at the end of the message: they fit by the formulas of "
+        "Use one of the lines at the end of the message: they fit by the formulas of "
         "`plan`. [Plan](plan.md#out-of-memory) shows which strategies fit before you "
         "run.",
         "Out of device memory: RESOURCE_EXHAUSTED ... Changes that fit by the same formulas, the "
@@ -52,7 +52,7 @@ HELP = {
     ),
     "MeshShapeError": Help(
         "The sizes of a strategy do not multiply to the number of devices.",
-        "Leave one size out: it takes the devices that remain. Or pass "
+        "Leave one size out: its axis takes the remaining devices. Or pass "
         "`devices=jax.devices()[:6]`.",
         "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
     ),
@@ -71,7 +71,7 @@ HELP = {
         "[A mesh axis that does not exist](pitfalls.md#a-mesh-axis-that-does-not-exist)",
     ),
     "IndivisibleDimError": Help(
-        "A rule or a name shards a dim into parts that are not equal.",
+        "A rule or a name shards a dim into unequal parts.",
         "Pad the dim, choose another axis size, or paste the rule of the message.",
         "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
     ),
@@ -128,8 +128,7 @@ HELP = {
         "match every parameter ...",
     ),
     "ModelError": Help(
-        "A weight of the model is a plain array, so that it would be neither trained "
-        "nor saved.",
+        "A weight of the model is a plain array. It would be neither trained nor saved.",
         "Wrap it: `nnx.Param(x)` if it is trained, `nnx.Variable(x)` if not.",
         "[A weight outside of any Variable](pitfalls.md#a-weight-outside-of-any-variable)",
     ),
@@ -270,7 +269,7 @@ HELP = {
         "Cannot read step 500 in 'runs/a' now: ... This is not damage ...",
     ),
     "CheckpointDamagedError": Help(
-        "Saved bits have changed: an array no longer has the checksum it was saved with.",
+        "Saved bits have changed: an array no longer matches the checksum saved with it.",
         'Restore an older step, or start with `Checkpoint(on_damage="previous")`, '
         "which does this automatically.",
         "... is damaged: 1 arrays differ from the saved values ...",

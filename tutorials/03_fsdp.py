@@ -95,9 +95,10 @@ train("ZeRO-3", FSDP())
 # %% [markdown]
 # The losses are the same under all four: shardings do not change the mathematics.
 #
-# Each device holds a little more than an eighth under ZeRO-3, because small arrays (biases and
-# norms) stay replicated. To gather them would cost a message and save next to nothing. The
-# description lists every array that is replicated, with the reason:
+# Each device holds a little more than an eighth under ZeRO-3, because small arrays
+# (biases and norms) stay replicated. Sharding them would save next to nothing, and each
+# gather would cost a message. The description lists every array that is replicated,
+# with the reason:
 
 # %%
 zero3 = trainers["ZeRO-3"].describe()

@@ -43,8 +43,8 @@ gpipe = GPipe().table(num_stages=S, num_microbatches=M)
 visualize(gpipe)
 
 # %% [markdown]
-# The empty corners are the bubble. Each stage works in `M` slots of each direction, and is idle in
-# `S - 1` of them. So the efficiency is `M / (M + S - 1)`:
+# The empty corners are the bubble. In each direction a stage works in `M` slots, and is
+# idle in `S - 1` further slots. So the efficiency is `M / (M + S - 1)`:
 
 # %%
 cost = gpipe.simulate()
@@ -136,8 +136,9 @@ assert np.isclose(zero_bubble.simulate().efficiency, 3 * M / (3 * M + 2 * (S - 1
 # %% [markdown]
 # ## Run them
 #
-# A loss for a pipeline is the loss for one device. The library finds the call of the model's
-# `Stack` of layers in it, and cuts the computation there. First, one device:
+# A loss for a pipeline is the loss for one device. In this loss, the library finds the
+# call of the model's `Stack` of layers, and cuts the computation there. First, one
+# device:
 
 # %%
 config = GPTConfig.tiny(
@@ -231,9 +232,10 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # %% [markdown]
 # ## Layers that do not divide
 #
-# DeepSeek-V3 has 61 layers: 3 dense ones, then 58 with experts. They are two stacks. `Pipeline` spreads
-# the larger one over its stages; the other runs before it, where all devices share the rows of a
-# microbatch. Four stages share 58 layers as 15, 15, 14 and 14, and all wait for the slowest in each tick:
+# DeepSeek-V3 has 61 layers: 3 dense ones, then 58 with experts. They form two stacks.
+# `Pipeline` spreads the larger one over its stages; the other runs before it, where all
+# devices share the rows of a microbatch. Four stages share 58 layers as 15, 15, 14 and
+# 14, and all wait for the slowest in each tick:
 
 # %%
 table = OneFOneB().table(S, M)

@@ -76,8 +76,8 @@ for row in plain.describe().rows:
 assert not plain.state.params["up"]["kernel"].sharding.is_fully_replicated
 
 # %% [markdown]
-# Tensor parallelism needs to know more. It shards matmuls, and only the model knows which dims a
-# matmul contracts. Names or rules say so.
+# Tensor parallelism needs to know more. It shards matmuls, and only the model knows
+# which dims a matmul contracts. Names or rules pass this knowledge on.
 #
 # ## Names in the model
 #
@@ -150,9 +150,9 @@ for name in ("up", "down"):
 # %% [markdown]
 # ## Your training step
 #
-# For your loop, `trainer.train_step` is the compiled step. You can also write the step
-# yourself, in any library, and use only the shardings: `sharded_jit` is `jax.jit` that takes rules
-# in place of shardings. The state below is a plain dict.
+# If you write the loop, call `trainer.train_step`, the compiled step. You can also
+# write the step yourself, in any library, and use only the shardings: `sharded_jit` is
+# `jax.jit` that takes rules in place of shardings. The state below is a plain dict.
 
 # %%
 mesh = make_mesh({"fsdp": None})

@@ -65,8 +65,8 @@ print(report.table())
 print(f"\nall devices: {report.flops * 8 / 1e9:.2f} GFLOP a step")
 
 # %% [markdown]
-# Program and theory agree to within 5 %, so nothing is computed twice. The only collectives are
-# all-gathers and all-reduces, as FSDP needs them.
+# Program and theory agree to within 5 %, so nothing is computed twice. The only
+# collectives are all-gathers and all-reduces, which FSDP needs.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert abs(report.flops * 8 / theory - 1) < 0.05
@@ -161,8 +161,9 @@ assert np.median(dispatch) < np.median(done) / 2
 # %% [markdown]
 # ## Exercise
 #
-# Set `remat="full"` in the Trainer. Predict the FLOPs before you look: the forward pass is a third
-# of them, and is repeated for the layers. How many bytes of temporaries does it save?
+# Set `remat="full"` in the Trainer. Predict the FLOPs before you look: the forward pass
+# is a third of them, and is repeated for the layers. How many bytes of temporaries does
+# `remat` save?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # The forward pass is a third of the FLOPs. It runs once more for the layers, but not for the logits,

@@ -48,9 +48,10 @@ batches = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(5)]
 # %% [markdown]
 # ## From `nnx.jit`: before
 #
-# This is the script of Flax's guide for several devices. It makes a mesh, shards each batch by hand,
-# and calls `nnx.jit` with model and optimizer. The result is data parallelism; for more, the spec of
-# each parameter would be written into the model.
+# This is the script of Flax's guide for several devices. It makes a mesh, shards each
+# batch by hand, and calls `nnx.jit` with model and optimizer. The result is data
+# parallelism. To shard the parameters too, you would write the spec of each one into
+# the model.
 
 # %%
 mesh = make_mesh({"data": None})
@@ -89,8 +90,9 @@ print(after)
 np.testing.assert_allclose(after, before, rtol=1e-5)
 
 # %% [markdown]
-# The Trainer's step is `jax.jit` over pure state, built once. `nnx.jit` traverses the model in Python
-# at each call, which takes longer the larger the model is: see the [benchmarks](../benchmarks.md).
+# The Trainer's step is `jax.jit` over pure state, built once. `nnx.jit` traverses the
+# model in Python at each call, and this takes longer for a larger model: see the
+# [benchmarks](../benchmarks.md).
 #
 # To keep your loop: `trainer.state, metrics = trainer.train_step(trainer.state, batch)`.
 #
@@ -211,7 +213,7 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `Trainer.fit(model, datamodule)` | `Trainer(...).fit(batches, num_steps=)` |
 # | `max_steps=`, `max_epochs=` | `fit(..., num_steps=)` or `num_epochs=`: the total of the run |
 # | `val_dataloaders`, `val_check_interval=` | `fit(..., eval_data=, eval_every=)` |
-# | `DistributedSampler` | one process yields the global batch; each of several its rows, `trainer.data_share` |
+# | `DistributedSampler` | one process yields the global batch; with several, each process yields its rows (`trainer.data_share`) |
 # | `accumulate_grad_batches=` | `num_microbatches=` (of one batch, not more batches) |
 # | `precision="bf16-mixed"` | `precision=Precision.mixed_bfloat16()` |
 # | `ModelCheckpoint`, `ckpt_path="last"` | `checkpoint="directory"`; `fit` resumes automatically |

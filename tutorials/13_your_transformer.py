@@ -212,9 +212,10 @@ class Stacked(Transformer):
 
 
 # %% [markdown]
-# Now **FSDP** again. The program has a loop over the layers in place of a copy of the block for each
-# layer. So it is shorter, and is not longer with a hundred layers. The loop gathers the parameters of one
-# layer at a time, and drops them before the next layer.
+# Now **FSDP** again. The program has a loop over the layers in place of a copy of the
+# block for each layer. So the program is shorter, and its length does not depend on the
+# number of layers. The loop gathers the parameters of one layer at a time, and drops
+# them before the next layer.
 
 # %%
 measure("FSDP, Stack", Stacked, FSDP())
@@ -231,8 +232,8 @@ measure("FSDP, Stack", Stacked, FSDP())
 measure("FSDP, Stack, remat", Stacked, FSDP(), remat="full")
 
 # %% [markdown]
-# **A pipeline** of two stages, each of which is sharded by FSDP over four devices. Each stage holds
-# one of the two layers:
+# **A pipeline** of two stages comes next. Each stage holds one of the two layers, and
+# FSDP shards the stage over four devices:
 
 # %%
 measure("pipeline, Stack", Stacked, two_stages, num_microbatches=4)
@@ -278,8 +279,8 @@ print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 # The losses are right, but a device computes a quarter of all FLOPs instead of an eighth: the two
 # devices of a pair do the same work.
 #
-# `names="auto"` derives the names from the program of the loss, for which it needs a batch, or its
-# shapes:
+# `names="auto"` derives the names from the traced loss. The trace needs a batch, or the
+# shapes of one:
 #
 # ```diff
 #  Trainer(

@@ -68,9 +68,10 @@ print(f"one device:         {before:5.2f} KiB a token")
 print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
 
 # %% [markdown]
-# Each device has an eighth of the tokens, and about an eighth of their activations: sequences can be
-# eight times as long. No device ever holds the scores of all queries with all keys, which for 32,768
-# tokens and four heads would be 16 GiB: attention runs in blocks.
+# Each device has an eighth of the tokens, and about an eighth of their activations:
+# sequences can be eight times as long. Attention runs in blocks, so no device ever
+# holds the scores of all queries with all keys. For 32,768 tokens and four heads these
+# scores would take 16 GiB.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert before / after > 6

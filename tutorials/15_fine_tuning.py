@@ -69,9 +69,10 @@ assert losses[-1] < 0.2
 # %% [markdown]
 # ## Read it, sharded
 #
-# `GPT.from_pretrained` returns a model for a Trainer. It has read only the headers of the files: if
-# a name or shape differs from the model in `config.json`, an error names the first one. The Trainer
-# then reads the bytes of each device's shards. No process holds all weights.
+# `GPT.from_pretrained` returns a model for a Trainer. This call reads only the headers
+# of the files: if a name or shape differs from the model in `config.json`, an error
+# names the first difference. The Trainer then reads the bytes of each device's shards.
+# No process holds all weights.
 #
 # `lora` adds two narrow matrices, A and B, next to each kernel whose path matches `targets`. B
 # starts as zeros, so the model starts unchanged. `wrt=nnx.LoRAParam` trains only these factors;

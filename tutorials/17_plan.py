@@ -83,10 +83,11 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The best candidate that fits comes first. Candidates that do not fit come last, and the smallest of
-# them comes first. The last column says why a candidate lost. If it does not fit, the column names the
-# owner that takes most of its memory. Otherwise the column says how many times slower it is, and for
-# which part it waits.
+# The best candidate that fits comes first. Candidates that do not fit come last, and
+# the smallest of them comes first. The last column says why a candidate lost. If the
+# candidate does not fit, the column names the owner of most of its memory, such as the
+# activations. Otherwise the column says how many times slower it is, and for which part
+# it waits.
 #
 # - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
@@ -112,11 +113,12 @@ draw_memory(first)
 draw_timeline(first)
 
 # %% [markdown]
-# The roofline shows the bound of a step [1]. The horizontal axis is the FLOPs of a step for each
-# byte that it moves, through memory and over the links. The larger this number, the less the speed
-# of memory and links matters. Under each roof there is a bar, the speed of this step from its slow
-# to its fast end. Far to the right of the bend in its roof, a transfer does not limit the step;
-# left of it, the chips wait for bytes.
+# The roofline shows the bound of a step [1]. The horizontal axis is the FLOPs of a step
+# for each byte that it moves, through memory and over the links. The larger this
+# number, the less the speed of memory and links matters. Under each roof, a bar spans
+# the speed of this step, from the slow to the fast end of its range. Far to the right
+# of a roof's bend, the transfers of this roof do not limit the step. To the left of the
+# bend, the chips wait for bytes.
 #
 # [1] Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009,
 # [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785)
@@ -249,8 +251,8 @@ assert tried.best is not None
 #
 # ## The line to write
 #
-# The last line of a plan is Python. The next cell trains with its parts, because this machine has the
-# eight simulated devices:
+# The last line of a plan is Python code. This machine has the eight simulated devices,
+# so the next cell trains with the strategy and the settings of this line:
 
 # %%
 best = tried.best.candidate
