@@ -448,16 +448,22 @@ def test_close_deletes_files_that_a_failed_save_writes_late(options):
     with pytest.raises(CheckpointSaveError, match="Saving step 20 in"):
         manager.wait()
     late = path_of(options, "20.orbax-checkpoint-tmp", "optimizer")
+    is_written = threading.Event()
 
     def write() -> None:
-        time.sleep(0.5)
+        time.sleep(0.3)
         late.mkdir(parents=True)
+        is_written.set()
 
-    # Orbax writes each group of arrays in a thread of this class.
-    writer = future._SignalingThread(target=write, send_signals=[], receive_signals=[])
-    writer.start()
+    # As in Orbax: a thread for each group of arrays starts threads for asyncio.
+    def begin() -> None:
+        time.sleep(0.3)
+        threading.Thread(target=write, name="asyncio_0").start()
+
+    threads = {"send_signals": [], "receive_signals": []}
+    future._SignalingThread(target=begin, **threads).start()
     manager.close()
-    writer.join()
+    assert is_written.wait(10)
     assert not late.parent.exists()
 
 

@@ -87,15 +87,18 @@ def _make_context() -> ocp.Context:
 
 
 def wait_for_writers(seconds: float) -> None:
-    """Waits until the writing threads of a failed save have ended.
+    """Waits until the threads that a failed save has started have ended.
 
     Orbax writes each group of arrays in a separate thread. When one thread fails, the
-    others may still make directories and files.
+    others may still make directories and files. Each of them also starts threads for
+    asyncio, and ends without waiting for these.
     """
     deadline = time.monotonic() + seconds
-    for thread in threading.enumerate():
-        if type(thread).__name__ == "_SignalingThread":
-            thread.join(max(0.0, deadline - time.monotonic()))
+    for kind in ("_SignalingThread", "asyncio"):
+        for thread in threading.enumerate():
+            if kind in (type(thread).__name__, thread.name.partition("_")[0]):
+                # The method of Orbax's class would raise the thread's error.
+                threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
 def can_write(dtype: Any) -> bool:
