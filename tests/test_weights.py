@@ -215,7 +215,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (nest_deeply, "is nested too deeply: JSON is read up to 100 levels"),
     (poison, "has values that are not finite"),
     (with_entry(data_offsets=[4, 516]), "has unused bytes before"),
-    (with_entry(dtype="F8_E4M3"), "has dtype F8_E4M3. Supported dtypes: F64"),
+    (with_entry(dtype="F8_E5M2"), "has dtype F8_E5M2. Supported dtypes: F64"),
     (
         with_entry(shape=[3]),
         r"has 512 bytes, but its shape \(3,\) and dtype F32 need 12 bytes",

@@ -292,7 +292,6 @@ RESNET = Family(
     },
     valid={
         "num_channels": (3,),
-        "quantization_config": (None,),
         "hidden_act": ("relu",),
         "downsample_in_first_stage": (False,),
         "downsample_in_bottleneck": (False,),

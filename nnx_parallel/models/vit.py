@@ -302,7 +302,6 @@ VIT = Family(
     },
     valid={
         "num_channels": (3,),
-        "quantization_config": (None,),
         "hidden_act": ("gelu", "gelu_pytorch_tanh", "gelu_new"),
         "qkv_bias": (True,),
     },

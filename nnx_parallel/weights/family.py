@@ -20,6 +20,7 @@ from flax import nnx
 from nnx_parallel.weights.files import find_folder, read_config
 from nnx_parallel.weights.names import Entry
 from nnx_parallel.weights.pretrained import Pretrained
+from nnx_parallel.weights.quantised import read_quantization
 
 Values = Mapping[str, Any]
 """Fields by name, or settings by name."""
@@ -95,6 +96,7 @@ def read_fields(
             f"config.json has model_type {kind!r}. {model} can read only {known}."
         )
     family = families[kinds.index(kind)]
+    read_quantization(content)
     for key, valid in family.valid.items():
         if (found := given.get(key)) is not None and found not in valid:
             raise ValueError(
@@ -204,7 +206,8 @@ class Published(nnx.Module):
             WeightsError: If files are damaged, or if config and files disagree.
         """
         folder = find_folder(path)
-        family, saved = read_fields(read_config(folder), cls.families)
+        content = read_config(folder)
+        family, saved = read_fields(content, cls.families)
         config = replace(cls.config_type(**saved), **overrides)
         fields = config.fields
         build: Any = partial(cls, config)  # called with `rngs=`
@@ -215,6 +218,7 @@ class Published(nnx.Module):
             family.names(fields),
             dtype=dtype,
             ignored=family.ignored,
+            block_size=read_quantization(content),
             new=None if has_head else r"^head\.",
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,9 +39,16 @@ DTYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Dtypes of safetensors that JAX supports too, by their names in a header."""
+"""Dtypes that are read and written, by their names in a header."""
 
+FP8 = np.dtype(jnp.float8_e4m3fn)
+"""Dtype of elements that need scales; see `nnx_parallel.weights.quantised`."""
+
+_READ = DTYPES | {"F8_E4M3": FP8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+Pick = Callable[[np.ndarray], np.ndarray]
+"""A function that returns a part of an array, such as a shard, perhaps rearranged."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,15 @@ class Tensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype of a model that keeps the precision of the values."""
+        return self.dtype
+
+    def read(self, pick: Pick) -> np.ndarray:
+        """Returns the picked values of the array."""
+        return pick(self.view())
 
     def view(self) -> np.ndarray:
         """Returns a read-only memory map, which is read from disk when it is used."""
@@ -209,16 +225,16 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> Tensor:
             raise WeightsError(
                 f"The header lacks the dtype, shape or offsets of {where}."
             )
-    if code not in DTYPES:
+    if code not in _READ:
         raise WeightsError(
-            f"{where} has dtype {code}. Supported dtypes: {', '.join(DTYPES)}."
+            f"{where} has dtype {code}. Supported dtypes: {', '.join(_READ)}."
         )
     numbers = [*shape, first, last]
     if not all(type(n) is int and 0 <= n < 2**60 for n in numbers):
         raise WeightsError(
             f"{where} has invalid numbers: shape {shape}, offsets {[first, last]}."
         )
-    dtype = DTYPES[code]
+    dtype = _READ[code]
     if last - first != math.prod(shape) * dtype.itemsize:
         raise WeightsError(
             f"{where} has {last - first:,} bytes, but its shape {tuple(shape)} and "

@@ -26,6 +26,7 @@ from nnx_parallel.weights.names import (
     numbered_rules,
     rules_of,
 )
+from nnx_parallel.weights.quantised import BlockSize, join_scales
 
 
 class Pretrained:
@@ -45,6 +46,8 @@ class Pretrained:
             array has in the files. ``None`` takes the dtype that ``build`` gives.
         ignored: A regex for names of arrays in the files that the model does not need.
             The regex may match anywhere in the name.
+        block_size: Number of rows and of columns that share a scale in arrays of FP8;
+            see `nnx_parallel.weights.quantised`. ``None`` if no array has FP8.
         new: A regex for paths of the model's parameters. It may match anywhere in the
             path. Matching parameters are not read and keep the model's initial values.
             An example is a head for other classes.
@@ -77,13 +80,14 @@ class Pretrained:
         *,
         dtype: Any = None,
         ignored: str | None = None,
+        block_size: BlockSize | None = None,
         new: str | None = None,
     ) -> None:
         self.build, self.path, self.names = build, Path(path), tuple(names)
         self.new = new
         self.dtype = dtype if dtype in (None, "keep") else jnp.dtype(dtype)
         self.ignored = ignored
-        self.tensors = open_tensors(self.path)
+        self.tensors = join_scales(open_tensors(self.path), block_size)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model with its weights, unsharded, on the default device.
@@ -150,7 +154,7 @@ class Pretrained:
     def _dtype_of(self, rule: Rule, shape: Sequence[int]) -> Any:
         if self.dtype != "keep":
             return self.dtype
-        kinds = {self.tensors[name].dtype for name in rule.names(shape).values()}
+        kinds = {self.tensors[name].value_dtype for name in rule.names(shape).values()}
         return np.result_type(*kinds)
 
     def read_arrays(self, arrays: Mapping[tuple, jax.ShapeDtypeStruct]) -> dict:
@@ -180,10 +184,14 @@ def _read(
             shape = [last - first for first, last in bounds]
             out = np.empty(shape, array.dtype)
             stacked, inner = bounds[: rule.num_stacked], index[rule.num_stacked :]
+
+            def pick(theirs: np.ndarray) -> np.ndarray:
+                return rule.to_ours(theirs, sizes)[tuple(inner)]
+
             for at in np.ndindex(*shape[: rule.num_stacked]):
                 place = (i + first for i, (first, _) in zip(at, stacked, strict=True))
                 name = names[tuple(place)]
-                part = rule.to_ours(tensors[name].view(), sizes)[tuple(inner)]
+                part = tensors[name].read(pick)
                 _check_finite(name, tensors[name], part)
                 _copy(part, out[at])
             shards[key] = out
@@ -214,7 +222,7 @@ _EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 <
 
 
 def _check_finite(name: str, tensor: Tensor, part: np.ndarray) -> None:
-    exponent = _EXPONENTS.get(code_of(tensor.dtype))
+    exponent = _EXPONENTS.get(code_of(part.dtype))
     if exponent is None:
         return
     # Bits are compared, because `np.isfinite` takes ten times as long for bfloat16.
