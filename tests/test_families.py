@@ -333,6 +333,69 @@ def test_missing_settings_use_transformers_defaults() -> None:
         config_from_hf(mistral)
 
 
+LLAMA_31 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 20_000.0}
+ROTATIONS: list[tuple[dict[str, Any], float, RopeScaling | None]] = [
+    ({"rope_parameters": {"rope_type": "default"}}, 5e5, None),
+    ({"rope_parameters": {}}, 5e5, None),
+    ({"rope_parameters": PLAIN}, 2e4, None),
+    ({"rope_parameters": PLAIN, "rope_scaling": {}}, 2e4, None),
+    (
+        {"rope_parameters": PLAIN, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        5e5,
+        RopeScaling(factor=2.0),
+    ),
+    (
+        {"rope_parameters": LLAMA_31},
+        5e5,
+        RopeScaling(factor=8.0, original_len=256),
+    ),
+    (
+        {
+            "rope_scaling": {**LLAMA_31, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 32,
+        },
+        5e5,
+        RopeScaling(factor=8.0, original_len=32),
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "theta", "scaling"), ROTATIONS)
+def test_rotation_is_read_as_in_transformers(
+    change: dict, theta: float, scaling: RopeScaling | None
+) -> None:
+    given = hf_config("llama")
+    del given["rope_parameters"]
+    found = config_from_hf({**given, "rope_theta": 500_000.0, **change})
+    assert (found.rope_theta, found.rope_scaling) == (theta, scaling)
+
+
+def test_rotations_of_local_and_global_layers_are_read_as_in_transformers() -> None:
+    given = hf_config("gemma3")
+    del given["rope_parameters"]
+    given |= {"rope_theta": 5e4, "rope_local_base_freq": 7e3}
+    linear = {"rope_type": "linear", "factor": 4.0}
+    for change in (
+        {"rope_scaling": linear},
+        {"rope_parameters": {"full_attention": linear}},
+        {"rope_parameters": {"sliding_attention": {}}, "rope_scaling": linear},
+    ):
+        found = config_from_hf({**given, **change})
+        assert (found.rope_theta, found.local_rope_theta) == (5e4, 7e3)
+        assert found.rope_scaling == RopeScaling(factor=4.0)
+    # transformers does not use a rotation that is not for a kind of layer.
+    found = config_from_hf({**given, "rope_parameters": {**linear, "rope_theta": 3e4}})
+    assert (found.rope_theta, found.rope_scaling) == (5e4, None)
+    with pytest.raises(ValueError, match="stretches the rotation of sliding_attention"):
+        config_from_hf({**given, "rope_parameters": {"sliding_attention": linear}})
+
+
 BAD = [
     (
         {"model_type": "deepseek_v3"},
@@ -344,6 +407,19 @@ BAD = [
     ),
     ({"attention_bias": True}, "attention_bias=True.*it must be False, or absent"),
     ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'.*default, linear"),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor=0.5 in its rotation.*must be 1.0, or absent",
+    ),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        r"rotation for each kind of layer \(full_attention\).*'llama' has only one",
+    ),
+    ({"rope_parameters": {"rope_theta": None}}, "has a setting with a wrong type"),
+    (
+        {"rope_scaling": {**LLAMA_31, "original_max_position_embeddings": None}},
+        "has a setting with a wrong type",
+    ),
     ({"mlp_only_layers": [0]}, "mlp_only_layers.*must be \\[\\], or absent"),
     ({"quantization_config": {"bits": 4}}, "quantization_config.*must be None"),
 ]

@@ -92,6 +92,25 @@ GEMMA2 = replace(
 )
 
 
+def _read_3(settings: Values) -> Values:
+    given = settings.get("rope_parameters") or {}
+    whole = {**(given.get("full_attention") or {}), **(settings["rope_scaling"] or {})}
+    local = llama.read_rotation(
+        given.get("sliding_attention") or {},
+        {**settings, "rope_theta": settings["rope_local_base_freq"]},
+    )
+    if local["rope_scaling"] is not None:
+        raise ValueError(
+            "config.json stretches the rotation of sliding_attention, which GPT does "
+            "not support: the rope_type must be 'default'."
+        )
+    return {
+        **_read({**settings, "rope_scaling": None, "rope_parameters": None}),
+        **llama.read_rotation(whole, settings),
+        "local_rope_theta": local["rope_theta"],
+    }
+
+
 def _write_3(fields: Values) -> Values:
     found, local = _write(fields), fields["local_rope_theta"] or fields["rope_theta"]
     rope = {
@@ -127,7 +146,9 @@ GEMMA3 = replace(
         "final_logit_softcapping": None,
         "rope_theta": 1e6,
         "rope_local_base_freq": 10_000.0,
+        "rope_scaling": None,
     },
+    read=_read_3,
     write=_write_3,
     presets={
         "gemma3-1b": sized(_GEMMA_3_1B, "26 1152 4 1 6912", rope_scaling=None),

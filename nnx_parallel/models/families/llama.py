@@ -71,24 +71,39 @@ def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
 
     ``types`` are the kinds of layers, if the file does not list them.
     """
-    # transformers 5 has one setting for the rotation. Version 4 has up to three
-    # settings.
-    given = settings.get("rope_parameters")
-    if given is None:
-        rope = {"rope_theta": settings.get("rope_theta", 10_000.0)}
-        rope |= settings.get("rope_scaling") or {}
-        local = settings.get("rope_local_base_freq")
-    elif "full_attention" in given:
-        rope = given["full_attention"]
-        local = given["sliding_attention"]["rope_theta"]
-    else:
-        rope, local = given, None
-    return {
-        "rope_theta": rope.get("rope_theta", 10_000.0),
-        "rope_scaling": _read_scaling(rope),
-        "local_rope_theta": local,
-        **(_read_windows(settings, types) if types else {}),
+    # transformers 5 has the setting rope_parameters. Version 4 has rope_scaling, which
+    # has priority in version 5 too.
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    if nested := sorted(rope.keys() & _KINDS.keys()):
+        raise ValueError(
+            f"config.json has a rotation for each kind of layer ({', '.join(nested)}). "
+            f"A model of model_type {settings['model_type']!r} has only one rotation."
+        )
+    name = "original_max_position_embeddings"
+    if name in settings:  # transformers prefers this value to the rotation's value
+        rope = {**rope, name: settings[name]}
+    windows = _read_windows(settings, types) if types else {}
+    return {**read_rotation(rope, settings), **windows}
+
+
+def read_rotation(rope: Values, settings: Values) -> dict[str, Any]:
+    """Returns the fields of a rotation, as transformers 5 computes its values.
+
+    ``rope`` has the settings of the rotation. Values that it does not have are taken
+    from ``settings``.
+    """
+    rope = {
+        "rope_theta": settings.get("rope_theta", 10_000.0),
+        "original_max_position_embeddings": settings["max_position_embeddings"],
+        **rope,
     }
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={part!r} in its rotation, which "
+            "GPT does not support: it must be 1.0, or absent."
+        )
+    theta = float(rope["rope_theta"])
+    return {"rope_theta": theta, "rope_scaling": _read_scaling(rope)}
 
 
 _LLAMA_31_ROPE = {
@@ -105,10 +120,10 @@ def _read_scaling(rope: Values) -> RopeScaling | None:
     if kind == "linear":
         return RopeScaling(factor=rope["factor"])
     if kind == "llama3":
-        return RopeScaling(
-            factor=rope["factor"],
-            **{ours: rope[name] for ours, name in _LLAMA_31_ROPE.items()},
-        )
+        found = {ours: rope[name] for ours, name in _LLAMA_31_ROPE.items()}
+        # `RopeScaling` has another meaning without a length, so None must raise.
+        found["original_len"] = int(found["original_len"])
+        return RopeScaling(factor=rope["factor"], **found)
     raise ValueError(
         f"config.json has the rope_type {kind!r}, which GPT does not support. "
         "Supported rope_types: default, linear, llama3."
