@@ -78,7 +78,11 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
     fields = config.fields
     for ours, theirs, pattern in nearest(fields, GPT.families).names(fields):
         part, pattern = re.findall(r"(?:part (\d) of 3: )?(.+)", pattern)[0]
-        used = {n: sizes[n] for n in re.findall(r"\w+", pattern)}
+        used = {n: sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
+        if ".shared." in ours and config.experts:
+            used = {
+                n: config.experts.shared_dim if n == "mlp" else used[n] for n in used
+            }
         counts = (config.num_layers, config.sizes["expert"])[: theirs.count("{}")]
         names = [theirs.format(*index) for index in np.ndindex(counts)]
         arrays = [rearrange(given[name], pattern, **used) for name in names]
@@ -134,6 +138,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": RopeScaling(factor=8.0)}),
     ("mistral", {"window": 8}),
     ("qwen2", {"rope_theta": 10_000.0}),
+    ("qwen2_moe", {"window": None, "layer_kinds": None}),
     ("gemma2", {"softcap": None}),
     ("gemma2", {"logit_softcap": None}),
     ("gemma2", {"attention_scale": None}),
@@ -199,6 +204,8 @@ PUBLISHED = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "gemma2-2b": 2_614_341_888,

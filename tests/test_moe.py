@@ -649,6 +649,7 @@ def test_muon_orthogonalises_each_expert_separately():
         ({"num_experts": True}, "Experts.num_experts is True; it must be an int."),
         ({"mlp_dim": -24}, "Experts.mlp_dim is -24; it must be at least 1."),
         ({"shared_dim": -1}, "Experts.shared_dim is -1; it must be at least 0."),
+        ({"shared_gate": True}, "shared_gate is True; it must be False without shared"),
         ({"scores": jax.nn.softmax}, "Experts.scores is a function; it must be one of"),
         ({"normalise": "no"}, "Experts.normalise is 'no'; it must be True or False."),
         ({"scale": "1"}, "Experts.scale is '1'; it must be a finite number."),

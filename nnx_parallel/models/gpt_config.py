@@ -26,11 +26,11 @@ from typing import Any, Literal, get_args
 from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
-from nnx_parallel.models.families import gemma, gpt2, llama, mistral, qwen
+from nnx_parallel.models.families import gemma, gpt2, llama, mistral, qwen, qwen_moe
 from nnx_parallel.models.rotary import RopeScaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
-_FILES = (gpt2, llama, mistral, qwen, gemma)
+_FILES = (gpt2, llama, mistral, qwen, qwen_moe, gemma)
 FAMILIES = tuple(family for file in _FILES for family in file.FAMILIES)
 PRESETS = {
     name: {**family.parts, **fields}
@@ -334,7 +334,7 @@ class GPTConfig:
         if (experts := self.experts) is not None:
             routed = experts.num_experts * experts.mlp_dim
             mlp = self._num_kernels * (routed + experts.shared_dim)
-            mlp += experts.num_experts  # the router
+            mlp += experts.num_experts + experts.shared_gate  # the router and the gate
             width += (self.num_layers - self._num_dense) * mlp
         return sizes["embed"] * width
 

@@ -145,6 +145,10 @@ class MoE(nnx.Module):
                 kernel_init=into,
                 out_init=out_init or normal(experts.shared_dim**-0.5),
             )
+        self.shared_gate = nnx.data(None)
+        if experts.shared_gate:
+            gate = named(_of_vector(into), "embed")
+            self.shared_gate = nnx.Param(gate(rngs.params(), (embed_dim,), jnp.float32))
         self.bias = RouterState(jnp.zeros(num)) if experts.bias_rate else nnx.data(None)
         self.counts = RouterState(jnp.zeros(num, jnp.int32))
         self.dropped = RouterState(jnp.int32(0))
@@ -197,7 +201,11 @@ class MoE(nnx.Module):
         if counts_tokens and not self.deterministic:
             self._observe(scores, load, segments)
         if self.shared is not None and hidden is not None:
-            y = y + self.shared.down(hidden)
+            out = self.shared.down(hidden)
+            if self.shared_gate is not None:
+                logit = x.astype(dtype) @ self.shared_gate[...].astype(dtype)
+                out *= jax.nn.sigmoid(logit)[..., None].astype(out.dtype)
+            y = y + out
         losses = self._losses(logits, scores, load)
         if segments is not None:
             losses = jnp.where(segments != 0, losses, 0)
@@ -325,6 +333,11 @@ class MoE(nnx.Module):
             (tokens, Load(of_rows, of_tokens, of_rows)),
         )
         return region(x, scores, bias, kernels, alongside, segments)
+
+
+def _of_vector(init: Initializer) -> Initializer:
+    """Returns an initializer of vectors, which draws them as one column."""
+    return lambda key, shape, dtype: init(key, (*shape, 1), dtype)[:, 0]
 
 
 def _check_arguments(

@@ -8,6 +8,8 @@ References:
     [3] Fedus et al., "Switch Transformers", 2021, section 2.2,
     https://arxiv.org/abs/2101.03961
     [4] Zoph et al., "ST-MoE", 2022, section 3.2, https://arxiv.org/abs/2202.08906
+    [5] Yang et al., "Qwen2 Technical Report", 2024, section 2.2.2,
+    https://arxiv.org/abs/2407.10671
 """
 
 import math
@@ -38,6 +40,8 @@ class Experts:
         mlp_dim: Hidden width of an expert.
         shared_dim: Hidden width of an additional MLP that processes every token [2].
             0: no such MLP.
+        shared_gate: True to multiply the output of the additional MLP by the sigmoid of
+            a linear function of the token [5].
         scores: Function of the router's logits: the ``softmax`` over all experts [1],
             or the ``sigmoid`` of each logit [2].
         normalise: True to scale the weights of a token's experts so that their sum is
@@ -79,6 +83,7 @@ class Experts:
     top_k: int
     mlp_dim: int
     shared_dim: int = 0
+    shared_gate: bool = False
     scores: Scores = "softmax"
     normalise: bool = True
     scale: float = 1.0
@@ -103,6 +108,12 @@ class Experts:
             ("top_k", 1 <= self.top_k <= count, f"1 to num_experts={count}"),
             ("mlp_dim", self.mlp_dim >= 1, "at least 1"),
             ("shared_dim", self.shared_dim >= 0, "at least 0"),
+            ("shared_gate", type(self.shared_gate) is bool, "True or False"),
+            (
+                "shared_gate",
+                self.shared_dim > 0 or not self.shared_gate,
+                "False without shared_dim",
+            ),
             ("scores", _is_one_of(self.scores, scores), f"one of {scores}"),
             ("normalise", type(self.normalise) is bool, "True or False"),
             ("scale", self.scale > 0, "above 0"),

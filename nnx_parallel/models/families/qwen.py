@@ -1,15 +1,15 @@
-"""The families Qwen 2 and 2.5, Qwen 3, and Qwen 3 with a mixture of experts."""
+"""The families Qwen 2 and 2.5, and Qwen 3."""
 
 from dataclasses import replace
 from typing import Any
 
-from nnx_parallel.layers.experts.routing import Experts
 from nnx_parallel.models.families import llama
 from nnx_parallel.models.families.llama import LLAMA, sized
 from nnx_parallel.weights.family import Values
 
 
-def _read(settings: Values) -> dict[str, Any]:
+def read(settings: Values) -> dict[str, Any]:
+    """Returns the fields for rotation and windows."""
     if not settings.get("use_sliding_window", False):
         return llama.read(settings)
     count = settings["num_hidden_layers"]
@@ -19,7 +19,8 @@ def _read(settings: Values) -> dict[str, Any]:
     return llama.read(settings, types)
 
 
-def _write(fields: Values) -> Values:
+def write(fields: Values) -> dict[str, Any]:
+    """Returns the settings of rotation and windows."""
     return llama.write(fields) | {"use_sliding_window": fields["window"] is not None}
 
 
@@ -33,8 +34,8 @@ QWEN2 = replace(
     parts={**LLAMA.parts, "qkv_bias": True},
     marks=("qkv_bias",),
     defaults={**LLAMA.defaults, "num_key_value_heads": 32},
-    read=_read,
-    write=_write,
+    read=read,
+    write=write,
     presets={
         "qwen2.5-0.5b": sized(_QWEN_25, "24 896 14 2 4864", tied=True),
         "qwen2.5-1.5b": sized(_QWEN_25, "28 1536 12 2 8960", tied=True),
@@ -65,48 +66,4 @@ QWEN3 = replace(
     },
 )
 
-
-def _write_experts(fields: Values) -> Values:
-    experts = fields["experts"]
-    return {
-        **_write(fields),
-        **llama.write_experts(fields),
-        "num_experts": experts.num_experts,
-        "moe_intermediate_size": experts.mlp_dim,
-        "norm_topk_prob": experts.normalise,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-
-
-_MLP = {
-    "mlp.router": "mlp.gate",
-    "mlp.up": "mlp.experts.{}.up_proj",
-    "mlp.gate": "mlp.experts.{}.gate_proj",
-    "mlp.down": "mlp.experts.{}.down_proj",
-}
-_8_OF_128 = Experts(num_experts=128, top_k=8, mlp_dim=768, balance_loss=0.001)
-_WIDER = replace(_8_OF_128, mlp_dim=1536)
-
-QWEN3_MOE = replace(
-    QWEN3,
-    model_type="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    marks=("qk_norm", "experts"),
-    defaults={
-        **LLAMA.defaults,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": False,
-    },
-    read=lambda settings: _read(settings) | llama.read_experts(settings),
-    write=_write_experts,
-    names=lambda fields: llama.names(fields, mlp=_MLP),
-    presets={
-        "qwen3-30b-a3b": sized(_QWEN_3, "48 2048 32 4", experts=_8_OF_128),
-        "qwen3-235b-a22b": sized(_QWEN_3, "94 4096 64 4", experts=_WIDER),
-    },
-)
-FAMILIES = (QWEN2, QWEN3, QWEN3_MOE)
+FAMILIES = (QWEN2, QWEN3)
