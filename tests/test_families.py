@@ -124,7 +124,17 @@ def test_tensor_parallelism_leaves_no_matrix_whole(family: str) -> None:
     assert "does not split" not in described.summary()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SIMPLE = ("gemma", "gpt_neox", "granite", "olmo2")
+"""Families that decode with a cache in the same way as others."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[pytest.mark.deep] if f in SIMPLE else [])
+        for f in FAMILIES
+    ],
+)
 def test_greedy_continuations_match_transformers(family: str) -> None:
     prompt = golden(family)["tokens"][:1]
     go_on = nnx.jit(generate, static_argnames=("max_new_tokens", "temperature"))
@@ -147,10 +157,24 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"local_rope_theta": None}),
     ("gemma3", {"rope_scaling": None}),
     ("gemma3", {"activation": "swiglu"}),
+    ("olmo3", {"local_rope_theta": None}),
+    ("smollm3", {"rotated_layers": (False, True)}),
+]
+DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma", {"scale_embedding": False}),
+    ("gpt_neox", {"exact_gelu": False}),
+    ("gpt_neox", {"rotary_dim": 8}),
+    ("olmo3", {"rope_scaling": None}),
+    ("smollm3", {"rotated_layers": None}),
+    ("granite", {"multipliers": None}),
+    ("granite", {"attention_scale": None}),
 ]
 
 
-@pytest.mark.parametrize(("family", "change"), SETTINGS)
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [*SETTINGS, *(pytest.param(*x, marks=pytest.mark.deep) for x in DEEP_SETTINGS)],
+)
 def test_each_setting_changes_logits(family: str, change: dict[str, Any]) -> None:
     """Without this test, an ignored setting could pass its golden."""
     logits = run(load(family, **change), golden(family)["tokens"])
@@ -218,6 +242,26 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "smollm3-3b": 3_075_098_624,
+    "granite3.3-2b": 2_533_539_840,
+    "granite3.3-8b": 8_170_864_640,
 }
 
 
@@ -413,7 +457,10 @@ BAD = [
         "has hidden_act='relu', which GPT does not support",
     ),
     ({"attention_bias": True}, "attention_bias=True.*it must be False, or absent"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'.*default, linear"),
+    (
+        {"rope_parameters": {"rope_type": "dynamic"}},
+        "rope_type 'dynamic'.*default, linear, llama3, yarn",
+    ),
     (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor=0.5 in its rotation.*must be 1.0, or absent",

@@ -3,6 +3,7 @@
 from nnx_parallel.models.classifier import MLPClassifier as MLPClassifier
 from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierConfig
 from nnx_parallel.models.classifier import classification_loss as classification_loss
+from nnx_parallel.models.families.granite import Multipliers as Multipliers
 from nnx_parallel.models.generation import generate as generate
 from nnx_parallel.models.gpt import GPT as GPT
 from nnx_parallel.models.gpt import next_token_loss as next_token_loss
@@ -12,5 +13,6 @@ from nnx_parallel.models.gpt_config import config_to_hf as config_to_hf
 from nnx_parallel.models.resnet import ResNet as ResNet
 from nnx_parallel.models.resnet import ResNetConfig as ResNetConfig
 from nnx_parallel.models.rotary import RopeScaling as RopeScaling
+from nnx_parallel.models.rotary import YarnScaling as YarnScaling
 from nnx_parallel.models.vit import ViT as ViT
 from nnx_parallel.models.vit import ViTConfig as ViTConfig

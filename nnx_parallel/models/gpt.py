@@ -1,4 +1,4 @@
-"""A transformer decoder with variants for GPT-2, Llama, Mixtral, Qwen and Gemma.
+"""A transformer decoder with variants for the language models in `models.families`.
 
 The model is written for one device. Every dim of a parameter or activation has a name,
 and a strategy places the dim by this name. `GPTConfig.sizes` has the size for each
@@ -36,7 +36,7 @@ from nnx_parallel.layers import (
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.metrics import Mean
-from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig, LayerKind
+from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig
 from nnx_parallel.models.rotary import frequencies, rotate
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
@@ -45,6 +45,8 @@ Start = int | jax.Array
 """The position of the first token, or the positions of all tokens, int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
 """Activations (batch, seq, embed), and with expert losses a pair: also (batch, seq)."""
+Rotation = tuple[jax.Array, float | jax.Array]
+"""The frequencies of a layer's rotation, and the factor of rotated features."""
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of earlier tokens, each (batch, total_len, kv_heads, head_dim)."""
 Caches = tuple[Cache, ...]
@@ -72,32 +74,44 @@ def _dense(
     )
 
 
-class ZeroCenteredRMSNorm(nnx.Module):
-    """An RMSNorm with scale 1 + parameter, so that weight decay pulls it to 1."""
+class RMSNorm(nnx.Module):
+    """An RMSNorm [3] over the last dims, which have names.
 
-    def __init__(self, size: int, epsilon: float, name: str) -> None:
-        init = named(nnx.initializers.zeros_init(), name)
-        self.scale = nnx.Param(init(jax.random.key(0), (size,)))
+    If it is zero-centered, the scale is 1 + parameter, so that weight decay pulls it to
+    1.
+    """
+
+    def __init__(
+        self, dims: Mapping[str, int], epsilon: float, *, is_zero_centered: bool
+    ) -> None:
+        inits = nnx.initializers
+        init = inits.zeros_init() if is_zero_centered else inits.ones_init()
+        sizes = tuple(dims.values())
+        self.scale = nnx.Param(named(init, *dims)(jax.random.key(0), sizes))
         self.epsilon = epsilon
+        self.is_zero_centered = is_zero_centered
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises (..., size) in float32 or wider; returns the same shape."""
+        """Normalises (..., *dims) in float32 or wider; returns the same shape."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        variance = (wide**2).mean(-1, keepdims=True)
-        scale = 1 + self.scale[...].astype(wide.dtype)
+        scale = self.scale[...].astype(wide.dtype)
+        axes = tuple(range(-scale.ndim, 0))
+        variance = (wide**2).mean(axes, keepdims=True)
+        scale = 1 + scale if self.is_zero_centered else scale
         normed = wide * jax.lax.rsqrt(variance + self.epsilon)
         return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
 
 
-Norm = nnx.LayerNorm | nnx.RMSNorm | ZeroCenteredRMSNorm
+Norm = nnx.LayerNorm | nnx.RMSNorm | RMSNorm
 
 
-def _rms_norm(config: GPTConfig, name: str, *, rngs: nnx.Rngs) -> Norm:
-    """Returns an RMSNorm [3] over the dim that has this name."""
-    size, epsilon = config.sizes[name], config.norm_epsilon
-    if config.zero_centered_norm:
-        return ZeroCenteredRMSNorm(size, epsilon, name)
-    scale_init = named(nnx.initializers.ones_init(), name)
+def _rms_norm(config: GPTConfig, *names: str, rngs: nnx.Rngs) -> Norm:
+    """Returns an RMSNorm [3] over the dims that have these names."""
+    dims, epsilon = {n: config.sizes[n] for n in names}, config.norm_epsilon
+    if config.zero_centered_norm or names[1:]:
+        return RMSNorm(dims, epsilon, is_zero_centered=config.zero_centered_norm)
+    scale_init = named(nnx.initializers.ones_init(), *names)
+    (size,) = dims.values()
     return nnx.RMSNorm(size, epsilon=epsilon, scale_init=scale_init, rngs=rngs)
 
 
@@ -136,11 +150,17 @@ class Attention(nnx.Module):
         self.key = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.value = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.out = dense("heads head_dim", "embed", is_residual=True)
-        norm = partial(_rms_norm, config, "head_dim", rngs=rngs)
-        self.query_norm = norm() if config.qk_norm else None
-        self.key_norm = norm() if config.qk_norm else None
-        # This flag is a variable, because all layers of a stack run the same program.
+        norm = partial(_rms_norm, config, rngs=rngs)
+        wide = config.wide_qk_norm
+        query_dims = ("heads", "head_dim") if wide else ("head_dim",)
+        key_dims = ("kv_heads", "head_dim") if wide else ("head_dim",)
+        self.query_norm = norm(*query_dims) if config.qk_norm else None
+        self.key_norm = norm(*key_dims) if config.qk_norm else None
+        # Flags are variables, because all layers of a stack run the same program.
         self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
+        self.is_rotated = (
+            None if all(config.rotated) else nnx.Variable(jnp.array(False))
+        )
         self.config = config
 
     def __call__(
@@ -163,8 +183,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
-            angles = self._frequencies()
-            query, key = (rotate(x, positions, angles) for x in (query, key))
+            speeds, amplitude = self._rotation()
+            query, key = (rotate(x, positions, speeds, amplitude) for x in (query, key))
         if cache is None:
             return self.out(self._attend(query, key, value, segments)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
@@ -172,14 +192,19 @@ class Attention(nnx.Module):
         mask = seen[None, None]  # (1, 1, seq, total_len)
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
 
-    def _frequencies(self) -> jax.Array:
-        """Returns the frequencies of this layer's rotation: (head_dim / 2,)."""
-        config, head_dim = self.config, self.config.sizes["head_dim"]
-        plain = frequencies(head_dim, config.rope_theta, config.rope_scaling)
-        if self.is_local is None or config.local_rope_theta is None:
-            return plain
-        local = frequencies(head_dim, config.local_rope_theta)
-        return jnp.where(self.is_local[...], local, plain)
+    def _rotation(self) -> Rotation:
+        """Returns the frequencies (rotary_dim / 2,) and the amplitude of this layer."""
+        config, scaling = self.config, self.config.rope_scaling
+        dim = config.rotary_dim or config.sizes["head_dim"]
+        amplitude = 1.0 if scaling is None else scaling.amplitude
+        found: Rotation = frequencies(dim, config.rope_theta, scaling), amplitude
+        if self.is_local is not None and config.local_rope_theta is not None:
+            local = frequencies(dim, config.local_rope_theta)
+            found = _choose(self.is_local[...], (local, 1.0), found)
+        if self.is_rotated is not None:  # a frequency of 0 does not rotate
+            still = jnp.zeros_like(found[0]), 1.0
+            found = _choose(self.is_rotated[...], found, still)
+        return found
 
     def _attend(
         self,
@@ -223,6 +248,13 @@ class Attention(nnx.Module):
         return near if self.config.kinds[0] == "local" else seen
 
 
+def _choose(flag: jax.Array, yes: Rotation, no: Rotation) -> Rotation:
+    speeds = jnp.where(flag, yes[0], no[0])
+    if isinstance(yes[1], float) and yes[1] == no[1]:
+        return speeds, yes[1]
+    return speeds, jnp.where(flag, yes[1], no[1])
+
+
 def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Array:
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
     return constrain(cache, "batch", None, "kv_heads", "head_dim")
@@ -236,7 +268,8 @@ class MLP(nnx.Module):
         self.up = dense("embed", "mlp")
         self.gate = None if config.activation == "gelu" else dense("embed", "mlp")
         self.down = dense("mlp", "embed", is_residual=True)
-        self.activate = jax.nn.silu if config.activation == "swiglu" else jax.nn.gelu
+        gelu = partial(jax.nn.gelu, approximate=not config.exact_gelu)
+        self.activate = jax.nn.silu if config.activation == "swiglu" else gelu
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to the same shape; hidden is (batch, seq, mlp)."""
@@ -268,20 +301,25 @@ class Block(nnx.Module):
     """Attention and an MLP, whose outputs are added to the residual stream.
 
     In a sequential block, the MLP runs after attention. Attention and MLP each have a
-    norm before them and, with ``post_norms``, another norm after them. In a parallel
-    block, attention and MLP have the same input, which is the output of one norm [2].
+    norm before them, if the config has ``pre_norms``, and a norm after them, if it has
+    ``post_norms``. In a parallel block, attention and MLP have the same input, which is
+    the output of one norm [2], or of two norms with ``separate_norms``.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = _make_norm(config, rngs=rngs)
+        pre, self.is_parallel = config.pre_norms, config.block == "parallel"
+        shares_norm = self.is_parallel and not config.separate_norms
+        self.attention_norm = _make_norm(config, rngs=rngs) if pre else None
         self.attention = Attention(config, rngs=rngs)
-        is_parallel = config.block == "parallel"
-        self.mlp_norm = None if is_parallel else _make_norm(config, rngs=rngs)
+        has_norm = pre and not shares_norm
+        self.mlp_norm = _make_norm(config, rngs=rngs) if has_norm else None
         self.mlp = _make_mlp(config, rngs=rngs)
         post = config.post_norms
         self.attention_post_norm = _make_norm(config, rngs=rngs) if post else None
         self.mlp_post_norm = _make_norm(config, rngs=rngs) if post else None
         self.dropout = _dropout(config, rngs=rngs)
+        multipliers = config.multipliers
+        self.multiplier = 1.0 if multipliers is None else multipliers.residual
 
     def __call__(
         self,
@@ -296,16 +334,19 @@ class Block(nnx.Module):
         of ``stream`` added.
         """
         x, losses = _split(stream)
-        normed = self.attention_norm(x)
+        normed = x if self.attention_norm is None else self.attention_norm(x)
         attended, new_cache = self.attention(normed, start, cache, segments)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
-        x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
+        given, x = x, self._add(x, attended)
+        given = given if self.is_parallel else x
         if self.mlp_norm is not None:
             # The gradient of this norm's output is the sum of the gradients from up and
             # gate. The gradients of the norm's input and scale both need this sum, so
             # it is computed only once.
-            normed = compute_gradient_once(self.mlp_norm(x))
+            normed = compute_gradient_once(self.mlp_norm(given))
+        elif self.attention_norm is None:
+            normed = given
         if isinstance(self.mlp, MoE):
             hidden, own = self.mlp(
                 normed, counts_tokens=cache is None, segments=segments
@@ -315,22 +356,31 @@ class Block(nnx.Module):
             hidden = self.mlp(normed)
         if self.mlp_post_norm is not None:
             hidden = self.mlp_post_norm(hidden)
-        x = x + self.dropout(hidden)
-        x = constrain(x, "batch", "seq", "embed")
+        x = self._add(x, hidden)
         out = x if losses is None else (x, losses)
         return out if cache is None else (out, new_cache)
 
+    def _add(self, x: jax.Array, out: jax.Array) -> jax.Array:
+        """Adds the output of attention or of the MLP to the residual stream."""
+        out = self.dropout(out)
+        out = out if self.multiplier == 1.0 else out * self.multiplier
+        return constrain(x + out, "batch", "seq", "embed")
 
-def _stack(config: GPTConfig, kinds: tuple[LayerKind, ...], *, rngs: nnx.Rngs) -> Stack:
-    """Returns a stack with one block for each entry of ``kinds``."""
+
+def _stack(config: GPTConfig, layers: range, *, rngs: nnx.Rngs) -> Stack:
+    """Returns a stack with one block for each of these layers."""
 
     def make(rngs: nnx.Rngs) -> Block:
         return Block(config, rngs=rngs)
 
-    stack = Stack(make, len(kinds), rngs=rngs, remat=config.remat)
+    stack = Stack(make, len(layers), rngs=rngs, remat=config.remat)
+    block: Any = stack.layer
     if config.is_mixed:
-        block: Any = stack.layer
-        block.attention.is_local.set_value(jnp.array([k == "local" for k in kinds]))
+        is_local = [config.kinds[i] == "local" for i in layers]
+        block.attention.is_local.set_value(jnp.array(is_local))
+    if not all(config.rotated):
+        is_rotated = [config.rotated[i] for i in layers]
+        block.attention.is_rotated.set_value(jnp.array(is_rotated))
     return stack
 
 
@@ -364,9 +414,9 @@ class GPT(Published):
         )
         count = config.dense_layers
         self.dense_blocks = (
-            _stack(config.dense, config.kinds[:count], rngs=rngs) if count else None
+            _stack(config.dense, range(count), rngs=rngs) if count else None
         )
-        self.blocks = _stack(config, config.kinds[count:], rngs=rngs)
+        self.blocks = _stack(config, range(count, config.num_layers), rngs=rngs)
         self.norm = _make_norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
         self.head = (
@@ -421,7 +471,7 @@ class GPT(Published):
         for stack in self._stacks:
             x = stack(x, **args)
         x, losses = _split(x)
-        return self.norm(x), losses
+        return self._normed(x), losses
 
     @property
     def head_kernel(self) -> tuple[jax.Array, int]:
@@ -450,7 +500,7 @@ class GPT(Published):
         for stack, own in zip(self._stacks, cache, strict=True):
             x, own = stack(x, start, scanned=own)
             caches.append(own)
-        return self._logits(self.norm(x[:, -1:]))[:, 0], tuple(caches)
+        return self._logits(self._normed(x[:, -1:]))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
         """Returns an empty cache: a pair of arrays for each stack.
@@ -477,11 +527,18 @@ class GPT(Published):
         x = self.embed(tokens)  # (batch, seq, embed)
         if self.config.scale_embedding:
             x = x * jnp.asarray(self.config.embed_dim**0.5, x.dtype)
+        if self.config.multipliers is not None:
+            x = x * self.config.multipliers.embedding
         if self.positions is not None:
             positions = _positions(start, tokens.shape[1])
             positions = positions if positions.ndim > 1 else positions[None, :]
             x = x + self.positions(positions)  # + (1 or batch, seq, embed)
         return constrain(self.dropout(x), "batch", "seq", "embed")
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        """Returns the input of the head for the output of the last layer."""
+        x, multipliers = self.norm(x), self.config.multipliers
+        return x if multipliers is None else x / multipliers.logit_divisor
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.head is None:

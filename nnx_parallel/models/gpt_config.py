@@ -15,6 +15,12 @@ References:
     [8] Gemma Team, "Gemma 3", 2025, section 2, https://arxiv.org/abs/2503.19786
     [9] DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2,
     https://arxiv.org/abs/2412.19437
+    [10] OLMo Team, "2 OLMo 2 Furious", 2024, section 3.3,
+    https://arxiv.org/abs/2501.00656
+    [11] Yang et al., "RoPE to NoPE and Back Again", 2025, section 3,
+    https://arxiv.org/abs/2501.18795
+    [12] Black et al., "GPT-NeoX-20B", 2022, section 2.1,
+    https://arxiv.org/abs/2204.06745
 """
 
 from __future__ import annotations
@@ -26,11 +32,26 @@ from typing import Any, Literal, get_args
 from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
-from nnx_parallel.models.families import gemma, gpt2, llama, mistral, qwen, qwen_moe
-from nnx_parallel.models.rotary import RopeScaling
+from nnx_parallel.models.families import (
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo,
+    qwen,
+    qwen_moe,
+    smollm3,
+)
+from nnx_parallel.models.families.granite import Multipliers
+from nnx_parallel.models.rotary import Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
-_FILES = (gpt2, llama, mistral, qwen, qwen_moe, gemma)
+_FILES = (
+    *(gpt2, llama, mistral, qwen, qwen_moe, gemma),
+    *(gpt_neox, olmo, smollm3, granite),
+)
 FAMILIES = tuple(family for file in _FILES for family in file.FAMILIES)
 PRESETS = {
     name: {**family.parts, **fields}
@@ -64,24 +85,38 @@ class GPTConfig:
         norm: Type of the norms: LayerNorm (``layer``) or RMSNorm (``rms``).
         norm_epsilon: Number that is added to the variance.
         zero_centered_norm: True if an RMSNorm's scale is 1 plus its parameter [6].
-        post_norms: True for additional norms after attention and after the MLP [6].
+        pre_norms: True for norms before attention and before the MLP; without them,
+            ``post_norms`` is needed [10].
+        post_norms: True for norms after attention and after the MLP [6].
         qk_norm: True for an RMSNorm of queries and keys, before they are rotated [7].
+        wide_qk_norm: True if each of these norms is over all heads together [10], and
+            not over each head.
         positions: ``learned`` for a table of positions, or ``rope`` for rotation of
             queries and keys [3].
+        rotary_dim: Number of features of a head that rotate, from the first [12];
+            ``None`` means ``head_dim``.
+        rotated_layers: True for layers with rotation, a pattern that repeats [11];
+            ``None`` means all layers.
         rope_theta: Base of the rotation's wavelengths.
-        rope_scaling: Stretching of these wavelengths; ``None`` does not stretch them.
+        rope_scaling: Stretching of these wavelengths, a `RopeScaling` or a
+            `YarnScaling`; ``None`` does not stretch them.
         local_rope_theta: Base for local layers, whose wavelengths are then not
             stretched [8]. With ``None``, all layers rotate in the same way.
         activation: ``gelu``, or ``swiglu`` or ``geglu``, which need a third kernel [4].
+        exact_gelu: True to compute ``gelu`` exactly instead of approximating it by
+            tanh.
         block: In a ``sequential`` block, the MLP runs after attention, and each of them
             has a norm. In a ``parallel`` block, both have the same normed input, and
             their outputs are added [5]. Then they share one gather and one sum under
             tensor parallelism, so there is less to wait for.
+        separate_norms: True if attention and MLP of a parallel block have different
+            norms of the same input [12].
         use_bias: True if kernels and LayerNorms have biases.
         qkv_bias: True if the kernels of queries, keys and values have biases; ``None``
             takes the value of ``use_bias``.
         tied: True if the embedding is also the kernel of the head.
         scale_embedding: True to multiply embeddings by ``embed_dim ** 0.5`` [6].
+        multipliers: Factors of embeddings, outputs and logits; ``None`` means 1.
         dropout: Probability that an output of embedding, attention or MLP is dropped.
         attention: Implementation of attention; ``None`` takes the platform's fused
             kernel where it fits (`nnx_parallel.layers.attention`).
@@ -123,18 +158,25 @@ class GPTConfig:
     norm: Norm = "layer"
     norm_epsilon: float = 1e-5
     zero_centered_norm: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     qk_norm: bool = False
+    wide_qk_norm: bool = False
     positions: Positions = "learned"
+    rotary_dim: int | None = None
+    rotated_layers: tuple[bool, ...] | None = None
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
     activation: Activation = "gelu"
+    exact_gelu: bool = False
     block: Arrangement = "sequential"
+    separate_norms: bool = False
     use_bias: bool = True
     qkv_bias: bool | None = None
     tied: bool = True
     scale_embedding: bool = False
+    multipliers: Multipliers | None = None
     dropout: float = 0.0
     attention: Implementation | None = None
     attention_scale: float | None = None
@@ -149,7 +191,7 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
-        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window")
+        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window", "rotary_dim")
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
         # Types are checked before ranges, because only numbers can be compared.
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
@@ -209,9 +251,16 @@ class GPTConfig:
                 f"num_heads={heads}. Each key head must be shared by the same number "
                 f"of query heads. Set num_kv_heads to one of {divisors}."
             )
-        if self.positions == "rope" and self.sizes["head_dim"] % 2:
+        head_dim = self.sizes["head_dim"]
+        if self.rotary_dim is not None:
+            if self.rotary_dim % 2 or self.rotary_dim > head_dim:
+                raise ValueError(
+                    f"GPTConfig.rotary_dim is {self.rotary_dim}; it must be even, "
+                    f"because features rotate in pairs, and at most {head_dim=}."
+                )
+        elif self.positions == "rope" and head_dim % 2:
             raise ValueError(
-                f"GPTConfig.head_dim is {self.sizes['head_dim']}, but positions='rope' "
+                f"GPTConfig.head_dim is {head_dim}, but positions='rope' "
                 "rotates features in pairs: head_dim must be even."
             )
 
@@ -223,6 +272,17 @@ class GPTConfig:
                 f"GPTConfig.layer_kinds is {pattern!r}; it must be None, or a tuple "
                 f"whose entries are among {kinds}. The tuple is repeated over the "
                 "layers."
+            )
+        rotated = self.rotated_layers
+        if rotated is not None and (not rotated or not set(rotated) <= {True, False}):
+            raise ValueError(
+                f"GPTConfig.rotated_layers is {rotated!r}; it must be None, or a tuple "
+                "of bools. The tuple is repeated over the layers."
+            )
+        if not (self.pre_norms or self.post_norms):
+            raise ValueError(
+                "GPTConfig.pre_norms is False, which needs post_norms=True: each layer "
+                "has a norm."
             )
         rope, experts = self.positions == "rope", self.experts is not None
         has_mlps = not experts or self.dense_layers > 0
@@ -237,6 +297,15 @@ class GPTConfig:
             ("local_rope_theta", rope, "positions='rope': it changes the rotation"),
             ("zero_centered_norm", self.norm == "rms", "norm='rms': it is an RMSNorm"),
             ("post_norms", self.block == "sequential", posts),
+            ("wide_qk_norm", self.qk_norm, "qk_norm: it is a form of this norm"),
+            ("separate_norms", self.block == "parallel", "block='parallel'"),
+            ("rotary_dim", rope, "positions='rope': these features rotate"),
+            ("rotated_layers", rope, "positions='rope': these layers rotate"),
+            (
+                "exact_gelu",
+                self.activation == "gelu" and has_mlps,
+                "activation='gelu' in an MLP: experts approximate it",
+            ),
         )
         for name, is_met, needed in rules:
             found = getattr(self, name)
@@ -256,6 +325,12 @@ class GPTConfig:
     def is_mixed(self) -> bool:
         """True if some layers are local and other layers are global."""
         return len(set(self.kinds)) > 1
+
+    @property
+    def rotated(self) -> tuple[bool, ...]:
+        """True for each layer that rotates, if ``positions`` is ``rope``."""
+        pattern = self.rotated_layers or (True,)
+        return tuple(bool(pattern[i % len(pattern)]) for i in range(self.num_layers))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -309,8 +384,10 @@ class GPTConfig:
         heads = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["head_dim"]
         qkv_bias = self.use_bias if self.qkv_bias is None else self.qkv_bias
         norm = embed * (2 if self.norm == "layer" and self.use_bias else 1)
-        block = norm * ((1 if self.block == "parallel" else 2) + 2 * self.post_norms)
-        block += 2 * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
+        shares_norm = self.block == "parallel" and not self.separate_norms
+        block = norm * ((2 - shares_norm) * self.pre_norms + 2 * self.post_norms)
+        normed = sizes["heads"] + sizes["kv_heads"] if self.wide_qk_norm else 2
+        block += normed * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
         block += embed * self.use_bias
         mlp = embed + self._dense_dim * (self._num_kernels - 1)
         biases = self._num_dense * mlp * self.use_bias
@@ -369,6 +446,8 @@ class GPTConfig:
             "experts": experts,
             "attention_scale": round(scale, 12),
             "rope_theta": self.rope_theta if self.positions == "rope" else None,
+            "rotary_dim": self.rotary_dim or sizes["head_dim"],
+            "rotated_layers": None if all(self.rotated) else self.rotated,
         }
 
     def check_length(self, length: int) -> None:

@@ -6,11 +6,14 @@ References:
     Interpolation", 2023, section 2.3, https://arxiv.org/abs/2306.15595
     [3] Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.4.2,
     https://arxiv.org/abs/2407.21783
+    [4] Peng et al., "YaRN: Efficient Context Window Extension of Large Language
+    Models", 2023, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -53,54 +56,157 @@ class RopeScaling:
             ("low_frequency", low > 0, "above 0"),
             ("high_frequency", high > low, f"above low_frequency={low}"),
         )
-        for name, is_met, rule in rules:
-            if not is_met:
-                found = getattr(self, name)
-                raise ValueError(f"RopeScaling.{name} is {found!r}; it must be {rule}.")
+        _check(self, rules)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys, which is 1."""
+        return 1.0
+
+    def stretch(self, plain: jax.Array, theta: float) -> jax.Array:
+        """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
+
+        ``theta`` is the base of the plain frequencies; this scaling does not need it.
+        """
+        if self.original_len is None:
+            return plain / self.factor
+        low, high = self.low_frequency, self.high_frequency
+        turns = plain * self.original_len / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """Slower rotation for longer sequences, with larger scores: YaRN [4].
+
+    A frequency of at least ``fast`` turns per ``original_len`` tokens does not change.
+    A frequency of at most ``slow`` turns is divided by ``factor``. Between these two,
+    the change grows linearly with the index of the frequency.
+
+    Attributes:
+        factor: Divisor of slow frequencies.
+        original_len: Length in tokens of the sequences in the first training.
+        fast: Limit, in turns per ``original_len`` tokens; faster frequencies stay.
+        slow: Limit, in turns per ``original_len`` tokens; slower frequencies are
+            divided by ``factor``.
+        truncate: True to round the index of the frequency at each limit, away from the
+            other limit.
+        attention_factor: Factor of rotated queries and of rotated keys. ``None`` means
+            ``0.1 * ln(factor) + 1``, but 1 if ``factor`` is less than 1.
+
+    Raises:
+        ValueError: If a value is out of range.
+
+    Example:
+        >>> round(YarnScaling(factor=4.0, original_len=4096).amplitude, 4)
+        1.1386
+    """
+
+    factor: float
+    original_len: int
+    fast: float = 32.0
+    slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        scale = self.attention_factor
+        rules = (
+            ("factor", self.factor > 0, "above 0"),
+            ("original_len", self.original_len >= 1, "at least 1"),
+            ("slow", self.slow > 0, "above 0"),
+            ("fast", self.fast > self.slow, f"above slow={self.slow}"),
+            ("attention_factor", scale is None or scale > 0, "above 0, or None"),
+        )
+        _check(self, rules)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+    def stretch(self, plain: jax.Array, theta: float) -> jax.Array:
+        """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
+
+        ``theta`` is the base of the plain frequencies.
+        """
+        half = plain.shape[0]
+
+        def index(turns: float) -> float:
+            """Returns the index at which a frequency has this number of turns."""
+            wavelength = self.original_len / turns
+            return half * math.log(wavelength / (2 * math.pi)) / math.log(theta)
+
+        low, high = index(self.fast), index(self.slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        # The upper bound is the number of features, not of frequencies, as in [4].
+        low, high = max(low, 0), min(high, 2 * half - 1)
+        high = high + 0.001 if low == high else high
+        stretched = jnp.clip((jnp.arange(half) - low) / (high - low), 0, 1)
+        return plain * (1 - stretched + stretched / self.factor)
+
+
+Scaling = RopeScaling | YarnScaling
+"""Changes of the rotation for sequences longer than in a model's first training."""
+
+
+def _check(scaling: Scaling, rules: Iterable[tuple[str, bool, str]]) -> None:
+    for name, is_met, rule in rules:
+        if not is_met:
+            kind, found = type(scaling).__name__, getattr(scaling, name)
+            raise ValueError(f"{kind}.{name} is {found!r}; it must be {rule}.")
 
 
 def frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None
+    rotary_dim: int, theta: float, scaling: Scaling | None = None
 ) -> jax.Array:
-    """Returns the frequency of each pair of features, float32 ``(head_dim / 2,)``.
+    """Returns the frequency of each pair of features, float32 ``(rotary_dim / 2,)``.
 
     The unit is radians per token.
 
     Args:
-        head_dim: Width of a head; must be even.
+        rotary_dim: Number of features of a head that rotate; must be even.
         theta: Base of the wavelengths [1].
         scaling: Stretching of the wavelengths; ``None`` does not stretch them.
     """
-    half = head_dim // 2
+    half = rotary_dim // 2
     plain = theta ** (-jnp.arange(half) / half)
-    if scaling is None:
-        return plain
-    if scaling.original_len is None:
-        return plain / scaling.factor
-    low, high = scaling.low_frequency, scaling.high_frequency
-    turns = plain * scaling.original_len / (2 * math.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return plain * (kept + (1 - kept) / scaling.factor)
+    return plain if scaling is None else scaling.stretch(plain, theta)
 
 
-def rotate(x: jax.Array, positions: jax.Array, frequencies: jax.Array) -> jax.Array:
+def rotate(
+    x: jax.Array,
+    positions: jax.Array,
+    frequencies: jax.Array,
+    amplitude: float | jax.Array = 1.0,
+) -> jax.Array:
     """Rotates queries or keys, so that scores depend only on distances [1].
 
-    Feature i and feature i + head_dim / 2 are the coordinates of a point in the plane.
-    The point is rotated by the angle ``position * frequencies[i]``, in float32 or
-    wider.
+    The first ``rotary_dim`` features of a head rotate, and the others do not change.
+    Feature i and feature i + rotary_dim / 2 are the coordinates of a point in the
+    plane. The point is rotated by the angle ``position * frequencies[i]``, in float32
+    or wider.
 
     Args:
         x: ``(batch, seq, heads, head_dim)``, queries or keys.
         positions: int ``(seq,)``, or ``(batch, seq)``.
-        frequencies: ``(head_dim / 2,)``, from `frequencies`.
+        frequencies: ``(rotary_dim / 2,)``, from `frequencies`.
+        amplitude: Factor of the features that rotate.
     """
     of_all = (None,) * positions.ndim
     angles = positions[..., None] * frequencies[of_all]  # (seq, half) or (batch, ...)
     dims = (0, 2) if positions.ndim == 1 else (2,)
     cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
     sin = jnp.expand_dims(jnp.sin(angles), dims)
+    if not isinstance(amplitude, float) or amplitude != 1.0:
+        cos, sin = cos * amplitude, sin * amplitude
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    first, second = jnp.split(wide, 2, axis=-1)
+    half = frequencies.shape[-1]
+    ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
+    first, second, *kept = jnp.split(wide, ends, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([*rotated, *kept], axis=-1).astype(x.dtype)

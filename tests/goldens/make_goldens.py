@@ -43,6 +43,15 @@ LLAMA_31 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+# With base 500,000, YaRN keeps the first wavelength, interpolates the second, and
+# stretches the other two.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 28.0,
+    "attention_factor": 1.3,
+}
 BFLOAT16 = {"dtype": "bfloat16"}
 # Each setting of a config has another value than its default in at least one family.
 GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 8, **BFLOAT16}
@@ -137,6 +146,61 @@ FAMILIES = {
         "rope_local_base_freq": 10_000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         **GEMMA,
+    },
+    "gemma": {
+        "model_type": "gemma",
+        **SIZES,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        **BFLOAT16,
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 256,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 20_000.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **BFLOAT16,
+    },
+    "olmo2": {
+        "model_type": "olmo2",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "rope_theta": 500_000.0,
+        **BFLOAT16,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "rope_theta": 500_000.0,
+        # The other rotation, of layers with a window, is not stretched.
+        "rope_scaling": YARN,
+        **BFLOAT16,
+    },
+    "smollm3": {
+        "model_type": "smollm3",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 0],
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        **BFLOAT16,
+    },
+    "granite": {
+        "model_type": "granite",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "embedding_multiplier": 0.4,
+        "residual_multiplier": 1.4,
+        "logits_scaling": 0.7,
+        "attention_multiplier": 0.5,
+        "tie_word_embeddings": True,
+        **BFLOAT16,
     },
     "smollm": {
         "model_type": "llama",

@@ -1,4 +1,4 @@
-"""The families Gemma 2 and Gemma 3."""
+"""The families Gemma, Gemma 2 and Gemma 3."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,14 +16,18 @@ _NORMS = {
 }
 
 
-def _read(settings: Values) -> Values:
+def _types(settings: Values) -> list[str]:
     # The last layer of each period is global, which means that it sees all keys.
     count = settings["num_hidden_layers"]
     period = settings["sliding_window_pattern"] or count + 1
     types = ["sliding_attention"] * count
     types[period - 1 :: period] = ["full_attention"] * (count // period)
+    return types
+
+
+def _read(settings: Values) -> Values:
     scale = settings["query_pre_attn_scalar"] ** -0.5
-    return llama.read(settings, types) | {"attention_scale": scale}
+    return llama.read(settings, _types(settings)) | {"attention_scale": scale}
 
 
 def _write(fields: Values) -> dict[str, Any]:
@@ -37,6 +41,42 @@ def _write(fields: Values) -> dict[str, Any]:
 
 
 _SIZES = {"norm_epsilon": 1e-6, "head_dim": 256, "attention_scale": 256**-0.5}
+_GEMMA_1 = _SIZES | {"vocab_size": 256_000, "seq_len": 8192}
+
+GEMMA = replace(
+    LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    parts={
+        **LLAMA.parts,
+        "activation": "geglu",
+        "tied": True,
+        "zero_centered_norm": True,
+        "scale_embedding": True,
+    },
+    marks=("zero_centered_norm",),
+    defaults={
+        **LLAMA.defaults,
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+    },
+    # In files of this family, "gelu" also means the approximation by tanh.
+    valid=llama.NEUTRAL
+    | {
+        "hidden_act": ("gelu_pytorch_tanh", "gelu"),
+        "hidden_activation": ("gelu_pytorch_tanh",),
+    },
+    write=lambda fields: llama.write(fields) | {"hidden_act": "gelu_pytorch_tanh"},
+    presets={
+        "gemma-2b": sized(_GEMMA_1, "18 2048 8 1 16384"),
+        "gemma-7b": sized(_GEMMA_1, "28 3072 16 16 24576"),
+    },
+)
+
 _GEMMA_2 = _SIZES | {
     "vocab_size": 256_000,
     "seq_len": 8192,
@@ -47,31 +87,20 @@ _GEMMA_2 = _SIZES | {
 }
 
 GEMMA2 = replace(
-    LLAMA,
+    GEMMA,
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
-    parts={
-        **LLAMA.parts,
-        "activation": "geglu",
-        "tied": True,
-        "zero_centered_norm": True,
-        "post_norms": True,
-        "scale_embedding": True,
-    },
-    marks=("zero_centered_norm",),
+    parts={**GEMMA.parts, "post_norms": True},
+    marks=("zero_centered_norm", "post_norms"),
     settings={
         **LLAMA.settings,
         "softcap": "attn_logit_softcapping",
         "logit_softcap": "final_logit_softcapping",
     },
     defaults={
-        **LLAMA.defaults,
-        "vocab_size": 256_000,
-        "max_position_embeddings": 8192,
+        **GEMMA.defaults,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
         "sliding_window_pattern": 2,
@@ -93,31 +122,16 @@ GEMMA2 = replace(
 
 
 def _read_3(settings: Values) -> Values:
-    given = settings.get("rope_parameters") or {}
-    whole = {**(given.get("full_attention") or {}), **(settings["rope_scaling"] or {})}
-    local = llama.read_rotation(
-        given.get("sliding_attention") or {},
-        {**settings, "rope_theta": settings["rope_local_base_freq"]},
-    )
-    if local["rope_scaling"] is not None:
-        raise ValueError(
-            "config.json stretches the rotation of sliding_attention, which GPT does "
-            "not support: the rope_type must be 'default'."
-        )
-    return {
-        **_read({**settings, "rope_scaling": None, "rope_parameters": None}),
-        **llama.read_rotation(whole, settings),
-        "local_rope_theta": local["rope_theta"],
-    }
+    local_theta = settings["rope_local_base_freq"]
+    found = llama.read_by_kind(settings, _types(settings), local_theta)
+    return found | {"attention_scale": settings["query_pre_attn_scalar"] ** -0.5}
 
 
 def _write_3(fields: Values) -> Values:
-    found, local = _write(fields), fields["local_rope_theta"] or fields["rope_theta"]
-    rope = {
-        "full_attention": found["rope_parameters"],
-        "sliding_attention": {"rope_type": "default", "rope_theta": local},
-    }
-    return found | {"rope_local_base_freq": local, "rope_parameters": rope}
+    found = _write(fields) | llama.write_by_kind(fields)
+    del found["hidden_act"]
+    local = found["rope_parameters"]["sliding_attention"]["rope_theta"]
+    return found | {"rope_local_base_freq": local}
 
 
 _GEMMA_3 = _SIZES | {
@@ -136,7 +150,7 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     parts={**GEMMA2.parts, "qk_norm": True},
-    marks=("zero_centered_norm", "qk_norm"),
+    marks=("zero_centered_norm", "post_norms", "qk_norm"),
     defaults={
         **GEMMA2.defaults,
         "vocab_size": 262_208,
@@ -146,7 +160,6 @@ GEMMA3 = replace(
         "final_logit_softcapping": None,
         "rope_theta": 1e6,
         "rope_local_base_freq": 10_000.0,
-        "rope_scaling": None,
     },
     read=_read_3,
     write=_write_3,
@@ -159,4 +172,4 @@ GEMMA3 = replace(
         ),
     },
 )
-FAMILIES = (GEMMA2, GEMMA3)
+FAMILIES = (GEMMA, GEMMA2, GEMMA3)

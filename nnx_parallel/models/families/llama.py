@@ -4,10 +4,11 @@ Most other families are copies of `LLAMA` with a few parts replaced.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nnx_parallel.layers.experts.routing import Experts
-from nnx_parallel.models.rotary import RopeScaling
+from nnx_parallel.models.rotary import RopeScaling, Scaling, YarnScaling
 from nnx_parallel.weights.family import Family, Values, block_entries
 from nnx_parallel.weights.names import Entry
 
@@ -19,6 +20,7 @@ NEUTRAL = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "use_bidirectional_attention": (False,),
     "partial_rotary_factor": (1.0,),
+    "quantization_config": (None,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
@@ -50,6 +52,11 @@ _QK_NORMS = {
     "attention.key_norm": "self_attn.k_norm",
 }
 
+_WIDE_QK_NORMS = {
+    "query_norm": ("(heads head_dim) -> heads head_dim", ""),
+    "key_norm": ("(kv_heads head_dim) -> kv_heads head_dim", ""),
+}
+
 
 def names(
     fields: Values, mlp: Mapping[str, str] = _MLP, norms: Mapping[str, str] = _NORMS
@@ -57,19 +64,23 @@ def names(
     """Returns the table of names; ``mlp`` and ``norms`` are names within a block."""
     layers = {**_ATTENTION, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
     biased = ("query", "key", "value") if fields["qkv_bias"] else ()
+    patterns = _WIDE_QK_NORMS if fields["wide_qk_norm"] else {}
     found = [
         ("embed.embedding", "model.embed_tokens.weight", "vocab embed -> vocab embed"),
-        *block_entries("model.layers.{}.", layers, biased),
+        *block_entries("model.layers.{}.", layers, biased, patterns),
         ("norm.scale", "model.norm.weight", "embed -> embed"),
     ]
     head = ("head.kernel", "lm_head.weight", "vocab embed -> embed vocab")
     return found if fields["tied"] else [*found, head]
 
 
-def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
+def read(
+    settings: Values, types: Sequence[str] = (), *, is_partial: bool = False
+) -> dict[str, Any]:
     """Returns the fields for rotation and windows.
 
-    ``types`` are the kinds of layers, if the file does not list them.
+    ``types`` are the kinds of layers, if the file does not list them. ``is_partial`` is
+    True for families that can rotate a part of each head.
     """
     # transformers 5 has the setting rope_parameters. Version 4 has rope_scaling, which
     # has priority in version 5 too.
@@ -83,10 +94,40 @@ def read(settings: Values, types: Sequence[str] = ()) -> dict[str, Any]:
     if name in settings:  # transformers prefers this value to the rotation's value
         rope = {**rope, name: settings[name]}
     windows = _read_windows(settings, types) if types else {}
-    return {**read_rotation(rope, settings), **windows}
+    return {**_read_rotation(rope, settings, is_partial=is_partial), **windows}
 
 
-def read_rotation(rope: Values, settings: Values) -> dict[str, Any]:
+def read_by_kind(
+    settings: Values, types: Sequence[str], local_theta: float
+) -> dict[str, Any]:
+    """Returns the fields for windows, and for a rotation for each kind of layer.
+
+    ``types`` are the kinds of layers, and ``local_theta`` is the base in layers with a
+    window, if the file does not have them.
+    """
+    given = settings.get("rope_parameters") or {}
+    older = settings.get("rope_scaling") or {}
+    whole = {**(given.get("full_attention") or {}), **older}
+    found = _read_rotation(whole, settings)
+    local = _read_rotation(
+        given.get("sliding_attention") or {}, {**settings, "rope_theta": local_theta}
+    )
+    if local["rope_scaling"] is not None:
+        raise ValueError(
+            "config.json stretches the rotation of sliding_attention, which GPT does "
+            "not support: the rope_type must be 'default'."
+        )
+    windows = _read_windows(settings, types)
+    if "layer_kinds" not in windows:  # all layers have the same rotation
+        return {**(local if windows else found), **windows}
+    if found != local:
+        found["local_rope_theta"] = local["rope_theta"]
+    return {**found, **windows}
+
+
+def _read_rotation(
+    rope: Values, settings: Values, *, is_partial: bool = False
+) -> dict[str, Any]:
     """Returns the fields of a rotation, as transformers 5 computes its values.
 
     ``rope`` has the settings of the rotation. Values that it does not have are taken
@@ -95,15 +136,24 @@ def read_rotation(rope: Values, settings: Values) -> dict[str, Any]:
     rope = {
         "rope_theta": settings.get("rope_theta", 10_000.0),
         "original_max_position_embeddings": settings["max_position_embeddings"],
+        "partial_rotary_factor": settings.get("partial_rotary_factor", 1.0),
         **rope,
     }
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    found = {
+        "rope_theta": float(rope["rope_theta"]),
+        "rope_scaling": _read_scaling(rope, settings["max_position_embeddings"]),
+    }
+    part = rope["partial_rotary_factor"]
+    if is_partial:
+        width = settings["hidden_size"] // settings["num_attention_heads"]
+        rotary_dim = int((settings.get("head_dim") or width) * part)
+        return found | {"rotary_dim": rotary_dim}
+    if part != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={part!r} in its rotation, which "
             "GPT does not support: it must be 1.0, or absent."
         )
-    theta = float(rope["rope_theta"])
-    return {"rope_theta": theta, "rope_scaling": _read_scaling(rope)}
+    return found
 
 
 _LLAMA_31_ROPE = {
@@ -111,9 +161,17 @@ _LLAMA_31_ROPE = {
     "low_frequency": "low_freq_factor",
     "high_frequency": "high_freq_factor",
 }
+_YARN = {
+    "factor": "factor",
+    "original_len": "original_max_position_embeddings",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "truncate": "truncate",
+    "attention_factor": "attention_factor",
+}
 
 
-def _read_scaling(rope: Values) -> RopeScaling | None:
+def _read_scaling(rope: Values, seq_len: int) -> Scaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -124,10 +182,46 @@ def _read_scaling(rope: Values) -> RopeScaling | None:
         # `RopeScaling` has another meaning without a length, so None must raise.
         found["original_len"] = int(found["original_len"])
         return RopeScaling(factor=rope["factor"], **found)
+    if kind == "yarn":
+        return _read_yarn(rope, seq_len)
     raise ValueError(
         f"config.json has the rope_type {kind!r}, which GPT does not support. "
-        "Supported rope_types: default, linear, llama3."
+        "Supported rope_types: default, linear, llama3, yarn."
     )
+
+
+def _read_yarn(rope: Values, seq_len: int) -> YarnScaling:
+    length = int(rope["original_max_position_embeddings"])
+    scaling = YarnScaling(
+        factor=float(rope.get("factor") or seq_len / length),
+        original_len=length,
+        fast=float(rope.get("beta_fast") or 32),
+        slow=float(rope.get("beta_slow") or 1),
+        truncate=rope.get("truncate", True),
+        attention_factor=rope.get("attention_factor"),
+    )
+    # Each weight multiplies the logarithm in the default of `attention_factor`.
+    weights = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scaling.attention_factor is not None or not all(weights):
+        return scaling
+    rise = scaling.amplitude - 1
+    ratio = (1 + weights[0] * rise) / (1 + weights[1] * rise)
+    return replace(scaling, attention_factor=ratio)
+
+
+def _write_scaling(scaling: Scaling | None) -> dict[str, Any]:
+    match scaling:
+        case None:
+            return {"rope_type": "default"}
+        case YarnScaling():
+            found = {name: getattr(scaling, ours) for ours, name in _YARN.items()}
+            given = {name: x for name, x in found.items() if x is not None}
+            return {"rope_type": "yarn", **given}
+        case RopeScaling(original_len=None):
+            return {"rope_type": "linear", "factor": scaling.factor}
+    names = _LLAMA_31_ROPE.items()
+    found = {name: getattr(scaling, ours) for ours, name in names}
+    return {"rope_type": "llama3", "factor": scaling.factor, **found}
 
 
 def read_experts(settings: Values) -> dict[str, Any]:
@@ -143,29 +237,38 @@ def read_experts(settings: Values) -> dict[str, Any]:
     return {"mlp_dim": None, "experts": experts}
 
 
-def write(fields: Values) -> dict[str, Any]:
-    """Returns the settings of rotation and windows for transformers 4.53 and later."""
+def write(fields: Values, *, is_partial: bool = False) -> dict[str, Any]:
+    """Returns the settings of rotation and windows for transformers 4.53 and later.
+
+    ``is_partial`` is True for families that can rotate a part of each head.
+    """
     theta, scaling = fields["rope_theta"], fields["rope_scaling"]
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if scaling is not None:
-        rope = {"rope_type": "linear", "factor": scaling.factor}
-        if scaling.original_len is not None:
-            rope |= {
-                name: getattr(scaling, ours) for ours, name in _LLAMA_31_ROPE.items()
-            }
-            rope["rope_type"] = "llama3"
+    rope = _write_scaling(scaling)
+    part = {"partial_rotary_factor": fields["rotary_dim"] / fields["head_dim"]}
+    part = part if is_partial else {}
     found = {
         "hidden_act": "silu",
-        # Both forms are written: transformers 4 reads the first two settings.
+        # Both forms are written: transformers 4 reads the first settings.
         "rope_theta": theta,
         "rope_scaling": None if scaling is None else rope,
-        "rope_parameters": rope | {"rope_theta": theta},
+        **part,
+        "rope_parameters": rope | {"rope_theta": theta} | part,
     }
     if (window := fields["window"]) is None:
         return found
     theirs = {ours: name for name, ours in _KINDS.items()}
     types = [theirs[kind] for kind in fields["layer_kinds"]]
     return found | {"sliding_window": window + 1, "layer_types": types}
+
+
+def write_by_kind(fields: Values) -> dict[str, Any]:
+    """Returns the settings of `write`, with a rotation for each kind of layer."""
+    found, local = write(fields), fields["local_rope_theta"] or fields["rope_theta"]
+    rope = {
+        "full_attention": found["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    return found | {"rope_parameters": rope}
 
 
 def write_experts(fields: Values) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""Frequencies and factors of rotations compared with transformers.
+
+`tests/goldens/make_rope.py` made the goldens.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from nnx_parallel.models import GPTConfig, YarnScaling, config_from_hf, config_to_hf
+from nnx_parallel.models.rotary import frequencies, rotate
+
+GOLDENS = json.loads((Path(__file__).parent / "goldens" / "rope.json").read_text())
+SIZES = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "num_hidden_layers": 1,
+    "intermediate_size": 8,
+}
+
+
+def check(config: GPTConfig, golden: dict[str, Any]) -> None:
+    scaling = config.rope_scaling
+    assert scaling is not None
+    found = frequencies(config.sizes["head_dim"], config.rope_theta, scaling)
+    np.testing.assert_allclose(found, golden["frequencies"], rtol=1e-6)
+    assert scaling.amplitude == pytest.approx(golden["amplitude"], rel=1e-12)
+
+
+@pytest.mark.parametrize("golden", GOLDENS, ids=lambda x: str(x["config"])[88:])
+def test_rotation_matches_transformers(golden: dict[str, Any]) -> None:
+    config = config_from_hf({**SIZES, **golden["config"]})
+    check(config, golden)
+    assert config_from_hf(config_to_hf(config)).fields == config.fields
+    # transformers 4 has two settings instead of one.
+    rope = dict(golden["config"]["rope_parameters"])
+    older = {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    sizes = {k: v for k, v in golden["config"].items() if k != "rope_parameters"}
+    assert config_from_hf({**SIZES, **sizes, **older}) == config
+
+
+def test_amplitude_applies_to_features_that_rotate() -> None:
+    x = jnp.ones((1, 3, 2, 8))
+    positions = jnp.arange(3)
+    found = rotate(x, positions, frequencies(4, 10_000.0), 1.5)
+    whole = rotate(x[..., :4], positions, frequencies(4, 10_000.0))
+    np.testing.assert_allclose(found[..., :4], 1.5 * whole, rtol=1e-6)
+    assert (found[..., 4:] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.0}, "YarnScaling.factor is 0.0; it must be above 0"),
+        ({"fast": 1.0}, "YarnScaling.fast is 1.0; it must be above slow=1.0"),
+        ({"attention_factor": 0.0}, "attention_factor is 0.0.*above 0, or None"),
+    ],
+)
+def test_invalid_yarn_raises(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        YarnScaling(**{"factor": 2.0, "original_len": 64, **change})  # type: ignore[arg-type]
