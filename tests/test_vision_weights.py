@@ -5,6 +5,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from nnx_parallel import (
     FSDP,
@@ -114,6 +116,24 @@ def test_logits_and_files_match_transformers(
     # The statistics of the norms were read, and training continues from them.
     losses = trainer.fit([batch] * 3, 3)["loss"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("vit", "vit."), ("resnet", "resnet.")])
+def test_folder_of_base_class_needs_a_new_head(
+    name: str, prefix: str, tmp_path: Path
+) -> None:
+    given = content(GOLDENS / name)
+    arrays = {n.removeprefix(prefix): x for n, x in given.items() if prefix in n}
+    save_file(arrays, tmp_path / "model.safetensors")
+    shutil.copy(GOLDENS / name / "config.json", tmp_path)
+    with pytest.raises(
+        WeightsError, match=r"without a head wrote it.*num_classes= for"
+    ):
+        KINDS[name].from_pretrained(tmp_path)
+    num_classes = config_of(GOLDENS / name).get("num_labels", 6)
+    found = KINDS[name].from_pretrained(tmp_path, num_classes=num_classes)
+    nnx.eval_shape(lambda: found.build_shapes(nnx.Rngs(0)))
+    assert found.tensors.keys() == {n for n in given if prefix in n}
 
 
 def test_new_head_is_initialized_for_other_classes(tmp_path: Path) -> None:

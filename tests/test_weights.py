@@ -1,6 +1,7 @@
 """Other people's weights: read onto a mesh, written from it, and refused."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.flax import save_file
 
 from nnx_parallel import FSDP
 from nnx_parallel.errors import WeightsError
@@ -320,6 +322,103 @@ def test_missing_or_unsupported_folder_raises(tmp_path: Path) -> None:
         WeightsError, match=r"It has: pytorch_model.bin. Pickled weights"
     ):
         open_tensors(tmp_path)
+
+
+Rename = Callable[[str], str | None]
+VISION = {
+    "vision_tower.vision_model.embeddings.patch.weight": np.ones((2, 3), np.float32),
+    "multi_modal_projector.weight": np.ones(3, np.float32),
+}
+
+
+def renamed(
+    path: Path,
+    family: str,
+    rename: Rename,
+    more: dict[str, np.ndarray] | None = None,
+    **wrap: Any,
+) -> Path:
+    """Writes a golden with other names; a name that becomes None is left out."""
+    arrays = {rename(n): jnp.asarray(x) for n, x in content(GOLDENS / family).items()}
+    arrays = {n: x for n, x in arrays.items() if n is not None}
+    arrays |= {n: jnp.asarray(x) for n, x in (more or {}).items()}
+    path.mkdir()
+    save_file(cast(Any, arrays), path / "model.safetensors")
+    config = json.loads((GOLDENS / family / "config.json").read_text())
+    if wrap:
+        config = {"text_config": config, **wrap}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def prefixed(before: str, after: str) -> Rename:
+    return lambda name: after + name.removeprefix(before)
+
+
+@pytest.mark.parametrize(
+    ("family", "rename"),
+    [
+        ("gpt2", prefixed("transformer.", "")),  # as published, in all sizes
+        ("smollm", prefixed("model.", "")),
+        ("llama", lambda name: name.removeprefix("model.")),
+        ("llama", lambda name: f"language_model.{name}"),
+        ("qwen3_moe", lambda name: re.sub(r"^model\.", "model.language_model.", name)),
+    ],
+)
+def test_names_with_other_prefixes_load(
+    family: str, rename: Rename, tmp_path: Path
+) -> None:
+    found = GPT.from_pretrained(renamed(tmp_path / "m", family, rename))
+    expected = GPT.from_pretrained(GOLDENS / family)
+    nnx.eval_shape(lambda: found.build_shapes(nnx.Rngs(0)))
+    used = content(GOLDENS / family)
+    assert used.keys() <= expected.tensors.keys()
+    for name in used.keys() - ({"lm_head.weight"} - found.tensors.keys()):
+        ours, theirs = found.tensors[name].view(), expected.tensors[name].view()
+        assert ours.tobytes() == theirs.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    "start", ["language_model.model.", "model.language_model.", "language_model."]
+)
+def test_only_the_language_model_of_a_larger_model_loads(
+    start: str, tmp_path: Path
+) -> None:
+    """Checks Gemma 3 4B as published, from transformers 5, and from its base class."""
+    outer = "model." if start.startswith("model.") else ""
+    more = {outer + name: x for name, x in VISION.items()}
+    rename = prefixed("model.", start)
+    folder = renamed(tmp_path / "m", "gemma3", rename, more, model_type="gemma3")
+    with pytest.warns(UserWarning, match="Left out: multi_modal_projector, vision_t"):
+        found = GPT.from_pretrained(folder)
+    nnx.eval_shape(lambda: found.build_shapes(nnx.Rngs(0)))
+    expected = GPT.from_pretrained(GOLDENS / "gemma3").tensors
+    assert found.tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found.tensors[name].view().tobytes() == tensor.view().tobytes(), name
+
+
+def test_names_that_cannot_be_read_raise(tmp_path: Path) -> None:
+    def base(name: str) -> str | None:
+        return name.removeprefix("model.") if name.startswith("model.") else None
+
+    folder = renamed(tmp_path / "base", "llama", base)
+    with pytest.raises(WeightsError, match=r"no array 'lm_head.weight'.*LlamaForCausa"):
+        GPT.from_pretrained(folder)
+    twice = {"embed_tokens.weight": np.ones((2, 2), np.float32)}
+    folder = renamed(tmp_path / "twice", "smollm", lambda name: name, twice)
+    with pytest.raises(WeightsError, match=r"'embed_tokens.weight', 'model.embed_tok"):
+        GPT.from_pretrained(folder)
+    # Only a config with a text_config may have other parts.
+    folder = renamed(tmp_path / "more", "smollm", lambda name: name, VISION)
+    with pytest.raises(
+        WeightsError, match=r"have 'multi_modal_projector.weight' and 1"
+    ):
+        GPT.from_pretrained(folder).build_shapes(nnx.Rngs(0))
+    wrap = {"model_type": "gemma3", "tie_word_embeddings": False}
+    folder = renamed(tmp_path / "tied", "smollm", lambda name: name, **wrap)
+    with pytest.raises(ValueError, match="tie_word_embeddings=False, but its text_con"):
+        GPT.from_pretrained(folder)
 
 
 def test_mismatched_config_and_files_raise(tmp_path: Path) -> None:

@@ -299,6 +299,7 @@ RESNET = Family(
     read=_read,
     write=_write,
     names=_names,
+    prefix="resnet.",
     ignored=r"\.num_batches_tracked$",
 )
 

@@ -308,7 +308,8 @@ VIT = Family(
     read=_read,
     write=_write,
     names=_names,
-    ignored=r"^vit\.pooler\.",
+    prefix="vit.",
+    ignored=r"^(vit\.)?pooler\.",
 )
 
 

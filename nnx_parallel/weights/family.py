@@ -8,6 +8,7 @@ of families, and reads and writes their files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,8 +18,9 @@ from typing import Any, ClassVar
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.errors import WeightsError, warn_user
 from nnx_parallel.weights.files import find_folder, read_config
-from nnx_parallel.weights.names import Entry
+from nnx_parallel.weights.names import Entry, rename_tensors
 from nnx_parallel.weights.pretrained import Pretrained
 from nnx_parallel.weights.quantised import read_quantization
 
@@ -47,6 +49,7 @@ class Family:
         read: Function that computes the other fields from settings.
         write: Function that computes the other settings from fields.
         names: Function that makes the table of names in files from fields.
+        prefix: Start of the names in files, except the names of the head.
         ignored: A regex for names of arrays in files that the model does not need.
         presets: Fields of published models, by name of the model.
     """
@@ -62,6 +65,7 @@ class Family:
     read: Callable[[Values], Values]
     write: Callable[[Values], Values]
     names: Callable[[Values], Sequence[Entry]]
+    prefix: str = "model."
     ignored: str
     presets: Mapping[str, Values] = field(default_factory=dict)
 
@@ -86,8 +90,7 @@ def read_fields(
         ValueError: If the file describes a model of another type, or if a setting is
             missing, has the wrong type, or is not supported.
     """
-    inner = content.get("text_config")
-    given = dict(inner if isinstance(inner, Mapping) and inner else content)
+    given = dict(_text_config(content) or content)
     kind, model = given.get("model_type"), families[0].model
     kinds = [family.model_type for family in families]
     if kind not in kinds:
@@ -117,6 +120,21 @@ def read_fields(
             f"config.json of model_type {kind!r} has a setting with a wrong type: "
             f"{error}."
         ) from error
+
+
+def _text_config(content: Values) -> Values | None:
+    """Returns the settings of a language model that is a part of another model."""
+    inner = content.get("text_config")
+    if not isinstance(inner, Mapping) or not inner:
+        return None
+    name = "tie_word_embeddings"
+    outer = {name: content[name]} if name in content else {}
+    if outer and inner.get(name, outer[name]) != outer[name]:
+        raise ValueError(
+            f"config.json has {name}={outer[name]!r}, but its text_config has "
+            f"{inner[name]!r}. Remove the one that is wrong."
+        )
+    return {**inner, **outer}
 
 
 _COUNTS = {
@@ -195,7 +213,8 @@ class Published(nnx.Module):
                 a repository, ``org/model``, if `huggingface_hub` is installed.
             dtype: Dtype of the parameters; see `Pretrained`.
             overrides: Fields of the model's config to set, such as ``remat``. If
-                ``num_classes`` differs from the files, the head gets new parameters.
+                ``num_classes`` differs from the files, or if the files have no head,
+                the head gets new parameters.
 
         Returns:
             A function for ``Trainer(model=...)``. Each device will read its shards.
@@ -204,6 +223,10 @@ class Published(nnx.Module):
             ValueError: If the config belongs to another type of model, or has a setting
                 that is not supported.
             WeightsError: If files are damaged, or if config and files disagree.
+
+        Warns:
+            UserWarning: If the folder has a model of text and images. Its language
+                model is read, and the other parts are left out.
         """
         folder = find_folder(path)
         content = read_config(folder)
@@ -211,16 +234,26 @@ class Published(nnx.Module):
         config = replace(cls.config_type(**saved), **overrides)
         fields = config.fields
         build: Any = partial(cls, config)  # called with `rngs=`
-        has_head = fields.get("num_classes") == saved.get("num_classes")
-        return Pretrained(
+        source = Pretrained(
             build,
             folder,
             family.names(fields),
             dtype=dtype,
             ignored=family.ignored,
             block_size=read_quantization(content),
-            new=None if has_head else r"^head\.",
         )
+        _rename(source, family, is_part=_text_config(content) is not None)
+        missing = _missing_heads(source, family)
+        differs = fields.get("num_classes") != saved.get("num_classes")
+        if differs or (missing and "num_classes" in overrides):
+            source.new = r"^head\."
+        elif missing:
+            remedy = ", or pass num_classes= for a new head" * ("num_classes" in fields)
+            raise WeightsError(
+                f"{str(folder)!r} has no array {missing[0]!r}, so a class without a "
+                f"head wrote it. Write it with {family.architecture}{remedy}."
+            )
+        return source
 
     @property
     def family(self) -> Family:
@@ -238,6 +271,40 @@ class Published(nnx.Module):
     def constants_in_files(self) -> dict[str, np.ndarray]:
         """Returns arrays that files must have but the model does not have, by name."""
         return {}
+
+
+def _rename(source: Pretrained, family: Family, *, is_part: bool) -> None:
+    """Gives arrays the names of the family, and drops other parts of the model."""
+    given = source.tensors
+    source.tensors, start = rename_tensors(given, source.names, family.prefix)
+    known = {theirs for _, theirs, _ in source.names}
+    others = [
+        name
+        for name in given
+        if not name.startswith(start)
+        and name not in known
+        and not re.search(family.ignored, name)
+    ]
+    if not is_part or not others:
+        return
+    for name in others:
+        del source.tensors[name]
+    parts = {name.removeprefix("model.").partition(".")[0] for name in others}
+    warn_user(
+        f"{str(source.path)!r} has a larger model than {family.architecture}. Only its "
+        f"language model is read. Left out: {', '.join(sorted(parts))} ({len(others)} "
+        "arrays)."
+    )
+
+
+def _missing_heads(source: Pretrained, family: Family) -> list[str]:
+    """Returns names of the head that the files lack, if they have the other arrays."""
+    names = [theirs for _, theirs, _ in source.names]
+    first = next((n for n in names if n.startswith(family.prefix)), "")
+    if first.replace("{}", "0") not in source.tensors:
+        return []
+    heads = [name for name in names if not name.startswith(family.prefix)]
+    return [name for name in heads if name not in source.tensors]
 
 
 _DIMS = {

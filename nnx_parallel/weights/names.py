@@ -273,6 +273,58 @@ def check_tensors(
         )
 
 
+def rename_tensors(
+    tensors: Mapping[str, Tensor], entries: Sequence[Entry], prefix: str
+) -> tuple[dict[str, Tensor], str]:
+    """Returns arrays by the names in a table, and the start of their names in files.
+
+    transformers gives the same array other names if the folder was written by a base
+    class, without a head, or if the language model is a part of another model.
+
+    Args:
+        tensors: Arrays by their names in files.
+        entries: The table, with the names that the class with a head writes.
+        prefix: Start of the names in the table, except the names of the head.
+
+    Returns:
+        The arrays, and the start. Arrays whose names have another start keep them. If
+        the files lack the first array of the table, nothing changes and the start is
+        empty.
+
+    Raises:
+        WeightsError: If the files have arrays of two language models.
+    """
+    table = [theirs for _, theirs, _ in entries if theirs.startswith(prefix)]
+    first = table[0].removeprefix(prefix).replace("{}", "0") if table else ""
+    # By start of the names without the head: start of the names with the head.
+    starts = {
+        "": "",
+        prefix: prefix,
+        "model.language_model.": "model.language_model.",
+        "language_model.": "language_model.",
+        f"language_model.{prefix}": "language_model.",
+    }
+    found = [start for start in starts if first and start + first in tensors]
+    if not found:
+        return dict(tensors), ""
+    start, parts = found[0], {n.removeprefix(prefix).partition(".")[0] for n in table}
+    outer = "language_model." if starts[start] == "language_model." else ""
+
+    def rename(name: str) -> str:
+        inner = name.removeprefix(start)
+        is_inner = name.startswith(start) and inner.partition(".")[0] in parts
+        return prefix + inner if is_inner else name.removeprefix(outer)
+
+    renamed = {rename(name): tensor for name, tensor in tensors.items()}
+    if found[1:] or len(renamed) < len(tensors):
+        names = ", ".join(repr(start + first) for start in found)
+        raise WeightsError(
+            "The files have the same array of a language model under two names, so it "
+            f"is not clear which to read. They have {names}."
+        )
+    return renamed, starts[start]
+
+
 def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
     """Yields groups of rules that share an array in files, sorted by part."""
     groups: dict[str, list[Rule]] = {}

@@ -70,6 +70,7 @@ GPT2 = Family(
     read=lambda settings: {},
     write=_write,
     names=_names,
+    prefix="transformer.",
     # Older versions also saved masks, and the head of tied models.
     ignored=r"\.attn\.(masked_)?bias$|^lm_head\.weight$",
     presets={
