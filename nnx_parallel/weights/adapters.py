@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 from flax import nnx
 
 from nnx_parallel.errors import WeightsError
-from nnx_parallel.layers.lora import AdaptedSource, lora
+from nnx_parallel.layers.lora import lora
 from nnx_parallel.sharding.model import ModelFn
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.weights.export import (
@@ -23,24 +24,37 @@ from nnx_parallel.weights.export import (
 )
 from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import Described, find_folder, open_tensors, read_config
-from nnx_parallel.weights.names import Entry, Rule, numbered_rules
+from nnx_parallel.weights.names import (
+    WEIGHTS,
+    Entry,
+    Rule,
+    numbered_rules,
+    with_numbers,
+)
 from nnx_parallel.weights.pretrained import Pretrained
 
-# These settings change the computation of an adapter. Only these values are supported.
-_NEUTRAL = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "lora_bias": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "modules_to_save": None,
-    "layer_replication": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
+_PREFIX = "base_model.model."
+"""Start of the names in PEFT's files, before the names in the base model."""
+
+_READ = {"r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"}
+"""Settings of PEFT's LoraConfig from which each adapter's rank and scale follow."""
+
+_WITHOUT_EFFECT = {
+    # The arrays in the file show which layers have adapters.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # These settings describe where the adapters come from, and how PEFT trains them.
+    *("base_model_name_or_path", "revision", "task_type", "auto_mapping"),
+    *("peft_version", "inference_mode", "lora_dropout", "runtime_config"),
+    # PEFT stores factors in one order, whichever order the kernel has.
+    "fan_in_fan_out",
+    # Only one value of another setting, which is checked, makes PEFT use these.
+    *("megatron_core", "qalora_group_size", "loftq_config", "eva_config"),
+    *("corda_config", "lora_ga_config"),
 }
+"""Settings that do not change what the adapters in a file compute."""
+
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base model's weights as they are."""
 
 
 class _ReadAdapters(Pretrained):
@@ -78,12 +92,7 @@ def load_adapters(
     """
     folder = find_folder(path)
     config = read_config(folder, "adapter_config.json")
-    for key, only in _NEUTRAL.items():
-        if (found := config.get(key, only)) not in (only, None):
-            raise WeightsError(
-                f"adapter_config.json has {key}={found!r}, which this library does "
-                f"not support: it must be {only!r}, or absent."
-            )
+    _check_settings(config)
     if names is None:
         if not isinstance(model, Pretrained):
             raise WeightsError(
@@ -93,25 +102,105 @@ def load_adapters(
         names = model.names
     file = folder / "adapter_model.safetensors"
     given = open_tensors(file)
-    entries, layers = [], []
+    entries: list[Entry] = []
+    strengths: dict[tuple[int, float], list[str]] = {}
     for kernel in (Rule.of(entry) for entry in names if entry[0].endswith(".kernel")):
-        if _name(kernel, "a").replace("{}", "0") in given:
-            factors = _factors(kernel)
-            entries += [(r.ours, r.theirs, f"{r.left} -> {r.right}") for r in factors]
-            layer = re.escape(kernel.ours.removesuffix(".kernel"))
-            layers.append(layer.replace(r"\{\}", r"\d+"))
-    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
-    if config.get("use_rslora"):  # it scales by alpha / sqrt(rank)
-        alpha *= math.sqrt(rank)
-    if not layers:
+        layers = _adapted_layers(kernel, given)
+        for layer, modules in layers.items():
+            strengths.setdefault(_strength(config, layer, modules), []).append(layer)
+        if layers:
+            entries += [
+                (r.ours, r.theirs, f"{r.left} -> {r.right}") for r in _factors(kernel)
+            ]
+    if not strengths:
         raise WeightsError(
             f"{str(file)!r} has no adapter for a layer of the model. The first arrays "
             f"in the file: {', '.join(sorted(given)[:4])}."
         )
-    adapted: AdaptedSource = lora(
-        model, targets=f"^({'|'.join(layers)})$", rank=rank, alpha=alpha
-    )
+    adapted: Any = model
+    for (rank, scale), layers in strengths.items():
+        targets = f"^({'|'.join(map(re.escape, layers))})$"
+        adapted = lora(adapted, targets=targets, rank=rank, alpha=rank * scale)
     return _ReadAdapters(adapted, file, entries)
+
+
+def _check_settings(config: Mapping[str, Any]) -> None:
+    """Checks that every setting that changes an adapter's computation is supported."""
+    if (kind := config.get("peft_type", "LORA")) != "LORA":
+        raise WeightsError(
+            f"adapter_config.json has peft_type={kind!r}, which this library does not "
+            "support: it must be 'LORA', or absent."
+        )
+    start = config.get("init_lora_weights", True)
+    if (start.lower() if isinstance(start, str) else start) not in _STARTS:
+        raise WeightsError(
+            f"adapter_config.json has init_lora_weights={start!r}, which this library "
+            "does not support, because PEFT may change the weights of the base model "
+            f"with it. Supported values: {', '.join(map(repr, _STARTS))}. For pissa, "
+            "olora, corda and lora_ga, PEFT's save_pretrained("
+            "path_initial_model_for_weight_conversion=...) writes adapters that fit "
+            "the unchanged base model."
+        )
+    known = _READ | _WITHOUT_EFFECT | {"peft_type", "init_lora_weights"}
+    for key in sorted(config.keys() - known):
+        # The value "none" is the default of the setting bias.
+        if config[key] and config[key] != "none":
+            raise WeightsError(
+                f"adapter_config.json has {key}={config[key]!r}, which this library "
+                "does not support: it must be None or empty, or absent."
+            )
+
+
+def _adapted_layers(kernel: Rule, given: Collection[str]) -> dict[str, list[str]]:
+    """Returns the adapted layers that an entry names, with their modules in PEFT.
+
+    The keys are paths of layers in our model. A stacked layer has several modules.
+    """
+    name, layer = re.escape(_name(kernel, "a")), kernel.ours.removesuffix(".kernel")
+    pattern = re.compile(name.replace(r"\{\}", r"(\d+)"))
+    found: dict[str, list[str]] = {}
+    for match in filter(None, map(pattern.fullmatch, sorted(given))):
+        modules = found.setdefault(with_numbers(layer, match), [])
+        modules.append(match[0].removeprefix(_PREFIX).removesuffix(".lora_A.weight"))
+    return found
+
+
+def _strength(
+    config: Mapping[str, Any], layer: str, modules: Sequence[str]
+) -> tuple[int, float]:
+    """Returns the rank and the scale that the modules of a layer share.
+
+    Raises:
+        WeightsError: If modules differ, or if a setting has the wrong type.
+    """
+    found = set()
+    try:
+        for module in modules:
+            rank = _matching(config.get("rank_pattern"), module, config.get("r", 8))
+            alpha = config.get("lora_alpha", 8)
+            alpha = _matching(config.get("alpha_pattern"), module, alpha)
+            is_rs = config.get("use_rslora")
+            found.add((rank, alpha / (math.sqrt(rank) if is_rs else rank)))
+    except (TypeError, AttributeError, ValueError, ArithmeticError, re.error) as error:
+        raise WeightsError(
+            "adapter_config.json has an invalid value for one of the settings "
+            f"{', '.join(sorted(_READ))}: {error}."
+        ) from error
+    if len(found) > 1:
+        raise WeightsError(
+            f"By rank_pattern or alpha_pattern, adapter_config.json gives the layers "
+            f"of `{layer}` several ranks and scales: {sorted(found)}. The layers of a "
+            "stack must have the same rank and the same scale."
+        )
+    return found.pop()
+
+
+def _matching(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Returns the value of the first pattern that matches a module, as PEFT does."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
 
 
 def save_adapters(
@@ -137,55 +226,106 @@ def save_adapters(
         dtype: Dtype that the factors are cast to; ``None`` does not cast.
 
     Raises:
-        WeightsError: If the folder is not empty, if the model has no adapters, if an
-            adapter belongs to a part of a fused kernel, or if adapters have different
-            ranks or scales.
+        WeightsError: If the folder is not empty, if the model has no adapters, or if an
+            adapter belongs to a part of a fused kernel.
     """
-    params = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
-    arrays = {dotted(path): leaf.get_value() for path, leaf in params}
-    if not arrays:
+    params = {dotted(p): x for p, x in nnx.to_flat_state(nnx.state(model, WEIGHTS))}
+    arrays = {path: leaf.get_value() for path, leaf in params.items()}
+    factors = {p for p, leaf in params.items() if isinstance(leaf, nnx.LoRAParam)}
+    if not factors:
         raise WeightsError(
             f"The {type(model).__name__} has no adapters. layers.lora adds adapters."
         )
-    rules, targets = {}, set()
-    kernels = {path.replace("lora_a", "kernel") for path in arrays}
-    for rule in numbered_rules(table_of(model, names), kernels):
+    rules: dict[str, Rule] = {}
+    strengths: dict[str, tuple[int, float]] = {}
+    found: set[str] = set()  # names of arrays of the base model
+    layers: Any = {dotted(path): module for path, module in nnx.iter_modules(model)}
+    for rule in numbered_rules(table_of(model, names), arrays):
+        if (kernel := arrays.get(rule.ours)) is None:
+            continue
+        theirs = rule.names(kernel.shape).values()
+        found.update(theirs)
         path, _, last = rule.ours.rpartition(".")
-        if last == "kernel" and f"{path}.lora_a" in arrays:
-            targets.add(rule.theirs.split(".")[-2])
+        if last == "kernel" and f"{path}.lora_a" in factors:
             rules |= {each.ours: each for each in _factors(rule)}
-    if missing := sorted(arrays.keys() - rules.keys()):
+            strength = arrays[f"{path}.lora_a"].shape[-1], layers[path].lora_scale
+            strengths |= {name.removesuffix(".weight"): strength for name in theirs}
+    if missing := sorted(factors - rules.keys()):
         raise WeightsError(f"The table of names lacks the kernel of `{missing[0]}`.")
-    modules: list[Any] = [module for _, module in nnx.iter_modules(model)]
-    scales = {m.lora_scale for m in modules if hasattr(m, "lora_scale")}
-    ranks = {x.shape[-1] for path, x in arrays.items() if path.endswith("lora_a")}
-    if len(scales) > 1 or len(ranks) > 1:
-        raise WeightsError(
-            f"Adapters have ranks {sorted(ranks)} and scales {sorted(scales)}, but a "
-            "folder can hold only one rank and one scale."
-        )
-    (rank,), (scale,) = ranks, scales
-    # PEFT has task names for text models but not for image models.
-    ends = ("ForCausalLM", "LMHeadModel")
-    is_text = isinstance(model, Published) and model.family.architecture.endswith(ends)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if is_text else None,
-        "base_model_name_or_path": base,
-        "r": rank,
-        "lora_alpha": rank * scale,
-        "target_modules": sorted(targets),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
+    config = _write_settings(model, base, strengths, found)
 
     def write_texts(folder: Path, described: list[Described]) -> None:
         write_json(folder / "adapter_config.json", config)
 
     made = describe_arrays(rules, arrays, dtype)
     save_arrays(directory, *made, write_texts, stem="adapter_model")
+
+
+def _write_settings(
+    model: nnx.Module,
+    base: str,
+    strengths: Mapping[str, tuple[int, float]],
+    names: Collection[str],
+) -> dict[str, Any]:
+    """Returns the ``adapter_config.json``.
+
+    Args:
+        model: The model.
+        base: Folder or name of the base model.
+        strengths: Rank and scale, by name of an adapted module in PEFT.
+        names: Names of all arrays of the base model.
+    """
+    # PEFT has task names for text models but not for image models.
+    ends = ("ForCausalLM", "LMHeadModel")
+    is_text = isinstance(model, Published) and model.family.architecture.endswith(ends)
+    (most, _), *others = Counter(strengths.values()).most_common()
+    ranks, alphas = {}, {}
+    for strength, _ in others:
+        group = {module for module, each in strengths.items() if each == strength}
+        for end in _shortest_ends(group, strengths.keys() - group):
+            ranks[end], alphas[end] = strength[0], math.prod(strength)
+    # A module of PyTorch contains other modules or arrays.
+    modules = {start for name in names for start in _starts(name)}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if is_text else None,
+        "base_model_name_or_path": base,
+        "r": most[0],
+        "lora_alpha": math.prod(most),
+        "rank_pattern": dict(sorted(ranks.items())),
+        "alpha_pattern": dict(sorted(alphas.items())),
+        "target_modules": _shortest_ends(strengths, modules - strengths.keys()),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _shortest_ends(modules: Collection[str], others: Collection[str]) -> list[str]:
+    """Returns ends of names that match all of some modules, and none of the others.
+
+    PEFT adapts each module whose name has one of these ends. For ``["dense"]``, it
+    would adapt all layers of a ViT with this name, in the attention and in the MLP.
+    """
+    taken = {end for module in others for end in _ends(module)}
+    fitting = (
+        next((end for end in _ends(module) if end not in taken), module)
+        for module in modules
+    )
+    return sorted(set(fitting))
+
+
+def _ends(name: str) -> list[str]:
+    """Returns the ends of a dotted name, from its last part to the complete name."""
+    parts = name.split(".")
+    return [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+
+
+def _starts(name: str) -> list[str]:
+    """Returns the starts of a dotted name, without the complete name."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
 def _factors(kernel: Rule) -> list[Rule]:
@@ -213,4 +353,4 @@ def _factors(kernel: Rule) -> list[Rule]:
 
 def _name(kernel: Rule, factor: str) -> str:
     layer = kernel.theirs.removesuffix(".weight")
-    return f"base_model.model.{layer}.lora_{factor.upper()}.weight"
+    return f"{_PREFIX}{layer}.lora_{factor.upper()}.weight"

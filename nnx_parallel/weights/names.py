@@ -162,7 +162,7 @@ def numbered_rules(entries: Sequence[Entry], paths: Collection[str]) -> list[Rul
         pattern = re.escape(rule.ours).replace(r"\{\}", r"(\d+)")
         found = [re.fullmatch(pattern, path) for path in paths if "{}" in rule.ours]
         fitting = [
-            replace(rule, ours=match[0], theirs=_with_numbers(rule.theirs, match))
+            replace(rule, ours=match[0], theirs=with_numbers(rule.theirs, match))
             for match in found
             if match
         ]
@@ -170,10 +170,11 @@ def numbered_rules(entries: Sequence[Entry], paths: Collection[str]) -> list[Rul
     return rules
 
 
-def _with_numbers(theirs: str, match: re.Match[str]) -> str:
+def with_numbers(name: str, match: re.Match[str]) -> str:
+    """Replaces each ``{}`` of a name by the next number that a regex has found."""
     for number in match.groups():
-        theirs = theirs.replace("{}", number, 1)
-    return theirs
+        name = name.replace("{}", number, 1)
+    return name
 
 
 def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, Rule]:
