@@ -24,6 +24,7 @@ from nnx_parallel.weights import (
     save_pretrained,
 )
 from nnx_parallel.weights.files import open_tensors
+from nnx_parallel.weights.names import groups_of, join_parts, rules_of
 from tests.folders import GOLDENS, STRATEGIES, check_equal, content, make_trainer
 
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -163,6 +164,73 @@ def test_user_model_loads_with_custom_names(folder: Path, names: Any) -> None:
         Pretrained(scaled, folder, longer)(nnx.Rngs(0))
 
 
+class Fused(nnx.Module):
+    """A user's model whose files hold queries, keys and values in one array."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List(
+            nnx.Dict(
+                query=nnx.LinearGeneral(8, (4, 2), rngs=rngs),
+                key=nnx.LinearGeneral(8, (1, 2), rngs=rngs),
+                value=nnx.Linear(8, 2, rngs=rngs),
+            )
+            for _ in range(2)
+        )
+
+
+FUSED = [
+    (f"layers.{{}}.{name}.{last}", f"h.{{}}.qkv.{theirs}", f"{rows}: {pattern}")
+    for name, rows, outs in (
+        ("query", "heads 0:4 of 6", "heads size"),
+        ("key", "heads 4:5 of 6", "heads size"),
+        ("value", "heads 5:6 of 6", "(heads size), heads=1 size=2"),
+    )
+    for last, theirs, pattern in (
+        ("kernel", "weight", f"(heads size) embed -> embed {outs}"),
+        ("bias", "bias", f"(heads size) -> {outs}"),
+    )
+]
+
+
+def test_unequal_parts_of_an_array_load_and_save(tmp_path: Path) -> None:
+    expected = Fused(nnx.Rngs(1))
+    save_pretrained(tmp_path / "fused", expected, names=FUSED)
+    layer: Any = expected.layers[1]
+    parts = [layer.query, layer.key, layer.value]
+    rows = [x.kernel.get_value().reshape(8, -1).T for x in parts]
+    weight = content(tmp_path / "fused")["h.1.qkv.weight"]
+    np.testing.assert_array_equal(weight, np.concatenate(rows))
+    model = FSDP(min_size=1).init(
+        Pretrained(Fused, tmp_path / "fused", FUSED), nnx.Rngs(0)
+    )
+    same = jax.tree.map(np.array_equal, nnx.state(model), nnx.state(expected))
+    assert all(jax.tree.leaves(same))
+
+
+def test_slices_of_a_dim_in_the_middle() -> None:
+    """InternLM2 groups each key's queries with the key and its value."""
+    left, sizes = "(kv each size) embed", "kv=2 size=3"
+    entries = [
+        (name, "wqkv", f"each {at} of 4: {left} -> embed (kv each size), {sizes} {n}")
+        for name, at, n in (
+            ("key", "2:3", "each=1"),
+            ("query", "0:2", "each=2"),
+            ("value", "3:4", "each=1"),
+        )
+    ]
+    shapes = {"query": (5, 12), "key": (5, 6), "value": (5, 6)}
+    rules = rules_of(entries, shapes)
+    theirs = np.arange(24 * 5).reshape(24, 5)
+    (group,) = groups_of(rules.values())
+    assert [rule.ours for rule in group] == ["query", "key", "value"]
+    dims = [rule.sizes(shapes[rule.ours]) for rule in group]
+    pairs = list(zip(group, dims, strict=True))
+    ours = [rule.to_ours(theirs, own) for rule, own in pairs]
+    assert {rule.shape_of_theirs(own) for rule, own in pairs} == {theirs.shape}
+    np.testing.assert_array_equal(ours[1].T, theirs[[6, 7, 8, 18, 19, 20]])
+    np.testing.assert_array_equal(join_parts(group, ours, dims), theirs)
+
+
 def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
     """Changes the header of a safetensors file."""
     data = path.read_bytes()
@@ -278,6 +346,26 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
         (
             [("layers.0.bias", "b", "part 1 of 2: n a -> n a"), *SCALED],
             r"'b' has the parts \[1\], for `layers.0.bias`",
+        ),
+        (
+            [("layers.0.bias", "b", "rows 0:16 of 24: rows -> rows"), *SCALED],
+            r"'b' has the entries 0:16 of 24 of rows, for `layers.0.bias`\. The entri",
+        ),
+        (
+            [
+                ("layers.0.bias", "b", "rows 0:16 of 24: rows -> rows"),
+                ("layers.1.bias", "b", "rows 14:24 of 24: rows -> rows"),
+                *SCALED[::2],
+            ],
+            r"'b' has the entries 0:16 of 24, 14:24 of 24 of rows",
+        ),
+        (
+            [
+                ("layers.0.bias", "b", "rows 0:14 of 24: rows -> rows"),
+                ("layers.1.bias", "b", "rows 14:24 of 24: rows -> rows"),
+                *SCALED[::2],
+            ],
+            r"takes the entries 0:14 of rows, but by its shape \(16,\) and its pattern",
         ),
         ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
         ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),

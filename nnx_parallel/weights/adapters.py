@@ -330,7 +330,7 @@ def _starts(name: str) -> list[str]:
 
 def _factors(kernel: Rule) -> list[Rule]:
     """Returns rules for a kernel's factors. In PEFT, A is (rank, in), B (out, rank)."""
-    if kernel.num_parts or kernel.given:
+    if kernel.num_parts or kernel.span or kernel.given:
         raise WeightsError(
             f"`{kernel.ours}` is a part of the fused kernel {kernel.theirs!r}. PEFT "
             "can adapt only the complete kernel. Merge the adapters, and use "

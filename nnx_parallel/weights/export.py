@@ -29,7 +29,14 @@ from nnx_parallel.weights.files import (
     read_config,
     write_tensors,
 )
-from nnx_parallel.weights.names import WEIGHTS, Entry, Rule, groups_of, rules_of
+from nnx_parallel.weights.names import (
+    WEIGHTS,
+    Entry,
+    Rule,
+    groups_of,
+    join_parts,
+    rules_of,
+)
 
 _COPIED = (
     "tokenizer*",
@@ -185,27 +192,27 @@ def describe_arrays(
     for group in groups_of(rules.values()):
         first = group[0]
         ours = [arrays[rule.ours] for rule in group]
-        sizes = first.sizes(ours[0].shape)
+        sizes = [rule.sizes(x.shape) for rule, x in zip(group, ours, strict=True)]
         kept = np.dtype(ours[0].dtype)
         is_cast = dtype is not None and jnp.issubdtype(kept, jnp.floating)
         written = np.dtype(jnp.dtype(dtype)) if is_cast else kept
         code_of(written)
         for index, name in first.names(ours[0].shape).items():
-            described.append((name, first.shape_of_theirs(sizes), written))
-            makes[name] = _maker(first, ours, sizes, index, written)
+            described.append((name, first.shape_of_theirs(sizes[0]), written))
+            makes[name] = _maker(group, ours, sizes, index, written)
     return described, makes
 
 
 def _maker(
-    rule: Rule,
+    rules: list[Rule],
     ours: list[jax.Array],
-    sizes: Mapping[str, int],
+    sizes: list[dict[str, int]],
     index: tuple[int, ...],
     dtype: np.dtype,
 ) -> Make:
     def make() -> np.ndarray:
         parts = [gather(x[index] if index else x) for x in ours]
-        return rule.to_theirs(parts, sizes).astype(dtype)
+        return join_parts(rules, parts, sizes).astype(dtype)
 
     return make
 

@@ -13,6 +13,10 @@ An entry is ``(our path, their name, pattern)``, such as
 - ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
   along the first dim of the pattern's result, and that ours is number 1, counted from
   0.
+- ``rows 0:32 of 48: `` before the pattern, whose dims include ``rows``, means that ours
+  is a slice of their array, whose dim ``rows`` has 48 entries. So an array in files may
+  hold parts of unequal sizes, such as the kernels of queries, keys and values:
+  ``heads 0:32 of 48: (heads size) embed -> embed heads size``.
 - If one of our dims joins several of their dims, as in
   ``embed c p q -> (p q c) embed``, the sizes of their dims follow the pattern:
   ``, p=16 q=16 c=3``. A ``1`` is a dim of their array that our array does not have.
@@ -38,8 +42,28 @@ Entry = tuple[str, str, str]
 WEIGHTS = (nnx.Param, nnx.BatchStat)
 """Types of Variables that are in files: parameters, and statistics of norms."""
 
-_PART = re.compile(r"(?:part (\d+) of (\d+): *)?(.+?) *-> *([^,]+)(?:, *(.+))?")
+_PART = re.compile(
+    r"(?:part (\d+) of (\d+): *|(\w+) (\d+):(\d+) of (\d+): *)?"
+    r"(.+?) *-> *([^,]+)(?:, *(.+))?"
+)
 _GROUP = re.compile(r"\([^)]*\)|\w+")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A slice of a dim of their array, which is our array.
+
+    Attributes:
+        dim: Name of the dim in the pattern.
+        first: Index of the first entry of ours.
+        last: Index after the last entry of ours.
+        size: Size of the dim in their array.
+    """
+
+    dim: str
+    first: int
+    last: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,8 @@ class Rule:
         num_parts: Number of parts of their array; 0 if their array holds only our
             array.
         given: Names and sizes of dims of their array that one of our dims joins.
+        span: The slice of their array that is our array; ``None`` if it is not a
+            slice.
     """
 
     ours: str
@@ -65,6 +91,7 @@ class Rule:
     part: int = 0
     num_parts: int = 0
     given: tuple[tuple[str, int], ...] = ()
+    span: Span | None = None
 
     @classmethod
     def of(cls, entry: Entry) -> Rule:
@@ -86,11 +113,13 @@ class Rule:
         if found is None:
             raise WeightsError(
                 f"The pattern of `{ours}` is {pattern!r}. It must be an einops "
-                "pattern, 'their dims -> our dims', which may follow 'part 1 of 3: '."
+                "pattern, 'their dims -> our dims', which may follow 'part 1 of 3: ' "
+                "or, if the dims include rows, 'rows 0:32 of 48: '."
             )
-        part, count, left, right, given = found.groups()
+        part, count, dim, *ends, left, right, given = found.groups()
         sizes = tuple((n, int(x)) for n, x in re.findall(r"(\w+)=(\d+)", given or ""))
-        return cls(ours, theirs, left, right, int(part or 0), int(count or 0), sizes)
+        rule = cls(ours, theirs, left, right, int(part or 0), int(count or 0), sizes)
+        return replace(rule, span=Span(dim, *map(int, ends))) if dim else rule
 
     @property
     def num_stacked(self) -> int:
@@ -135,18 +164,54 @@ class Rule:
 
         The array is a view unless the pattern joins dims.
         """
-        view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
-        return view[self.part] if self.num_parts else view
-
-    def to_theirs(self, ours: list[np.ndarray], sizes: Mapping[str, int]) -> np.ndarray:
-        """Returns their array at one index, given all of our arrays that it holds."""
-        joined = np.stack(ours) if self.num_parts else ours[0]
-        return rearrange(joined, f"{self.right} -> {self.left}", **sizes)
+        if self.span is None:
+            view = rearrange(theirs, f"{self.left} -> {self.right}", **sizes)
+            return view[self.part] if self.num_parts else view
+        dims = " ".join(self.dims)
+        whole = rearrange(theirs, f"{self.left} -> {dims}", **self._whole(sizes))
+        before = (slice(None),) * self.dims.index(self.span.dim)
+        ours = whole[(*before, slice(self.span.first, self.span.last))]
+        return rearrange(ours, f"{dims} -> {self.right}")
 
     def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of their array."""
+        sizes = self._whole(sizes)
         of_each = [re.findall(r"\w+", group) for group in _GROUP.findall(self.left)]
         return tuple(math.prod(sizes.get(n, 1) for n in names) for names in of_each)
+
+    @property
+    def dims(self) -> list[str]:
+        """Dims of their array, without the joins of the pattern."""
+        return re.findall(r"[A-Za-z_]\w*", self.left)
+
+    def _whole(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Returns the sizes of dims in their array, given the sizes in our array."""
+        return {**sizes, **({self.span.dim: self.span.size} if self.span else {})}
+
+
+def join_parts(
+    rules: Sequence[Rule],
+    ours: Sequence[np.ndarray],
+    sizes: Sequence[Mapping[str, int]],
+) -> np.ndarray:
+    """Returns their array at one index of layers and experts.
+
+    Args:
+        rules: The rules that share their array, as `groups_of` yields them.
+        ours: Our array of each rule, at this index.
+        sizes: Sizes of the dims in the pattern of each rule (`Rule.sizes`).
+    """
+    first = rules[0]
+    if first.span is None:
+        joined = np.stack(ours) if first.num_parts else ours[0]
+        return rearrange(joined, f"{first.right} -> {first.left}", **sizes[0])
+    dims = " ".join(first.dims)
+    spans = [
+        rearrange(x, f"{rule.right} -> {dims}", **own)
+        for rule, x, own in zip(rules, ours, sizes, strict=True)
+    ]
+    joined = np.concatenate(spans, axis=first.dims.index(first.span.dim))
+    return rearrange(joined, f"{dims} -> {first.left}")
 
 
 def _after(num_stacked: int) -> str:
@@ -187,14 +252,7 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
     read = numbered_rules(entries, shapes)
     rules = {rule.ours: rule for rule in read}
     for group in groups_of(read):
-        parts = [rule.part for rule in group]
-        if parts != list(range(max(group[0].num_parts, 1))):
-            ours = ", ".join(f"`{rule.ours}`" for rule in group)
-            raise WeightsError(
-                f"{group[0].theirs!r} has the parts {parts}, for {ours}. An array in "
-                "files must hold only one of our arrays, or each part from 0 on "
-                "exactly once."
-            )
+        _check_parts(group)
     if missing := sorted(shapes.keys() - rules.keys()):
         raise WeightsError(
             f"The table of names has no entry for `{missing[0]}`"
@@ -207,13 +265,51 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
             f"{suggest(unused[0], shapes)}"
         )
     for path, rule in rules.items():
-        sizes, given = rule.sizes(shapes[path]), re.findall(r"[A-Za-z]\w*", rule.left)
-        if sorted(given) != sorted(sizes):
+        sizes = rule.sizes(shapes[path])
+        if sorted(rule.dims) != sorted(sizes):
             raise WeightsError(
                 f"The pattern of `{path}` has dims ({rule.left}) on its left and "
                 f"({rule.right}) on its right. Both sides must have the same dims."
             )
+        if (span := rule.span) and sizes.get(span.dim) != span.last - span.first:
+            raise WeightsError(
+                f"The pattern of `{path}` takes the entries {span.first}:{span.last} "
+                f"of {span.dim}, but by its shape {tuple(shapes[path])} and its "
+                f"pattern it has {sizes.get(span.dim, 'no')} entries of {span.dim}."
+            )
     return rules
+
+
+def _check_parts(group: Sequence[Rule]) -> None:
+    """Checks that rules that share their array cover it exactly once.
+
+    Raises:
+        WeightsError: If they do not.
+    """
+    first, ours = group[0], ", ".join(f"`{rule.ours}`" for rule in group)
+    if first.span is None:
+        parts = [rule.part for rule in group if rule.span is None]
+        if parts != list(range(max(first.num_parts, 1))):
+            raise WeightsError(
+                f"{first.theirs!r} has the parts {parts}, for {ours}. An array in "
+                "files must hold only one of our arrays, or each part from 0 on "
+                "exactly once."
+            )
+        return
+    spans = [rule.span for rule in group if rule.span]
+    ends = [0, *(span.last for span in spans)]
+    of_each = {(rule.left, span.dim, span.size) for rule, span in zip(group, spans)}
+    if (
+        len(of_each) > 1
+        or len(spans) < len(group)
+        or [*(span.first for span in spans), first.span.size] != ends
+    ):
+        found = ", ".join(f"{span.first}:{span.last} of {span.size}" for span in spans)
+        raise WeightsError(
+            f"{first.theirs!r} has the entries {found} of {first.span.dim}, for "
+            f"{ours}. The entries must follow each other from 0 to the size, and the "
+            "left sides of the patterns must be equal."
+        )
 
 
 def check_numbers(
@@ -332,4 +428,6 @@ def groups_of(rules: Iterable[Rule]) -> Iterator[list[Rule]]:
     for rule in rules:
         groups.setdefault(rule.theirs, []).append(rule)
     for rules_of_one in groups.values():
-        yield sorted(rules_of_one, key=lambda rule: rule.part)
+        yield sorted(
+            rules_of_one, key=lambda rule: rule.span.first if rule.span else rule.part
+        )
