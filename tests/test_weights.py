@@ -203,8 +203,10 @@ def test_unequal_parts_of_an_array_load_and_save(tmp_path: Path) -> None:
     model = FSDP(min_size=1).init(
         Pretrained(Fused, tmp_path / "fused", FUSED), nnx.Rngs(0)
     )
-    same = jax.tree.map(np.array_equal, nnx.state(model), nnx.state(expected))
-    assert all(jax.tree.leaves(same))
+    pairs = zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (model, expected)), strict=True
+    )
+    assert all(np.array_equal(found, x) for found, x in pairs)
 
 
 def test_slices_of_a_dim_in_the_middle() -> None:

@@ -297,13 +297,11 @@ def _check_parts(group: Sequence[Rule]) -> None:
             )
         return
     spans = [rule.span for rule in group if rule.span]
-    ends = [0, *(span.last for span in spans)]
-    of_each = {(rule.left, span.dim, span.size) for rule, span in zip(group, spans)}
-    if (
-        len(of_each) > 1
-        or len(spans) < len(group)
-        or [*(span.first for span in spans), first.span.size] != ends
-    ):
+    kinds = {
+        (rule.left, rule.span and (rule.span.dim, rule.span.size)) for rule in group
+    }
+    starts = [*(span.first for span in spans), first.span.size]
+    if len(kinds) > 1 or starts != [0, *(span.last for span in spans)]:
         found = ", ".join(f"{span.first}:{span.last} of {span.size}" for span in spans)
         raise WeightsError(
             f"{first.theirs!r} has the entries {found} of {first.span.dim}, for "
