@@ -325,7 +325,7 @@ def test_sharding_on_mesh_of_model_is_translated() -> None:
             sharding = NamedSharding(mesh, P("rows"))
             return jax.lax.with_sharding_constraint(super().__call__(x), sharding)
 
-    with pytest.warns(match="no parameter has a dim named so"):
+    with pytest.warns(match="no parameter has a dim of this name"):
         trainer = make(lambda rngs: Own(rngs, NamedSharding(mesh, OWN)), strategy)
     text = lowered(trainer)
     assert re.search(r'sharding_constraint.*\[\{"fsdp"\}, \{"tensor"\}\]', text)
@@ -348,7 +348,7 @@ def test_unknown_axis_raises_rule_to_write(in_call: bool) -> None:
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         make(build).fit([X], num_steps=1)
     rules = (LogicalRules({"rows": "tensor"}),)
-    with pytest.warns(match="or a spec in its call, names a dim so"):
+    with pytest.warns(match="or a spec in its call, gives a dim this name"):
         mapped = make(build, Composite(TensorParallel(), rules=rules))
     assert np.isfinite(mapped.fit([X], num_steps=1)["loss"]).all()
 

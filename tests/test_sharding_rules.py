@@ -203,8 +203,8 @@ def build_unnamed(rngs: nnx.Rngs) -> nnx.Module:
 )
 def test_rule_for_misspelt_name_raises(name: str, word: str) -> None:
     message = (
-        f"LogicalRules({{{name!r}: None}}): no parameter has a dim named so. Did you "
-        f"mean {word!r}?"
+        f"LogicalRules({{{name!r}: None}}): no parameter has a dim of this name. Did "
+        f"you mean {word!r}?"
     )
     with pytest.raises(UnknownAxisError, match=re.escape(message)):
         FSDP(rules=(LogicalRules({name: None}),)).describe(build_unnamed)
@@ -220,7 +220,7 @@ def test_rule_for_misspelt_name_raises(name: str, word: str) -> None:
     ],
 )
 def test_rule_for_name_in_call_warns(name: str, hint: str) -> None:
-    message = f"or a spec in its call, names a dim so.{hint}"
+    message = f"or a spec in its call, gives a dim this name.{hint}"
     with pytest.warns(ParallelWarning, match=f"{re.escape(message)}$"):
         FSDP(rules=(LogicalRules({name: None}),)).describe(build_unnamed)
 

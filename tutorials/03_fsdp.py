@@ -183,10 +183,10 @@ assert 1.9 * sharded < gathered["ZeRO-3"] <= 2 * sharded  # forward and backward
 # %% [markdown]
 # ## One layer at a time
 #
-# To gather all parameters at once would undo the saving. FSDP gathers the parameters of one layer
-# inside the loop over layers, and drops them before the next. The last column of the table shows
-# it: ZeRO-3 gathers every parameter twice, and its temporaries are hardly larger than with the
-# others.
+# To gather all parameters at once would undo the saving. FSDP gathers the parameters of
+# one layer inside the loop over layers, and drops them before the next. The last column
+# of the table shows the effect: ZeRO-3 gathers every parameter twice, and its
+# temporaries are hardly larger than with the others.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 extra = reports["ZeRO-3"].temporary_bytes - reports["data parallel"].temporary_bytes

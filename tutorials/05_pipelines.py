@@ -264,7 +264,7 @@ start = 2 * ticks * (microbatch // half)
 forward = start + stage + microbatch % half
 backward = start + ticks + (S - 1 - stage) + microbatch % half
 rounds = Table.from_ticks(S, forward, backward, name="GPipe in two rounds")
-# Half as many inputs as GPipe, and two bubbles instead of one.
+# A stage keeps half as many inputs as under GPipe, but there are two bubbles.
 cost = rounds.simulate()
 assert cost.peak_stage_inputs == half
 assert np.isclose(cost.efficiency, M / (M + 2 * (S - 1)))

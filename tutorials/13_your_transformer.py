@@ -401,8 +401,8 @@ class Parallel(nnx.Module):
 
 
 # %% [markdown]
-# **Sequence parallelism** has no effect on the model without `constrain`. The numbers are the same as with
-# tensor parallelism, and a warning says so:
+# **Sequence parallelism** has no effect on the model without `constrain`. The numbers
+# are the same as with tensor parallelism, and a warning gives the reason:
 
 # %%
 sequence = Composite(TensorParallel(2, sequence=True), FSDP())

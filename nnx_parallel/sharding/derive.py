@@ -1,4 +1,4 @@
-"""Derives names of dims from the program of a loss, instead of from their spelling.
+"""Derives names of dims from a traced loss, not from the spelling of paths.
 
 `DimTrace` finds which dims of parameters are the same dim of the computation. Such a
 dim gets the name of hidden units, of heads or of the vocabulary if sharding it needs

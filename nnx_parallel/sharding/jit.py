@@ -156,9 +156,9 @@ def sharded_jit(
     structures converts rules to shardings (`resolve_shardings`). The program, its
     traces and its dispatch are the same as with ``jax.jit`` and these shardings.
 
-    The result is called like ``fn``, also as a method, and has ``lower``, ``trace``,
-    ``eval_shape`` and ``clear_cache`` as ``jax.jit`` has them. While ``fn`` is traced,
-    `active_mesh` and ``jax.sharding.get_abstract_mesh`` return the mesh, and
+    The result is called like ``fn``, also as a method. Like the result of ``jax.jit``,
+    it has ``lower``, ``trace``, ``eval_shape`` and ``clear_cache``. While ``fn`` is
+    traced, `active_mesh` and ``jax.sharding.get_abstract_mesh`` return the mesh, and
     `constrain` and `annotate` take effect.
 
     Args:

@@ -449,13 +449,14 @@ def check_logical_rules(rules: tuple[Rules, ...], known: Iterable[str]) -> None:
     for name, axes in logical_items(rules):
         if name in known:
             continue
-        text = f"LogicalRules({{{name!r}: {axes!r}}}): no parameter has a dim named so."
+        rule = f"LogicalRules({{{name!r}: {axes!r}}})"
+        text = f"{rule}: no parameter has a dim of this name."
         for word in sorted(known):
             if _is_misspelt(name, word):
                 raise UnknownAxisError(f"{text} Did you mean {word!r}?")
         warn_user(
             f"{text} The rule has an effect only where the model's constrain, or a "
-            f"spec in its call, names a dim so.{suggest(name, known)}",
+            f"spec in its call, gives a dim this name.{suggest(name, known)}",
             ParallelWarning,
         )
 

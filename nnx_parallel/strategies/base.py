@@ -96,7 +96,7 @@ class Strategy(abc.ABC):
     def layout(self, mesh: Mesh | None = None) -> Layout:
         """Returns the strategy's claims on a mesh, by default one over all devices.
 
-        The axes of the layout's mesh are Auto, also if the axes of ``mesh`` are
+        The axes of the layout's mesh are Auto, even if the axes of ``mesh`` are
         Explicit.
 
         Raises:

@@ -15,12 +15,12 @@ from nnx_parallel.strategies.base import Strategy
 class ContextParallel(Strategy):
     """Context parallelism: the axis ``context`` splits the tokens of each sequence.
 
-    A device keeps ``1 / size`` of all activations, so that ``size`` times longer
-    sequences fit; the batch is not split. The model is written as for one device. All
-    layers except attention work token by token. Attention sends keys and values over
-    the axis, in the way that ``exchange`` selects, and computes the same numbers as on
-    one device. Under causal masks devices exchange halves of their tokens before and
-    after attention, so that all devices have the same work.
+    A device keeps ``1 / size`` of all activations, so sequences can be ``size`` times
+    as long; the batch is not split. The model is written as for one device. All layers
+    except attention work token by token. Attention sends keys and values over the axis,
+    in the way that ``exchange`` selects, and computes the same numbers as on one
+    device. Under causal masks devices exchange halves of their tokens before and after
+    attention, so that all devices have the same work.
 
     Each device sees only its tokens, so gradients are summed over the axis. With `FSDP`
     the axis splits the training state too: a parameter is gathered over both axes

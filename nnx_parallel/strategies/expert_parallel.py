@@ -34,14 +34,15 @@ class ExpertParallel(Strategy):
         size: Number of parts, which must divide the number of experts; ``None`` uses
             all remaining devices.
         exchange: How tokens reach their experts. ``gather``: tokens of all devices are
-            gathered, each device computes the rows of its experts, and their
-            outputs are summed and scattered. ``ragged``: ``jax.lax.ragged_all_to_all``
-            sends each row to the device of its expert and back. It sends less if a
-            token goes to fewer experts than there are other devices; JAX does not
-            implement it for CPUs. ``None`` applies this rule; `describe` shows the
-            choice and its reason. With either exchange, a device has room for a quarter
-            more rows than an even share. If it receives more rows, it computes the
-            remaining rows in further rounds, in the forward and in the backward pass.
+            gathered, each device computes the rows of its experts, and their outputs
+            are summed and scattered. ``ragged``: ``jax.lax.ragged_all_to_all`` sends
+            each row to the device of its expert and back. It sends less if a token goes
+            to fewer experts than there are other devices; JAX does not implement it for
+            CPUs. ``None`` takes ``ragged`` if the platform has it and it sends less,
+            and otherwise ``gather``; `describe` shows the choice and its reason. With
+            either exchange, a device has room for a quarter more rows than an even
+            share. If it receives more rows, it computes the remaining rows in further
+            rounds, in the forward and in the backward pass.
         rules: Explicit rules for single arrays.
 
     Raises:

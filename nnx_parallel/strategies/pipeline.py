@@ -27,11 +27,11 @@ class Pipeline(Strategy):
     Attributes:
         size: Number of stages. If it does not divide the number of layers, some stages
             have one layer less and wait for the others; `Table.simulate` gives the
-            cost. Then each array of the stack is split along another dim, and a device
-            stores ``1 / size`` of it. Once per step the device sends its part (in the
-            dtype of the computation) to the stages that run these layers, and receives
-            the gradients of its part. During the step, each stage holds a copy of its
-            layers' parameters.
+            cost. In this case each array of the stack is split along another dim, and a
+            device stores ``1 / size`` of it. Once per step the device sends its part
+            (in the dtype of the computation) to the stages that run these layers, and
+            receives the gradients of its part. During the step, each stage holds a copy
+            of its layers' parameters.
         schedule: `GPipe`, `OneFOneB`, `Interleaved` or `ZeroBubble`, which cite their
             papers; another `Schedule`; or a `Table`.
         stash: The values that a stage keeps for a microbatch between the forward and

@@ -360,9 +360,9 @@ def _is_auto(names: Any, sample: Any) -> bool:
     is_auto = isinstance(names, str) and names == "auto"
     if is_auto and sample is None:
         raise ValueError(
-            "names='auto' derives names from the program of the loss, which needs the "
-            "shapes of a batch: pass sample=, a batch as fit takes it or its shapes, "
-            "such as {'tokens': jax.ShapeDtypeStruct((8, 1025), 'int32')}."
+            "names='auto' derives names from a trace of the loss, and the trace needs "
+            "the shapes of a batch: pass sample=, a batch as fit takes it or its "
+            "shapes, such as {'tokens': jax.ShapeDtypeStruct((8, 1025), 'int32')}."
         )
     if sample is not None and not is_auto:
         raise ValueError("sample= is only read with names='auto'. Leave it out.")

@@ -187,7 +187,7 @@ def _shapes_of(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 class _Known:
-    """A dict key for a function, by equality, or by identity if it is unhashable."""
+    """A dict key for a function: compares by equality, or by identity if unhashable."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function

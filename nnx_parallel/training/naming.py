@@ -43,7 +43,7 @@ def named_model(
     layout: Layout,
     **kinds: Any,
 ) -> tuple[nnx.Module, ModelDef | None]:
-    """Returns an abstract model whose dims are named as a Trainer's arguments say.
+    """Returns an abstract model with names for its dims, from a Trainer's arguments.
 
     Args:
         source: The model, or the function that builds it.
@@ -95,7 +95,7 @@ def name_by_loss(
         batch: A global batch, or its shapes.
         layout: The layout; a name is derived only if its axes divide the dim.
         wrt: Filter of the Variables that are trained; with several players, a dict of
-            them by player.
+            filters by player.
         precision: The dtypes.
     """
     model = unnamed.copy()

@@ -140,7 +140,7 @@ class _Columns:
         return len(self._columns[self._index])
 
     def append(self, index: int, values: Values) -> None:
-        """Adds a row. Missing values are NaN, and a new name's earlier values too."""
+        """Adds a row. Missing values and the earlier values of a new name are NaN."""
         for name in values:
             if name not in self._columns:
                 self._columns[name] = array("d", itertools.repeat(math.nan, len(self)))

@@ -91,7 +91,7 @@ class Trainer:
             plain NNX.
         optimizer: An Optax transformation, or a function that takes the abstract model
             and returns a transformation (for masks and dimension numbers). It can also
-            be `Players`, with a loss and an optimizer each; then leave ``loss`` out.
+            be `Players`, each with a loss and an optimizer; then leave ``loss`` out.
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
             scalar or a `Mean`, or a tuple ``(loss, metrics)`` of such a loss and a dict
             of scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
@@ -105,8 +105,8 @@ class Trainer:
         seed: Seed of the parameters and of every random stream; 32 bits.
         wrt: Filter of the Variables that are trained.
         names: Names of the model's dims, for a model that has no names. ``"auto"``
-            derives them from the program of the loss; a `PathNames` gives them by path.
-            Names in the model and rules of the strategy come first.
+            derives them from the traced loss; a `PathNames` gives them by path. Names
+            in the model and rules of the strategy take precedence.
         sample: For ``names="auto"``: a batch such as `fit` takes, or the shapes of a
             batch (``jax.ShapeDtypeStruct``). The values are not used.
         precision: The dtypes of parameters, computation and gradients.

@@ -404,7 +404,7 @@ class _Judge:
     """Compares one run with others, up to the effect of rounding on its arrays.
 
     Attributes:
-        own: The run.
+        own: The run to compare with others.
         before: The state before the step, on the host, by path.
     """
 
