@@ -227,7 +227,7 @@ def _plan() -> Marks:
 CARDS = {
     1: Card("Name the devices, and say who holds which block of an array.", _meshes),
     2: Card(
-        "Train on handwritten digits: eight devices give the numbers of one.",
+        "Train on handwritten digits: eight devices compute the numbers of one.",
         _data_parallel,
         (1,),
     ),

@@ -106,7 +106,7 @@ EXAMPLES = (
         name="ResNet-50",
         build=lambda rngs: ResNet(ResNetConfig.resnet50(), rngs=rngs),
         strategy=DataParallel(8),
-        why="The state is small against the activations: sharding it gains nothing.",
+        why="The activations are much larger than the state: sharding it gains nothing.",
     ),
     Example(
         name="GPT-2 Medium",
@@ -137,13 +137,13 @@ EXAMPLES = (
         name="Llama 3 8B, 131,072 tokens",
         build=gpt(published("llama-3-8b", seq_len=131_072)),
         strategy=Composite(FSDP(16), ContextParallel(4)),
-        why="A row does not fit on a device; those that share one share the state too.",
+        why="A row does not fit on one device. Devices share it, and share the state too.",
     ),
     Example(
         name="Mixtral 8x7B",
         build=gpt(published("mixtral-8x7b")),
         strategy=Composite(FSDP(8), ExpertParallel(8)),
-        why="Each device of a machine has one expert of a layer; tokens stay inside.",
+        why="Each device of a machine has one expert; tokens stay within the machine.",
     ),
     Example(
         name="GPT-3 175B",

@@ -104,7 +104,7 @@ trainer.fit(Batches(index, count), num_steps=12)
 """
 
 # %% [markdown]
-# ## Two processes give the numbers of one
+# ## Two processes compute the same numbers as one
 #
 # In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. `launch`
 # starts the processes and prefixes each line of output with the number of the process that wrote
