@@ -106,7 +106,7 @@ EXAMPLES = (
         name="ResNet-50",
         build=lambda rngs: ResNet(ResNetConfig.resnet50(), rngs=rngs),
         strategy=DataParallel(8),
-        why="The activations are much larger than the state: sharding it gains nothing.",
+        why="The activations are much larger: sharding the state gains nothing.",
     ),
     Example(
         name="GPT-2 Medium",
@@ -137,7 +137,7 @@ EXAMPLES = (
         name="Llama 3 8B, 131,072 tokens",
         build=gpt(published("llama-3-8b", seq_len=131_072)),
         strategy=Composite(FSDP(16), ContextParallel(4)),
-        why="A row does not fit on one device. Devices share it, and share the state too.",
+        why="A row does not fit on one device, so devices share it, and the state too.",
     ),
     Example(
         name="Mixtral 8x7B",
