@@ -196,11 +196,12 @@ assert ratio >= 1
 # %% [markdown]
 # ## Ask a compiler
 #
-# Formulas only estimate the temporaries that a compiler makes. If there is a compiler for the
-# target, `plan` compiles the best candidates, each in a separate process, and reads memory, FLOPs
-# and transfers off the program. The compiler for TPUs comes with
-# `pip install 'nnx-parallel[tpu-compiler]'` and runs on this laptop: leave out `compile=0`. A
-# compiler for simulated CPU devices is always available, so here is a small GPT for eight of them.
+# Formulas only estimate the temporaries that a compiler makes. If there is a compiler
+# for the target, `plan` compiles the best candidates, each in a separate process, and
+# reads memory, FLOPs and transfers from the program. The compiler for TPUs comes with
+# `pip install 'nnx-parallel[tpu-compiler]'` and runs on this laptop: leave out
+# `compile=0`. A compiler for simulated CPU devices is always available, so here is a
+# small GPT for eight of them.
 
 # %%
 small = GPTConfig.tiny(num_layers=4, embed_dim=64, seq_len=64)
