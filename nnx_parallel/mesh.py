@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import flax
@@ -62,6 +63,20 @@ if TYPE_CHECKING:
     from jaxlib._jax import Device
 else:
     Device = jax.Device
+
+
+# Flax, JAX and this library's placement read only these attributes of a device.
+@dataclass(frozen=True)
+class StandIn:
+    """Stands in for an absent device, in meshes and shardings of shapes."""
+
+    id: int
+    platform: str
+    device_kind: str
+    slice_index: int
+    process_index: int = 0
+    client: object = None
+
 
 # The first axis may use the slowest interconnect, and the last axis needs the fastest.
 # So the axes are ordered by their communication in a step, the least first: a pipeline

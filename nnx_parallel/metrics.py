@@ -23,8 +23,8 @@ RESERVED_METRICS = (
     *("step", "time", "loss", "grad_norm", "learning_rate"),
     *("loss_scale", "lost_updates", "skipped"),
     *("compile_seconds", "data_wait_seconds", "step_seconds"),
-    *("examples_per_second", "tokens_per_second", "tflops_per_device", "mfu"),
-    "device_memory_bytes",
+    *("examples_per_second", "tokens_per_second", "tokens_per_second_per_device"),
+    *("tflops_per_device", "mfu", "hfu", "device_memory_bytes"),
 )
 """Names of the values that a run itself reports; the loss's metrics cannot use them."""
 

@@ -304,6 +304,11 @@ def test_narrow_terminal_keeps_main_metrics(columns: int, shown: list[str]) -> N
         ({"loss": 0.0}, "loss  0.000"),
         ({"tokens_per_second": 1_254_000.0}, "1.25M tok/s"),
         ({"tokens_per_second": 999.0}, "  999 tok/s"),
+        (
+            {"tokens_per_second": 999.0, "tokens_per_second_per_device": 499.5},
+            "  999 tok/s total ·   500 tok/s per device",
+        ),
+        ({"mfu": 0.412, "hfu": 0.55}, "41% MFU · 55% HFU"),
         ({"examples_per_second": 31.25}, " 31.2 rows/s"),
         ({"step_seconds": 12.34}, " 12.3 s/step"),
         ({"step_seconds": 0.0042}, "4.20 ms/step"),

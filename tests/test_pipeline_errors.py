@@ -11,6 +11,7 @@ from flax import nnx
 from nnx_parallel import (
     Composite,
     DataParallel,
+    GPipe,
     Interleaved,
     Mean,
     OneFOneB,
@@ -21,6 +22,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PipelineError, ScheduleError, StackError
 from nnx_parallel.layers import Stack
+from nnx_parallel.schedules.schedules import Fixed
 from tests.pipelines import assert_like_one_device, make_trainer
 
 WIDTH = 8
@@ -381,3 +383,24 @@ def test_stack_of_wrong_type_raises() -> None:
     message = r"Pipeline\(stack=3\): it must be the path of a Stack of the model"
     with pytest.raises(TypeError, match=message):
         Pipeline(2, stack=stack)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count", "text"),
+    [
+        (OneFOneB(), 1, "with 1 microbatch, 2 stages wait 50% of the time; "
+         "num_microbatches=8 makes it 11%"),
+        (GPipe(), 2, "with 2 microbatches, 2 stages wait 33% of the time; "
+         "num_microbatches=8 makes it 11%"),
+        (OneFOneB(), 8, ""),
+        (Fixed(OneFOneB().table(2, 1)), 1, ""),
+    ],
+)  # fmt: skip
+def test_start_of_run_names_enough_microbatches(
+    schedule: Schedule, count: int, text: str
+) -> None:
+    strategy = Pipeline(2, schedule)
+    trainer = make_trainer(Model, once, strategy, num_microbatches=count)
+    shown = trainer._repr_html_()
+    assert text in shown
+    assert ("pipeline</td>" in shown) == bool(text)

@@ -34,10 +34,15 @@ from nnx_parallel.plan import (
     save,
 )
 from nnx_parallel.plan.candidates import enumerate_candidates
-from nnx_parallel.plan.costs import Facts, count_jaxpr_flops, count_model_flops
+from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.estimate import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
+from nnx_parallel.training.model_flops import (
+    count_jaxpr_flops,
+    count_model_flops,
+    one_device,
+)
 from nnx_parallel.training.step import StepOptions, make_train_step
 from nnx_parallel.training.trainer import Trainer
 from tests.plans import MODELS, PIPELINED, STRATEGIES, gpt, shape
@@ -122,7 +127,9 @@ def test_model_flops_are_six_per_parameter_and_token() -> None:
     seq, layers = config.seq_len, config.num_layers
     products = config.num_params - config.vocab_size * config.embed_dim
     expected = 6 * products + 12 * layers * config.embed_dim * seq  # PaLM, appendix B
-    found = count_model_flops(Parts.of(trainer, {"tokens": tokens})) / seq
+    parts = Parts.of(trainer, {"tokens": tokens})
+    plan = parts.on(one_device())
+    found = count_model_flops(plan, parts.loss, parts.batch) / (8 * seq)
     assert found == pytest.approx(expected, rel=1e-3)
 
 

@@ -9,16 +9,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 from nnx_parallel.errors import NonFiniteLossError
+from nnx_parallel.layers import Stack
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers import Logger, LoggerGroup
+from nnx_parallel.strategies import DataParallel
 from nnx_parallel.training.recorder import (
+    PEAK_FLOPS,
     Recorder,
     Throughput,
     count_tokens,
     peak_flops,
 )
+from nnx_parallel.training.trainer import Trainer
 
 
 class Memory(Logger):
@@ -186,7 +193,8 @@ def test_log_every_affects_only_loggers() -> None:
 
 
 def throughput(**options: Any) -> Throughput:
-    settings = {"num_rows": 8, "num_tokens": 64, "flops_per_device": 4e12}
+    settings = {"num_rows": 8, "num_tokens": 64, "num_devices": 2}
+    settings |= {"model_flops": 8e12, "hardware_flops": 5e12}
     return Throughput(**(settings | {"device": jax.devices()[0]} | options))
 
 
@@ -205,9 +213,12 @@ def test_rates_follow_step_seconds() -> None:
     assert rates["step_seconds"] == 0.5
     assert rates["examples_per_second"] == 16
     assert rates["tokens_per_second"] == 128
+    assert rates["tokens_per_second_per_device"] == 64
+    assert "tokens_per_second_per_device" not in throughput(num_devices=1).rates(0.5)
     assert rates["tflops_per_device"] == 8
-    assert "mfu" not in rates  # the peak FLOPs of a CPU are unknown
-    unknown = throughput(num_tokens=None, flops_per_device=None).rates(0.5)
+    # The peak FLOPs of a CPU are unknown.
+    assert {"mfu", "hfu"}.isdisjoint(rates)
+    unknown = throughput(num_tokens=None, model_flops=None).rates(0.5)
     assert {"tokens_per_second", "tflops_per_device"}.isdisjoint(unknown)
 
 
@@ -221,10 +232,46 @@ class Accelerator:
         return {"peak_bytes_in_use": 5}
 
 
-def test_mfu_is_share_of_peak() -> None:
+def test_mfu_and_hfu_are_shares_of_peak() -> None:
     rates = throughput(device=Accelerator("TPU v5 lite")).rates(0.5)
     assert rates["mfu"] == pytest.approx(8e12 / 197e12)
+    assert rates["hfu"] == pytest.approx(10e12 / 197e12)
     assert rates["device_memory_bytes"] == 5
+
+
+def test_remat_changes_hfu_but_not_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEAK_FLOPS, "cpu", 1e12)
+    rows, width, layers = 8, 16, 3
+    product = 2 * rows * width * 4 * width  # FLOPs of one of a block's two products
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+            self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    def flops(remat: Remat) -> tuple[float, float]:
+        """The FLOPs behind MFU and HFU."""
+        trainer = Trainer(
+            lambda rngs: Stack.of([Block(rngs) for _ in range(layers)]),
+            optax.sgd(1e-3),
+            lambda model, batch: jnp.mean(model(batch) ** 2),
+            strategy=DataParallel(2),
+            devices=jax.devices()[:2],
+            remat=remat,
+            loggers=(),
+        )
+        batch = np.ones((rows, width), np.float32)
+        last = trainer.fit([batch] * 2, num_steps=2)
+        seconds = 2e12 * last["step_seconds"][-1]
+        return last["mfu"][-1] * seconds, last["hfu"][-1] * seconds
+
+    (mfu, hfu), (mfu_full, hfu_full) = flops("none"), flops("full")
+    assert mfu == pytest.approx(mfu_full) == pytest.approx(3 * layers * 2 * product)
+    # Only `up` is computed again: the gradient does not need the output of `down`.
+    assert hfu_full - hfu == pytest.approx(layers * product)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,22 @@ def _memory(metrics: Metrics) -> str:
     return f"memory {format_bytes(metrics['device_memory_bytes'])}{of_all}"
 
 
+def _tokens(metrics: Metrics) -> str:
+    speed = f"{_count(metrics['tokens_per_second']):>5} tok/s"
+    return speed + " total" * ("tokens_per_second_per_device" in metrics)
+
+
+def _tokens_each(metrics: Metrics) -> str:
+    return f"{_count(metrics['tokens_per_second_per_device']):>5} tok/s per device"
+
+
 # The Trainer's metrics, in the order in which the line shows them after the loss's
 # metrics. On a narrow terminal, the metrics with the highest rank are dropped first.
 _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
     "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
     "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
-    "tokens_per_second": (2, lambda m: f"{_count(m['tokens_per_second']):>5} tok/s"),
+    "tokens_per_second": (2, _tokens),
+    "tokens_per_second_per_device": (7, _tokens_each),
     "examples_per_second": (
         2,
         lambda m: f"{_count(m['examples_per_second']):>5} rows/s",
@@ -36,6 +46,7 @@ _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
     "step_seconds": (7, lambda m: f"{_duration(m['step_seconds']):>7}/step"),
     "device_memory_bytes": (6, _memory),
     "mfu": (5, lambda m: f"{m['mfu']:>3.0%} MFU"),
+    "hfu": (8, lambda m: f"{m['hfu']:>3.0%} HFU"),
 }
 _CLOCK_RANK, _OWN_RANK = 1, 3
 _NOT_SHOWN = {
@@ -51,10 +62,11 @@ class ConsoleLogger:
 
         step  120/1000 ━━━━╸━━━━━━━━━━ 12% loss  2.413 · 48.2k tok/s · 4:32 left
 
-    If the line does not fit, values are dropped in this order: learning rate, seconds
-    per step, memory, MFU, the gradient's norm, and the loss's other metrics. If the
-    output is not a terminal, a plain line with all metrics is printed every ``every``
-    steps. In both cases, each evaluation and each message gets a separate line.
+    If the line does not fit, values are dropped in this order: HFU, learning rate,
+    tokens per second per device, seconds per step, memory, MFU, the gradient's norm,
+    and the loss's other metrics. If the output is not a terminal, a plain line with all
+    metrics is printed every ``every`` steps. In both cases, each evaluation and each
+    message gets a separate line.
 
     Args:
         every: Number of steps from one plain line to the next.

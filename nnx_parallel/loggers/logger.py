@@ -29,7 +29,8 @@ class Logger(Protocol):
     """Receives the metrics and messages of a run.
 
     Metrics are scalars on the host, such as ``loss``, ``grad_norm``, ``learning_rate``,
-    ``step_seconds``, ``tokens_per_second``, ``mfu``, ``eval_loss``. Steps count from 1:
+    ``step_seconds``, ``tokens_per_second`` (of all devices), ``mfu``, ``hfu``,
+    ``eval_loss``. Steps count from 1:
     the first update is step 1.
 
     A logger with an attribute ``logs_layers = True`` also gets metrics of each layer,

@@ -48,7 +48,7 @@ from nnx_parallel.pipeline.prologue_epilogue import (
 from nnx_parallel.pipeline.stage import Stage, Stash
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.programs import trace
-from nnx_parallel.schedules.schedules import Schedule
+from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.table import Table, plan_buffers
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Execution
@@ -97,6 +97,27 @@ class PipelineSchedule(Execution):
     def describe(self, model: nnx.Module, mesh: Mesh) -> tuple[str, ...]:
         """Returns notes on uneven shares of layers and on stacks outside the stages."""
         return describe_stacks(model, self.stack, self._parts(mesh))
+
+    def describe_waits(self, mesh: Mesh, num_microbatches: int) -> str:
+        """Returns a bubble of more than a quarter, and the `num_microbatches` to write.
+
+        It is four microbatches per stage.
+        """
+        size = mesh.shape[self.axis]
+        better = 4 * size
+        if num_microbatches >= better or isinstance(self.schedule, Fixed):
+            return ""
+        now, then = (
+            self.schedule.table(size, count).simulate().bubble
+            for count in (num_microbatches, better)
+        )
+        if now <= 1 / 4:
+            return ""
+        return (
+            f"with {num_microbatches} microbatch{'es' * (num_microbatches > 1)}, "
+            f"{size} stages wait {now:.0%} of the time; "
+            f"num_microbatches={better} makes it {then:.0%}"
+        )
 
     def _parts(self, mesh: Mesh) -> tuple[int, int]:
         """Returns the number of stages, and the number of chunks per stage."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,17 @@ import jax.extend.core as jex
 from flax import nnx
 
 from nnx_parallel.layers.experts.moe import MoE
-from nnx_parallel.layers.stack.scan import Remat, default_remat
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.layers.stack.stack import Stack
-from nnx_parallel.metrics import split_loss_output
-from nnx_parallel.plan.parts import Parts, one_device
+from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
-from nnx_parallel.programs import carried_by_scan, inline, needed, variables_in, walk
-from nnx_parallel.sharding.constrain import using
-from nnx_parallel.training.step import call_loss
+from nnx_parallel.programs import carried_by_scan, variables_in, walk
+from nnx_parallel.training.model_flops import (
+    count_jaxpr_flops,
+    count_model_flops,
+    loss_of_arrays,
+    one_device,
+)
 
 _ROWS = 7919  # a prime that is unlikely to be the size of a layer
 
@@ -77,7 +80,9 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     # cuDNN cannot be traced where it is missing. Plain operations keep about as many
     # bytes as it does.
     traced = "described" if platform == "gpu" else platform
-    objective, given = _objective(parts.with_rows(_ROWS), remat, traced)
+    parts = parts.with_rows(_ROWS)
+    plan = parts.on(one_device(traced))
+    objective, given = loss_of_arrays(plan, parts.loss, parts.batch, remat)
 
     def forward(params: dict, *rest: Any) -> Any:
         return jax.vjp(lambda p: objective(p, *rest), params)
@@ -105,7 +110,7 @@ class Facts:
     Attributes:
         parts: The model, its loss and the batch.
         rows: Costs of a row by remat policy.
-        model_flops: FLOPs of a row without recomputation.
+        model_flops: The model's FLOPs for a row (`count_model_flops`).
         model: The abstract model.
     """
 
@@ -133,53 +138,14 @@ class Facts:
         # is recomputed.
         wanted: list[Remat] = [*dict.fromkeys((*remats, "none"))]
         named = parts.named_on(one_device())
+        some = named.with_rows(_ROWS)
+        plan = some.on(one_device())
         return cls(
             parts=parts,
             rows={remat: trace_costs(named, remat, platform) for remat in wanted},
-            model_flops=count_model_flops(named),
+            model_flops=count_model_flops(plan, some.loss, some.batch) / _ROWS,
             model=named.rebuilt(),
         )
-
-
-def count_model_flops(parts: Parts) -> float:
-    """Counts a row's FLOPs, three times its forward pass, without recomputation.
-
-    They are counted in plain operations, even if the step runs a kernel. The masked
-    scores of attention are included. MFU is computed from this number [1].
-
-    References:
-        [1] Chowdhery et al., "PaLM", 2022, appendix B,
-        https://arxiv.org/abs/2204.02311
-    """
-    objective, given = _objective(parts.with_rows(_ROWS), "none", "described")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        forward = jax.make_jaxpr(objective)(*given).jaxpr
-    return 3 * count_jaxpr_flops(forward) / _ROWS
-
-
-def _objective(
-    parts: Parts, remat: Remat, platform: str
-) -> tuple[Callable[..., Any], tuple]:
-    """Returns the loss as a function of arrays, and the shapes of its arguments."""
-    plan = parts.on(one_device(platform))
-    state = plan.abstract
-
-    def objective(params: dict, variables: dict, batch: Any, key: Any) -> Any:
-        with using(plan.layout), default_remat(remat):
-            model = plan.merge(params, variables, training=True)
-            output = call_loss(plan.precision, parts.loss, model, batch, key)
-            mean, _ = split_loss_output(output)
-            return mean.value
-
-    arrays = map(_unplaced, (state.params, state.variables))
-    key = jax.ShapeDtypeStruct(state.key.shape, state.key.dtype)
-    return objective, (*arrays, parts.batch, key)
-
-
-def _unplaced(tree: Any) -> Any:
-    # JAX would refuse shardings on a mesh other than the mesh of the trace.
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
@@ -225,85 +191,3 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
     if not shapes:
         return 1, max((r.dims[-1] for r in residuals if r.dims), default=1)
     return max(shapes, key=lambda shape: shapes[shape])
-
-
-def count_jaxpr_flops(jaxpr: Any) -> float:
-    """Counts FLOPs of products and convolutions of a jaxpr, in all trips of loops.
-
-    A conditional counts as its most expensive branch, and a loop of unknown length as
-    one iteration. Equations that no output needs do not count.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> x = jnp.ones((4, 8))
-        >>> count_jaxpr_flops(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
-        256.0
-    """
-    # A kernel's equations write to references. The jaxpr has no outputs, so `needed`
-    # would drop all equations.
-    if not jaxpr.outvars:
-        return sum(map(_eqn_flops, jaxpr.eqns))
-    # Calls are inlined, because the recomputation in a gradient has outputs that
-    # nothing reads.
-    body = inline(jaxpr)
-    return sum(map(_eqn_flops, needed(body.eqns, body.outvars)))
-
-
-def _eqn_flops(eqn: jex.JaxprEqn) -> float:
-    name, params = eqn.primitive.name, eqn.params
-    if rule := _PRODUCTS.get(name):
-        return rule(eqn)
-    inner = list(jex.jaxprs_in_params(params))
-    if not inner:
-        return 0.0
-    if name == "pallas_call":
-        return _kernel_flops(eqn, inner)
-    counts = [count_jaxpr_flops(body) for body in inner]
-    if name == "cond":
-        return max(counts)
-    return params.get("length", 1) * sum(counts)
-
-
-def _kernel_flops(eqn: jex.JaxprEqn, inner: list[Any]) -> float:
-    estimate = eqn.params.get("cost_estimate")
-    if estimate is not None:
-        return float(estimate.flops)
-    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
-    steps = math.prod(n for n in grid if isinstance(n, int))
-    return steps * sum(map(count_jaxpr_flops, inner))
-
-
-def _dot(eqn: jex.JaxprEqn) -> float:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    left, _, out = _avals(eqn)
-    return 2.0 * out.size * math.prod(left.shape[dim] for dim in contracted)
-
-
-def _convolution(eqn: jex.JaxprEqn) -> float:
-    _, kernel, out = _avals(eqn)
-    features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-    # The holes of a dilated input need no products.
-    holes = math.prod(eqn.params["lhs_dilation"])
-    return 2.0 * out.size * kernel.size / features / holes
-
-
-def _ragged_dot(eqn: jex.JaxprEqn) -> float:
-    # Each row is multiplied by one expert's kernel, so dims of experts count as one.
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
-    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
-    left, right, _ = _avals(eqn)
-    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
-    free = [size for dim, size in enumerate(right.shape) if dim not in shared]
-    return 2.0 * left.size * math.prod(free)
-
-
-def _avals(eqn: jex.JaxprEqn) -> tuple[Any, Any, Any]:
-    """Returns the shapes of both operands and of the result."""
-    return eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-
-
-_PRODUCTS = {
-    "dot_general": _dot,
-    "conv_general_dilated": _convolution,
-    "ragged_dot_general": _ragged_dot,
-}

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nnx_parallel.errors import PlanError, suggest
+from nnx_parallel.mesh import StandIn
 
 _GIB, _GB, _TERA = 2**30, 1e9, 1e12
 
@@ -231,19 +232,6 @@ def hardware_of(device: Any) -> Hardware | None:
     found = {k: each for each in HARDWARE.values() for k in each.kinds}
     known = [k for k in found if kind.startswith(k)]
     return found[max(known, key=len)] if known else None
-
-
-# Flax, JAX and this library's placement read only these attributes of a device.
-@dataclass(frozen=True)
-class StandIn:
-    """Stands in for an absent device, in meshes and shardings of shapes."""
-
-    id: int
-    platform: str
-    device_kind: str
-    slice_index: int
-    process_index: int = 0
-    client: object = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.data.batches import check_divisible
@@ -20,7 +18,6 @@ from nnx_parallel.layers.dense import Dense
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.pipeline.division import find_stack
-from nnx_parallel.plan.hardware import StandIn
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelDef
@@ -29,9 +26,9 @@ from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.sharding.optimizer import Optimizer
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.base import Strategy
-from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.tensor_parallel import TENSOR_NAMES
 from nnx_parallel.training.arguments import LossFn
+from nnx_parallel.training.model_flops import one_device
 from nnx_parallel.training.naming import name_by_loss
 from nnx_parallel.training.step import StepOptions
 
@@ -228,13 +225,6 @@ class ModelFacts:
         """Returns True if `TensorParallel` of a size splits this model evenly."""
         sizes = [n for name in TENSOR_NAMES for n in self.named.get(name, ())]
         return bool(sizes) and all(n % size == 0 for n in sizes)
-
-
-def one_device(platform: str = "described") -> Layout:
-    """Returns the layout of data parallelism on one absent device."""
-    device: Any = StandIn(0, platform, platform, 0)
-    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
-    return DataParallel(1).layout(mesh)
 
 
 def sizes_by_name(infos: Iterable[ArrayInfo]) -> dict[str, set[int]]:

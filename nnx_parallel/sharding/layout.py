@@ -75,6 +75,13 @@ class Execution(abc.ABC):
         """Returns notes about this model, as lines of `describe`."""
         return ()
 
+    def describe_waits(self, mesh: Mesh, num_microbatches: int) -> str:
+        """Returns the share of a step in which devices wait, and how to lower it.
+
+        The text is empty if devices seldom wait.
+        """
+        return ""
+
     def observe_labels(self, run: Callable[[], Any]) -> list[Any]:
         """Calls ``run``; returns the `LabelRange` of each call of a library loss in it.
 

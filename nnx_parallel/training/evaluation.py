@@ -5,6 +5,7 @@ evaluation and a prediction run the schedule's forward slots, and treat each mic
 as a separate batch.
 """
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -46,6 +47,7 @@ from nnx_parallel.training.compilation import (
     start_program,
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
+from nnx_parallel.training.model_flops import count_model_flops, on_one_device
 from nnx_parallel.training.players import Players, StepByTurns
 from nnx_parallel.training.step import (
     Batch,
@@ -215,6 +217,7 @@ class Programs:
     players: Players | None = None
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
+    _model_flops: dict[tuple, float | None] = field(default_factory=dict, init=False)
     _by_code: dict[Any, set[_Known]] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -272,6 +275,24 @@ class Programs:
         options, _ = self.compiler_options
         program = start_program(lowered, self.plan.layout.mesh, warm_start, options)
         return (step.running(program.compiled) if program.is_read else step), program
+
+    def model_flops(self, batch: Batch, wrt: Any) -> float | None:
+        """Returns the model's FLOPs for a batch (`count_model_flops`).
+
+        Returns ``None`` if one device could not run the loss, or if players take turns,
+        whose losses need different FLOPs.
+        """
+        if self.players is not None:
+            return None
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = structure, *map(jax.typeof, leaves)
+        if shapes not in self._model_flops:
+            self._model_flops[shapes] = None
+            with contextlib.suppress(Exception):  # the loss may name a mesh axis
+                plan = on_one_device(self.plan, wrt)
+                found = count_model_flops(plan, self._own_loss, batch)
+                self._model_flops[shapes] = found
+        return self._model_flops[shapes]
 
     @cached_property
     def judged(self) -> Judged:

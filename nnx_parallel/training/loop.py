@@ -354,8 +354,6 @@ class Loop:
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
-        # A local device, because `memory_stats` fails for devices of other processes.
-        device = self.programs.plan.layout.mesh.local_devices[0]
         if self.programs.players:
             self._trace_turns(batch)
         for player, programs in self.programs.turns.items():
@@ -370,11 +368,13 @@ class Loop:
             found = getattr(analysis, "temp_size_in_bytes", None)
             if found is not None:
                 self._temporary_bytes = max(found, self._temporary_bytes or 0)
-            throughput = Throughput.of(program.compiled, batch, device)
+            mesh = self.programs.plan.layout.mesh
+            flops = self.programs.model_flops(batch, self.run.wrt)
+            throughput = Throughput.of(program.compiled, batch, mesh, flops)
             if self.programs.players:
                 # The times are means over the steps of several players. The FLOPs of
                 # these steps differ, so FLOP/s would be wrong.
-                throughput = replace(throughput, flops_per_device=None)
+                throughput = replace(throughput, hardware_flops=None)
             self._recorder.throughput = throughput
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
 

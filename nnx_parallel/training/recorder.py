@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from nnx_parallel.audit.report import flops_of
 from nnx_parallel.data.rows import count_rows, partition
@@ -56,51 +57,75 @@ def count_tokens(batch: Any) -> int | None:
     return next(integers, None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Throughput:
     """The amounts of work in one step, from which rates are computed.
 
     Attributes:
         num_rows: Rows of the global batch.
         num_tokens: Tokens of the global batch, or ``None``.
-        flops_per_device: FLOPs of the compiled step on one device, including
+        model_flops: FLOPs that the model needs for the batch (`count_model_flops`), or
+            ``None``.
+        hardware_flops: FLOPs of the compiled step on one device, which include
             recomputation, or ``None``.
         device: One of this process's devices in the mesh.
+        num_devices: Number of devices in the mesh.
     """
 
     num_rows: int
     num_tokens: int | None
-    flops_per_device: float | None
+    model_flops: float | None
+    hardware_flops: float | None
     device: Device
+    num_devices: int
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled, batch: Any, device: Device) -> Self:
+    def of(
+        cls,
+        compiled: jax.stages.Compiled,
+        batch: Any,
+        mesh: Mesh,
+        model_flops: float | None,
+    ) -> Self:
         """Returns the throughput of a compiled step on a global batch."""
         try:
             flops = flops_of(compiled)
         except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
             # If libtpu is newer than jaxlib, jaxlib may be unable to print the program.
             flops = None
-        return cls(count_rows(batch), count_tokens(batch), flops, device)
+        return cls(
+            num_rows=count_rows(batch),
+            num_tokens=count_tokens(batch),
+            model_flops=model_flops,
+            hardware_flops=flops,
+            # A local device, because `memory_stats` fails for devices of others.
+            device=mesh.local_devices[0],
+            num_devices=mesh.size,
+        )
 
     def rates(self, step_seconds: float) -> dict[str, float]:
         """Returns the metrics of a step that took ``step_seconds``.
 
-        ``mfu`` is the compiled step's FLOP/s, divided by the device's peak. With remat,
-        the FLOPs include recomputation: ``mfu`` is then the hardware's utilisation, not
-        the model's.
+        ``mfu`` is the model's FLOP/s per device (``tflops_per_device``), divided by
+        the device's peak. ``hfu`` is the compiled step's FLOP/s, divided by the peak.
+        With remat it is larger than ``mfu``, because it includes recomputation.
         """
         rates = {
             "step_seconds": step_seconds,
             "examples_per_second": self.num_rows / step_seconds,
         }
         if self.num_tokens is not None:
-            rates["tokens_per_second"] = self.num_tokens / step_seconds
-        if self.flops_per_device:
-            flops = self.flops_per_device / step_seconds
+            speed = rates["tokens_per_second"] = self.num_tokens / step_seconds
+            if self.num_devices > 1:
+                rates["tokens_per_second_per_device"] = speed / self.num_devices
+        peak = peak_flops(self.device)
+        if self.model_flops:
+            flops = self.model_flops / self.num_devices / step_seconds
             rates["tflops_per_device"] = flops / 1e12
-            if peak := peak_flops(self.device):
+            if peak:
                 rates["mfu"] = flops / peak
+        if self.hardware_flops and peak:
+            rates["hfu"] = self.hardware_flops / step_seconds / peak
         if stats := self.device.memory_stats():  # CPUs have no statistics
             peak_bytes = float(stats.get("peak_bytes_in_use", 0))
             rates["device_memory_bytes"] = peak_bytes

@@ -559,6 +559,10 @@ class RunState:
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "per device": described.per_device,
         }
+        if (execution := self.plan.layout.claims.execution) and (
+            waits := execution.describe_waits(mesh, run["num_microbatches"])
+        ):
+            facts["pipeline"] = waits
         if bare := [
             f"`{dotted(path)}`"
             for path, variable in variables_of(self.plan.model.copy())

@@ -1,0 +1,177 @@
+"""Counts the FLOPs that a model needs for a step, from the traced loss.
+
+The loss is traced as one device would compute it, with plain operations. So the count
+does not depend on the strategy, on remat, or on the kernels that the step runs.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from nnx_parallel.layers.stack.scan import Remat, default_remat
+from nnx_parallel.mesh import StandIn
+from nnx_parallel.metrics import split_loss_output
+from nnx_parallel.programs import inline, needed
+from nnx_parallel.sharding.constrain import using
+from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.state import StatePlan, plan_state
+from nnx_parallel.strategies.data_parallel import DataParallel
+from nnx_parallel.training.arguments import LossFn
+from nnx_parallel.training.step import Batch, call_loss
+
+
+def one_device(platform: str = "described") -> Layout:
+    """Returns the layout of data parallelism on one absent device."""
+    device: Any = StandIn(0, platform, platform, 0)
+    mesh = Mesh(np.array([device]), ("data",), axis_types=(AxisType.Auto,))
+    return DataParallel(1).layout(mesh)
+
+
+def on_one_device(plan: StatePlan, wrt: Any) -> StatePlan:
+    """Returns a plan of the same model and dtypes on `one_device`.
+
+    Its optimizer does nothing, because only the loss is traced.
+    """
+    return plan_state(
+        plan.model.copy(),
+        one_device(),
+        optax.identity(),
+        wrt=wrt,
+        precision=plan.precision,
+    )
+
+
+def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
+    """Counts the model's FLOPs for a batch: three times its forward pass.
+
+    A recomputation does not count. The masked scores of attention count. MFU is
+    computed from this number [1].
+
+    Args:
+        plan: The arrays, on `one_device`.
+        loss: The loss.
+        batch: A global batch, or its shapes.
+
+    Raises:
+        Exception: Any error that the loss raises when it is traced.
+
+    References:
+        [1] Chowdhery et al., "PaLM", 2022, appendix B,
+        https://arxiv.org/abs/2204.02311
+    """
+    objective, given = loss_of_arrays(plan, loss, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trace of the step shows them
+        forward = jax.make_jaxpr(objective)(*given).jaxpr
+    return 3 * count_jaxpr_flops(forward)
+
+
+def loss_of_arrays(
+    plan: StatePlan, loss: LossFn, batch: Batch, remat: Remat = "none"
+) -> tuple[Callable[..., Any], tuple]:
+    """Returns the loss as a function of arrays, and the shapes of its arguments."""
+    state = plan.abstract
+
+    def objective(params: dict, variables: dict, batch: Batch, key: Any) -> Any:
+        with using(plan.layout), default_remat(remat):
+            model = plan.merge(params, variables, training=True)
+            mean, _ = split_loss_output(
+                call_loss(plan.precision, loss, model, batch, key)
+            )
+            return mean.value
+
+    def unplaced(x: Any) -> jax.ShapeDtypeStruct:
+        # JAX would refuse shardings on a mesh other than the mesh of the trace.
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    arrays = state.params, state.variables, batch, state.key
+    return objective, jax.tree.map(unplaced, arrays)
+
+
+def count_jaxpr_flops(jaxpr: Any) -> float:
+    """Counts FLOPs of products and convolutions of a jaxpr, in all trips of loops.
+
+    A conditional counts as its most expensive branch, and a loop of unknown length as
+    one iteration. Equations that no output needs do not count.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = jnp.ones((4, 8))
+        >>> count_jaxpr_flops(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
+        256.0
+    """
+    # A kernel's equations write to references. The jaxpr has no outputs, so `needed`
+    # would drop all equations.
+    if not jaxpr.outvars:
+        return sum(map(_eqn_flops, jaxpr.eqns))
+    # Calls are inlined, because the recomputation in a gradient has outputs that
+    # nothing reads.
+    body = inline(jaxpr)
+    return sum(map(_eqn_flops, needed(body.eqns, body.outvars)))
+
+
+def _eqn_flops(eqn: jex.JaxprEqn) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    if rule := _PRODUCTS.get(name):
+        return rule(eqn)
+    inner = list(jex.jaxprs_in_params(params))
+    if not inner:
+        return 0.0
+    if name == "pallas_call":
+        return _kernel_flops(eqn, inner)
+    counts = [count_jaxpr_flops(body) for body in inner]
+    if name == "cond":
+        return max(counts)
+    return params.get("length", 1) * sum(counts)
+
+
+def _kernel_flops(eqn: jex.JaxprEqn, inner: list[Any]) -> float:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return float(estimate.flops)
+    grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
+    steps = math.prod(n for n in grid if isinstance(n, int))
+    return steps * sum(map(count_jaxpr_flops, inner))
+
+
+def _dot(eqn: jex.JaxprEqn) -> float:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left, _, out = _avals(eqn)
+    return 2.0 * out.size * math.prod(left.shape[dim] for dim in contracted)
+
+
+def _convolution(eqn: jex.JaxprEqn) -> float:
+    _, kernel, out = _avals(eqn)
+    features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+    # The holes of a dilated input need no products.
+    holes = math.prod(eqn.params["lhs_dilation"])
+    return 2.0 * out.size * kernel.size / features / holes
+
+
+def _ragged_dot(eqn: jex.JaxprEqn) -> float:
+    # Each row is multiplied by one expert's kernel, so dims of experts count as one.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    left, right, _ = _avals(eqn)
+    shared = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    free = [size for dim, size in enumerate(right.shape) if dim not in shared]
+    return 2.0 * left.size * math.prod(free)
+
+
+def _avals(eqn: jex.JaxprEqn) -> tuple[Any, Any, Any]:
+    """Returns the shapes of both operands and of the result."""
+    return eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+
+
+_PRODUCTS = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot_general": _ragged_dot,
+}
