@@ -234,6 +234,15 @@ def test_plain_lines_show_first_every_and_last_step() -> None:
     assert lines[3].endswith("0:00 left")
 
 
+def test_plain_line_is_due_after_seconds() -> None:
+    file = io.StringIO()
+    logger = ConsoleLogger(every=50, seconds=0, console=Console(file=file, width=60))
+    logger.start(first_step=0, num_steps=120)
+    for step in range(1, 4):
+        logger.log(step, {"loss": 1.0})
+    assert len(file.getvalue().splitlines()) == 3
+
+
 FULL = {
     "loss": 2.4131,
     "accuracy": 0.75,

@@ -65,11 +65,12 @@ class ConsoleLogger:
     If the line does not fit, values are dropped in this order: HFU, learning rate,
     tokens per second per device, seconds per step, memory, MFU, the gradient's norm,
     and the loss's other metrics. If the output is not a terminal, a plain line with all
-    metrics is printed every ``every`` steps. In both cases, each evaluation and each
-    message gets a separate line.
+    metrics is printed every ``every`` steps, and after ``seconds`` without one. In both
+    cases, each evaluation and each message gets a separate line.
 
     Args:
         every: Number of steps from one plain line to the next.
+        seconds: A plain line is also printed this many seconds after the last one.
         console: Console to write to; standard output by default.
 
     Example:
@@ -83,14 +84,16 @@ class ConsoleLogger:
         >>> logger.finish()
     """
 
-    def __init__(self, *, every: int = 50, console: Console | None = None) -> None:
+    def __init__(
+        self, *, every: int = 50, seconds: float = 30, console: Console | None = None
+    ) -> None:
         if every < 1:
             raise ValueError(f"every={every}. It must be 1 or more.")
-        self.every = every
+        self.every, self.seconds = every, seconds
         self._console = console
         self._live: Live | None = None
         self._line = _StatusLine(0, 0)
-        self._next_line = 0
+        self._next_line, self._next_time = 0, math.inf
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Starts drawing, if the console is a terminal."""
@@ -113,8 +116,10 @@ class ConsoleLogger:
             # A line is due at the last step too, so that a log ends with the final
             # numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
+            is_due |= time.monotonic() >= self._next_time
             if self._live is None and is_due:
                 self._next_line = (step // self.every + 1) * self.every
+                self._next_time = time.monotonic() + self.seconds
                 self._print([self._line.position(step), *self._line.fields()])
         if evaluation:
             fields = [f"{name} {_number(value)}" for name, value in evaluation.items()]

@@ -38,7 +38,8 @@ from nnx_parallel.training.diagnostics import (
     explaining_memory,
 )
 from nnx_parallel.training.evaluation import Programs
-from nnx_parallel.training.recorder import History, Recorder, Throughput, Tracer, Values
+from nnx_parallel.training.history import History
+from nnx_parallel.training.recorder import Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
 from nnx_parallel.training.step import Batch, Metrics
 from nnx_parallel.training.verification import replay

@@ -22,6 +22,7 @@ from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.errors import NonFiniteLossError, warn_user
 from nnx_parallel.loggers.logger import LoggerGroup
 from nnx_parallel.mesh import Device
+from nnx_parallel.training.history import History
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -141,17 +142,6 @@ OF_PLAYERS = ("loss", "grad_norm", "learning_rate")
 
 Values = Mapping[str, float]
 """Metrics by name, on the host."""
-
-
-class History(dict[str, np.ndarray]):
-    """Metrics by name, with one entry for each step. Missing names raise an error."""
-
-    def __missing__(self, name: str) -> np.ndarray:
-        if not self:
-            raise KeyError(
-                f"{name!r}: the fit ran no step, because all steps were done before it."
-            )
-        raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
 
 class _Columns:

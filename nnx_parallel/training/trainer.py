@@ -40,6 +40,7 @@ from nnx_parallel.training.arguments import (
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
 from nnx_parallel.training.evaluation import Programs, params_of
+from nnx_parallel.training.history import History
 from nnx_parallel.training.loop import Loop
 from nnx_parallel.training.naming import named_model
 from nnx_parallel.training.players import (
@@ -48,7 +49,6 @@ from nnx_parallel.training.players import (
     check_ranking,
     warn_of_unowned,
 )
-from nnx_parallel.training.recorder import History
 from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, Metrics, StepOptions
 from nnx_parallel.training.verification import Verification, Verifier
