@@ -41,7 +41,7 @@ from nnx_parallel.models import (
     next_token_loss,
 )
 from nnx_parallel.models.gpt_config import PRESETS
-from nnx_parallel.weights.family import nearest
+from nnx_parallel.weights.family import family_of
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -74,11 +74,16 @@ def golden(family: str) -> dict[str, Any]:
 def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
     """The arrays of a golden in this library's shapes, by path."""
     given, found = tensors(family), {}
-    sizes = config.sizes | {"seq": config.seq_len, "n": 3}
-    fields = config.fields
-    for ours, theirs, pattern in nearest(fields, GPT.families).names(fields):
-        part, pattern = re.findall(r"(?:part (\d) of 3: )?(.+)", pattern)[0]
-        used = {n: sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
+    sizes = config.sizes | {"seq": config.seq_len}
+    entries = family_of(config, GPT.families).names(config.fields)
+    for ours, theirs, pattern in entries:
+        part, count, *span, pattern = re.findall(
+            r"(?:part (\d) of (\d): )?(?:heads (\d+):(\d+) of (\d+): )?(.+)", pattern
+        )[0]
+        first, last, num_heads = (int(x or 0) for x in span)
+        all_sizes = sizes | {"n": int(count or 1)}
+        all_sizes |= {"heads": num_heads} if num_heads else {}
+        used = {n: all_sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
         if ".shared." in ours and config.experts:
             used = {
                 n: config.experts.shared_dim if n == "mlp" else used[n] for n in used
@@ -88,6 +93,8 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
         arrays = [rearrange(given[name], pattern, **used) for name in names]
         if part:
             arrays = [array[int(part)] for array in arrays]
+        if num_heads:  # (embed, heads, head_dim)
+            arrays = [array[:, first:last] for array in arrays]
         shape = (*counts, *arrays[0].shape)
         found[tuple(ours.split("."))] = np.stack(arrays).reshape(shape)
     return found
@@ -124,7 +131,7 @@ def test_tensor_parallelism_leaves_no_matrix_whole(family: str) -> None:
     assert "does not split" not in described.summary()
 
 
-SIMPLE = ("gemma", "gpt_neox", "granite", "olmo2")
+SIMPLE = ("gemma", "gpt_neox", "granite", "olmo2", "phi3")
 """Families that decode with a cache in the same way as others."""
 
 
@@ -168,6 +175,8 @@ DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"rotated_layers": None}),
     ("granite", {"multipliers": None}),
     ("granite", {"attention_scale": None}),
+    ("phi3", {"rope_scaling": None}),
+    ("phi3", {"window": None}),
 ]
 
 
@@ -242,6 +251,11 @@ PUBLISHED = {
     "smollm2-135m": 134_515_008,
     "smollm2-360m": 361_821_120,
     "smollm2-1.7b": 1_711_376_384,
+    "ministral-8b": 8_019_808_256,
+    "mistral-small3-24b": 23_572_403_200,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi3-medium-4k": 13_960_238_080,
+    "phi4-14b": 14_659_507_200,
     "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "pythia-70m": 70_426_624,
@@ -459,7 +473,7 @@ BAD = [
     ({"attention_bias": True}, "attention_bias=True.*it must be False, or absent"),
     (
         {"rope_parameters": {"rope_type": "dynamic"}},
-        "rope_type 'dynamic'.*default, linear, llama3, yarn",
+        "rope_type 'dynamic'.*default, linear, llama3, yarn, longrope",
     ),
     (
         {"rope_parameters": {"partial_rotary_factor": 0.5}},
@@ -512,6 +526,19 @@ def test_exporting_unknown_architecture_raises() -> None:
     config = GPTConfig.tiny_llama(block="parallel")
     with pytest.raises(ValueError, match=r"GPTConfig.block is 'parallel'. The most si"):
         config_to_hf(config)
+
+
+def test_model_is_exported_as_family_of_its_files() -> None:
+    """A Mistral without a window has the same fields as a Llama."""
+    mistral = config_from_hf(hf_config("mistral") | {"sliding_window": None})
+    found = config_to_hf(mistral)
+    assert found["model_type"] == "mistral"
+    assert found["sliding_window"] is None  # the default is a window
+    changed = replace(mistral, qkv_bias=True)
+    assert config_to_hf(changed)["model_type"] == "qwen2"
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]}
+    ministral = hf_config("mistral") | {"model_type": "ministral", **kinds}
+    assert kinds.items() <= config_to_hf(config_from_hf(ministral)).items()
 
 
 def test_unknown_preset_lists_presets() -> None:

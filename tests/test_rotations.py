@@ -26,8 +26,10 @@ SIZES = {
 def check(config: GPTConfig, golden: dict[str, Any]) -> None:
     scaling = config.rope_scaling
     assert scaling is not None
-    found = frequencies(config.sizes["head_dim"], config.rope_theta, scaling)
-    np.testing.assert_allclose(found, golden["frequencies"], rtol=1e-6)
+    dim, theta = config.sizes["head_dim"], config.rope_theta
+    for length, expected in golden["frequencies"].items():
+        found = frequencies(dim, theta, scaling, int(length))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert scaling.amplitude == pytest.approx(golden["amplitude"], rel=1e-12)
 
 

@@ -12,6 +12,7 @@ from nnx_parallel.models.gpt_config import config_from_hf as config_from_hf
 from nnx_parallel.models.gpt_config import config_to_hf as config_to_hf
 from nnx_parallel.models.resnet import ResNet as ResNet
 from nnx_parallel.models.resnet import ResNetConfig as ResNetConfig
+from nnx_parallel.models.rotary import LongRopeScaling as LongRopeScaling
 from nnx_parallel.models.rotary import RopeScaling as RopeScaling
 from nnx_parallel.models.rotary import YarnScaling as YarnScaling
 from nnx_parallel.models.vit import ViT as ViT

@@ -183,7 +183,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
-            speeds, amplitude = self._rotation()
+            length = x.shape[1] if cache is None else cache[0].shape[1]
+            speeds, amplitude = self._rotation(length)
             query, key = (rotate(x, positions, speeds, amplitude) for x in (query, key))
         if cache is None:
             return self.out(self._attend(query, key, value, segments)), None
@@ -192,12 +193,16 @@ class Attention(nnx.Module):
         mask = seen[None, None]  # (1, 1, seq, total_len)
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
 
-    def _rotation(self) -> Rotation:
-        """Returns the frequencies (rotary_dim / 2,) and the amplitude of this layer."""
+    def _rotation(self, length: int) -> Rotation:
+        """Returns the frequencies (rotary_dim / 2,) and the amplitude of this layer.
+
+        ``length`` is the length of the sequence, or of the cache.
+        """
         config, scaling = self.config, self.config.rope_scaling
         dim = config.rotary_dim or config.sizes["head_dim"]
         amplitude = 1.0 if scaling is None else scaling.amplitude
-        found: Rotation = frequencies(dim, config.rope_theta, scaling), amplitude
+        speeds = frequencies(dim, config.rope_theta, scaling, length)
+        found: Rotation = speeds, amplitude
         if self.is_local is not None and config.local_rope_theta is not None:
             local = frequencies(dim, config.local_rope_theta)
             found = _choose(self.is_local[...], (local, 1.0), found)

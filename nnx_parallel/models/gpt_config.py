@@ -26,7 +26,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from nnx_parallel.layers.attention.kernels import Implementation
@@ -40,19 +40,24 @@ from nnx_parallel.models.families import (
     llama,
     mistral,
     olmo,
+    phi3,
     qwen,
     qwen_moe,
     smollm3,
 )
 from nnx_parallel.models.families.granite import Multipliers
-from nnx_parallel.models.rotary import Scaling
+from nnx_parallel.models.rotary import LongRopeScaling, Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (
     *(gpt2, llama, mistral, qwen, qwen_moe, gemma),
-    *(gpt_neox, olmo, smollm3, granite),
+    *(gpt_neox, olmo, smollm3, granite, phi3),
 )
-FAMILIES = tuple(family for file in _FILES for family in file.FAMILIES)
+FAMILIES = tuple(
+    replace(family, parts={**family.parts, "family": family.model_type})
+    for file in _FILES
+    for family in file.FAMILIES
+)
 PRESETS = {
     name: {**family.parts, **fields}
     for family in FAMILIES
@@ -98,8 +103,8 @@ class GPTConfig:
         rotated_layers: True for layers with rotation, a pattern that repeats [11];
             ``None`` means all layers.
         rope_theta: Base of the rotation's wavelengths.
-        rope_scaling: Stretching of these wavelengths, a `RopeScaling` or a
-            `YarnScaling`; ``None`` does not stretch them.
+        rope_scaling: Stretching of these wavelengths, a `RopeScaling`, `YarnScaling` or
+            `LongRopeScaling`; ``None`` does not stretch them.
         local_rope_theta: Base for local layers, whose wavelengths are then not
             stretched [8]. With ``None``, all layers rotate in the same way.
         activation: ``gelu``, or ``swiglu`` or ``geglu``, which need a third kernel [4].
@@ -135,6 +140,9 @@ class GPTConfig:
             MLP; ``None`` means that all layers have an MLP.
         dense_layers: Number of layers at the start that have an MLP of width
             ``mlp_dim`` instead of experts [9].
+        family: The ``model_type`` of the files from which the model was read, and of
+            exported files if it matches the other fields; ``None`` means the most
+            similar type. It does not change the model.
 
     Raises:
         ValueError: If a value is out of range, or if a number does not divide another
@@ -188,6 +196,7 @@ class GPTConfig:
     z_loss: float = 0.0
     experts: Experts | None = None
     dense_layers: int = 0
+    family: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
@@ -262,6 +271,13 @@ class GPTConfig:
             raise ValueError(
                 f"GPTConfig.head_dim is {head_dim}, but positions='rope' "
                 "rotates features in pairs: head_dim must be even."
+            )
+        scaling, half = self.rope_scaling, (self.rotary_dim or head_dim) // 2
+        if isinstance(scaling, LongRopeScaling) and len(scaling.short) != half:
+            raise ValueError(
+                f"GPTConfig.rope_scaling has {len(scaling.short)} divisors of "
+                f"frequencies, but there are {half} frequencies: half the number of "
+                "features that rotate."
             )
 
     def _check_parts(self) -> None:

@@ -8,6 +8,7 @@ References:
     https://arxiv.org/abs/2407.21783
     [4] Peng et al., "YaRN: Efficient Context Window Extension of Large Language
     Models", 2023, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
+    [5] Ding et al., "LongRoPE", 2024, section 3, https://arxiv.org/abs/2402.13753
 """
 
 from __future__ import annotations
@@ -63,10 +64,11 @@ class RopeScaling:
         """Factor of rotated queries and keys, which is 1."""
         return 1.0
 
-    def stretch(self, plain: jax.Array, theta: float) -> jax.Array:
+    def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
         """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
 
-        ``theta`` is the base of the plain frequencies; this scaling does not need it.
+        ``theta`` is the base of the plain frequencies, and ``length`` is the length of
+        the sequence. This scaling needs neither of them.
         """
         if self.original_len is None:
             return plain / self.factor
@@ -128,10 +130,11 @@ class YarnScaling:
             return self.attention_factor
         return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
 
-    def stretch(self, plain: jax.Array, theta: float) -> jax.Array:
+    def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
         """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
 
-        ``theta`` is the base of the plain frequencies.
+        ``theta`` is the base of the plain frequencies. The new frequencies do not
+        depend on the ``length`` of the sequence.
         """
         half = plain.shape[0]
 
@@ -150,7 +153,60 @@ class YarnScaling:
         return plain * (1 - stretched + stretched / self.factor)
 
 
-Scaling = RopeScaling | YarnScaling
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling:
+    """Slower rotation with a divisor for each frequency, as in Phi-4-mini [5].
+
+    The divisors depend on the length of the rows of a batch or, in generation, of the
+    cache. If it is at most ``original_len``, the divisors are ``short``. Otherwise they
+    are ``long``.
+
+    Attributes:
+        short: The divisor of each frequency in short sequences.
+        long: The divisor of each frequency in long sequences.
+        original_len: Length in tokens of the longest short sequence.
+        attention_factor: Factor of rotated queries and of rotated keys.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    original_len: int
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        short, long = self.short, self.long
+        rules = (
+            ("short", min(short, default=0) > 0, "numbers above 0"),
+            ("long", min(long, default=0) > 0, "numbers above 0"),
+            (
+                "long",
+                len(short) == len(long),
+                f"as many numbers as short, {len(short)}",
+            ),
+            ("original_len", self.original_len >= 1, "at least 1"),
+            ("attention_factor", self.attention_factor > 0, "above 0"),
+        )
+        _check(self, rules)
+
+    @property
+    def amplitude(self) -> float:
+        """Factor of rotated queries and keys."""
+        return self.attention_factor
+
+    def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
+        """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
+
+        ``length`` is the length of the sequence. The base ``theta`` is not needed.
+        """
+        return plain / jnp.array(
+            self.long if length > self.original_len else self.short
+        )
+
+
+Scaling = RopeScaling | YarnScaling | LongRopeScaling
 """Changes of the rotation for sequences longer than in a model's first training."""
 
 
@@ -162,7 +218,7 @@ def _check(scaling: Scaling, rules: Iterable[tuple[str, bool, str]]) -> None:
 
 
 def frequencies(
-    rotary_dim: int, theta: float, scaling: Scaling | None = None
+    rotary_dim: int, theta: float, scaling: Scaling | None = None, length: int = 1
 ) -> jax.Array:
     """Returns the frequency of each pair of features, float32 ``(rotary_dim / 2,)``.
 
@@ -172,10 +228,11 @@ def frequencies(
         rotary_dim: Number of features of a head that rotate; must be even.
         theta: Base of the wavelengths [1].
         scaling: Stretching of the wavelengths; ``None`` does not stretch them.
+        length: Length of the sequence, which matters to a `LongRopeScaling`.
     """
     half = rotary_dim // 2
     plain = theta ** (-jnp.arange(half) / half)
-    return plain if scaling is None else scaling.stretch(plain, theta)
+    return plain if scaling is None else scaling.stretch(plain, theta, length)
 
 
 def rotate(

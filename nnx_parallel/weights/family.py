@@ -38,10 +38,8 @@ class Family:
         architecture: The model's class in transformers.
         parts: Values of fields that all models of the family have, unless a setting
             overrides them.
-        marks: Fields that are true or have a value in all models of the family. When a
-            model is written, the family is chosen that has the most marks, all of them
-            true for the model. If several families have equally many, the last of them
-            is chosen (`nearest`). So a new family needs marks that no other family has.
+        marks: Fields that are true or have a value in all models of the family. They
+            choose the family of a model that was not read from files (`nearest`).
         settings: The setting that has the same value as a field, by field.
         defaults: Values of settings that a file may leave out. A setting in
             ``settings`` without a default is required.
@@ -70,8 +68,29 @@ class Family:
     presets: Mapping[str, Values] = field(default_factory=dict)
 
 
+def family_of(config: Any, families: Sequence[Family]) -> Family:
+    """Returns the family in whose format a model is written.
+
+    This is the family of the files from which the model was read, if it can still
+    represent the model, and else the `nearest` family.
+    """
+    fields = config.fields
+    for family in families:
+        if family.model_type == fields.get("family"):
+            try:
+                _write(config, family)
+            except (ValueError, AttributeError):  # a field lost the value that it needs
+                break
+            return family
+    return nearest(fields, families)
+
+
 def nearest(fields: Values, families: Sequence[Family]) -> Family:
-    """Returns the family with the same ``positions`` and the most true `marks`."""
+    """Returns the family with the same ``positions`` and the most true `marks`.
+
+    If several families have equally many, the last of them is chosen. So a new family
+    needs marks that no other family has, unless its models equal those of another one.
+    """
     alike = [
         family
         for family in families
@@ -160,8 +179,8 @@ def _check_counts(settings: Values, family: Family) -> None:
                 )
 
 
-_TRAINING = {"dropout", "attention", "remat", "z_loss"}
-"""Fields that only training uses; files do not store them."""
+_UNCHECKED = {"dropout", "attention", "remat", "z_loss", "family"}
+"""Fields that only training uses, which files do not store, and the family."""
 
 
 def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
@@ -170,8 +189,11 @@ def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
     Raises:
         ValueError: If the model has a field that no family can represent.
     """
+    return _write(config, family_of(config, families))
+
+
+def _write(config: Any, family: Family) -> dict[str, Any]:
     fields = config.fields
-    family = nearest(fields, families)
     settings = {
         "model_type": family.model_type,
         "architectures": [family.architecture],
@@ -180,7 +202,7 @@ def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:
     }
     again = type(config)(**read_fields(settings, [family])[1]).fields
     for name in fields:
-        if name not in _TRAINING and fields[name] != again[name]:
+        if name not in _UNCHECKED and fields[name] != again[name]:
             values = (x[name] for x in (fields, again))
             ours, theirs = (getattr(x, "__name__", x) for x in values)
             raise ValueError(
@@ -257,8 +279,8 @@ class Published(nnx.Module):
 
     @property
     def family(self) -> Family:
-        """The family that best matches the model's config (`nearest`)."""
-        return nearest(self.config.fields, self.families)
+        """The family in whose format the model is written (`family_of`)."""
+        return family_of(self.config, self.families)
 
     def names_in_files(self) -> Sequence[Entry]:
         """Returns the table of names for files in the format of transformers."""

@@ -202,6 +202,21 @@ FAMILIES = {
         "tie_word_embeddings": True,
         **BFLOAT16,
     },
+    "phi3": {
+        "model_type": "phi3",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "partial_rotary_factor": 0.5,
+        "sliding_window": 8,
+        # Rows of 24 tokens are long. The continuation begins with 24 tokens too.
+        "original_max_position_embeddings": 16,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.1, 1.2],
+            "long_factor": [1.5, 4.0],
+        },
+        "tie_word_embeddings": True,
+        **BFLOAT16,
+    },
     "smollm": {
         "model_type": "llama",
         **SIZES,

@@ -1,8 +1,9 @@
 """Makes ``rope.json``: the frequencies of transformers' rotations, and their factors.
 
-Each entry has the ``config`` of a Llama, the ``frequencies`` of its rotation, and the
-``amplitude`` of rotated queries and keys. The tests do not run this script. To make the
-file again: ``pip install torch transformers``, then ``python make_rope.py``.
+Each entry has the ``config`` of a Llama, the ``frequencies`` of its rotation by the
+length of the sequence, and the ``amplitude`` of rotated queries and keys. The tests do
+not run this script. To make the file again: ``pip install torch transformers``, then
+``python make_rope.py``.
 """
 
 import json
@@ -13,6 +14,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 4096}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1 + i / 10 for i in range(16)],
+    "long_factor": [1 + i for i in range(16)],
+    "original_max_position_embeddings": 1024,
+}
 ROTATIONS = [
     {"rope_type": "linear", "factor": 3.0},
     {
@@ -32,6 +39,10 @@ ROTATIONS = [
     YARN | {"factor": 0.5},
     YARN | {"original_max_position_embeddings": 8, "truncate": False},
     {"rope_type": "yarn", "factor": 2.0},
+    LONG,
+    LONG | {"factor": 8.0},
+    LONG | {"attention_factor": 1.5},
+    LONG | {"original_max_position_embeddings": 4096},
 ]
 
 
@@ -42,12 +53,12 @@ def main() -> None:
         rotation = {"rope_theta": 10_000.0, **rotation}
         config = LlamaConfig(**SIZES, rope_parameters=dict(rotation))
         make = ROPE_INIT_FUNCTIONS[rotation["rope_type"]]
-        frequencies, amplitude = make(config, None)
+        of_each = {length: make(config, None, length) for length in (1024, 1025)}
         found.append(
             {
                 "config": {**SIZES, "rope_parameters": rotation},
-                "frequencies": frequencies.tolist(),
-                "amplitude": amplitude,
+                "frequencies": {k: x[0].tolist() for k, x in of_each.items()},
+                "amplitude": of_each[1024][1],
             }
         )
     file = Path(__file__).parent / "rope.json"

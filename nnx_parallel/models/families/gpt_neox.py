@@ -115,6 +115,7 @@ GPT_NEOX = Family(
     read=_read,
     write=_write,
     names=_names,
+    prefix="gpt_neox.",
     # Older versions also saved masks and frequencies.
     ignored=r"\.attention\.(masked_)?bias$|rotary_emb\.inv_freq$|^embed_out\.weight$",
     presets={

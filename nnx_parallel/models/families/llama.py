@@ -3,12 +3,18 @@
 Most other families are copies of `LLAMA` with a few parts replaced.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nnx_parallel.layers.experts.routing import Experts
-from nnx_parallel.models.rotary import RopeScaling, Scaling, YarnScaling
+from nnx_parallel.models.rotary import (
+    LongRopeScaling,
+    RopeScaling,
+    Scaling,
+    YarnScaling,
+)
 from nnx_parallel.weights.family import Family, Values, block_entries
 from nnx_parallel.weights.names import Entry
 
@@ -59,12 +65,21 @@ _WIDE_QK_NORMS = {
 
 
 def names(
-    fields: Values, mlp: Mapping[str, str] = _MLP, norms: Mapping[str, str] = _NORMS
+    fields: Values,
+    mlp: Mapping[str, str] = _MLP,
+    norms: Mapping[str, str] = _NORMS,
+    attention: Mapping[str, str] = _ATTENTION,
+    patterns: Mapping[str, tuple[str, str]] | None = None,
 ) -> list[Entry]:
-    """Returns the table of names; ``mlp`` and ``norms`` are names within a block."""
-    layers = {**_ATTENTION, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
+    """Returns the table of names.
+
+    ``mlp``, ``norms`` and ``attention`` are names within a block. ``patterns`` are the
+    patterns of layers that differ (`block_entries`).
+    """
+    layers = {**attention, **mlp, **norms, **(_QK_NORMS if fields["qk_norm"] else {})}
     biased = ("query", "key", "value") if fields["qkv_bias"] else ()
-    patterns = _WIDE_QK_NORMS if fields["wide_qk_norm"] else {}
+    wide_norms = _WIDE_QK_NORMS if fields["wide_qk_norm"] else {}
+    patterns = {**wide_norms, **(patterns or {})}
     found = [
         ("embed.embedding", "model.embed_tokens.weight", "vocab embed -> vocab embed"),
         *block_entries("model.layers.{}.", layers, biased, patterns),
@@ -184,9 +199,11 @@ def _read_scaling(rope: Values, seq_len: int) -> Scaling | None:
         return RopeScaling(factor=rope["factor"], **found)
     if kind == "yarn":
         return _read_yarn(rope, seq_len)
+    if kind == "longrope":
+        return _read_longrope(rope, seq_len)
     raise ValueError(
         f"config.json has the rope_type {kind!r}, which GPT does not support. "
-        "Supported rope_types: default, linear, llama3, yarn."
+        "Supported rope_types: default, linear, llama3, yarn, longrope."
     )
 
 
@@ -209,7 +226,36 @@ def _read_yarn(rope: Values, seq_len: int) -> YarnScaling:
     return replace(scaling, attention_factor=ratio)
 
 
-def _write_scaling(scaling: Scaling | None) -> dict[str, Any]:
+def _read_longrope(rope: Values, seq_len: int) -> LongRopeScaling:
+    length = int(rope["original_max_position_embeddings"])
+    given, ratio = rope.get("attention_factor"), rope.get("factor") or seq_len / length
+    return LongRopeScaling(
+        short=tuple(map(float, rope["short_factor"])),
+        long=tuple(map(float, rope["long_factor"])),
+        original_len=length,
+        attention_factor=_long_amplitude(ratio, length) if given is None else given,
+    )
+
+
+def _long_amplitude(ratio: float, original_len: int) -> float:
+    """Returns the default of LongRoPE for this ratio of lengths."""
+    rise = math.log(ratio) / math.log(original_len) if ratio > 1 else 0.0
+    return math.sqrt(1 + rise)
+
+
+def _write_longrope(scaling: LongRopeScaling, seq_len: int) -> dict[str, Any]:
+    found = {
+        "rope_type": "longrope",
+        "short_factor": list(scaling.short),
+        "long_factor": list(scaling.long),
+        "original_max_position_embeddings": scaling.original_len,
+    }
+    length, amplitude = scaling.original_len, scaling.amplitude
+    is_default = amplitude == _long_amplitude(seq_len / length, length)
+    return found if is_default else found | {"attention_factor": amplitude}
+
+
+def _write_scaling(scaling: Scaling | None, seq_len: int) -> dict[str, Any]:
     match scaling:
         case None:
             return {"rope_type": "default"}
@@ -217,6 +263,8 @@ def _write_scaling(scaling: Scaling | None) -> dict[str, Any]:
             found = {name: getattr(scaling, ours) for ours, name in _YARN.items()}
             given = {name: x for name, x in found.items() if x is not None}
             return {"rope_type": "yarn", **given}
+        case LongRopeScaling():
+            return _write_longrope(scaling, seq_len)
         case RopeScaling(original_len=None):
             return {"rope_type": "linear", "factor": scaling.factor}
     names = _LLAMA_31_ROPE.items()
@@ -243,7 +291,7 @@ def write(fields: Values, *, is_partial: bool = False) -> dict[str, Any]:
     ``is_partial`` is True for families that can rotate a part of each head.
     """
     theta, scaling = fields["rope_theta"], fields["rope_scaling"]
-    rope = _write_scaling(scaling)
+    rope = _write_scaling(scaling, fields["seq_len"])
     part = {"partial_rotary_factor": fields["rotary_dim"] / fields["head_dim"]}
     part = part if is_partial else {}
     found = {

@@ -1,4 +1,4 @@
-"""The families Mistral and Mixtral; Mixtral has a mixture of experts."""
+"""The families Mistral, Ministral and Mixtral; Mixtral has a mixture of experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,12 +14,13 @@ def _read(settings: Values) -> dict[str, Any]:
 
 
 def _write(fields: Values) -> dict[str, Any]:
-    found = llama.write(fields)
+    found = {"sliding_window": None, **llama.write(fields)}
     found.pop("layer_types", None)  # not needed, because all layers have the window
     return found
 
 
 _SIZES = {"vocab_size": 32_000, "seq_len": 32_768}
+_SMALL_3 = _SIZES | {"vocab_size": 131_072, "rope_theta": 1e8, "head_dim": 128}
 
 MISTRAL = replace(
     LLAMA,
@@ -29,9 +30,19 @@ MISTRAL = replace(
     defaults={**LLAMA.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
     read=_read,
     write=_write,
-    presets={"mistral-7b": sized(_SIZES, "32 4096 32 8 14336", window=4095)},
+    presets={
+        "mistral-7b": sized(_SIZES, "32 4096 32 8 14336", window=4095),
+        "ministral-8b": sized(_SMALL_3, "36 4096 32 8 12288", window=32_767),
+        "mistral-small3-24b": sized(_SMALL_3, "40 5120 32 8 32768"),
+    },
 )
-
+MINISTRAL = replace(
+    MISTRAL,
+    model_type="ministral",
+    architecture="MinistralForCausalLM",
+    write=llama.write,
+    presets={},
+)
 
 _MLP = {
     "mlp.router": "block_sparse_moe.gate",
@@ -65,4 +76,4 @@ MIXTRAL = replace(
         ),
     },
 )
-FAMILIES = (MISTRAL, MIXTRAL)
+FAMILIES = (MINISTRAL, MISTRAL, MIXTRAL)
