@@ -70,6 +70,11 @@ MIXTURES = {
     ),
     "dropless": replace(MIXTURE, bias_rate=0.01),
 }
+OTHER_MIXTURES = {
+    "biased": replace(
+        MIXTURE, use_bias=True, shared_dim=64, shared_gate=True, bias_rate=0.01
+    )
+}
 # Added to the biases of later experts. With 0, tokens go to all experts; with 100, all
 # tokens go to the same experts ("switch": to one expert).
 SKEWS = {"uniform": 0.0, "skewed": 2.0, "one": 100.0}
@@ -95,6 +100,7 @@ class TokenByToken(MoE):
         bias = None if self.bias is None else self.bias[...]
         capacity = mixture.capacity(x.shape[1])
         gate: Any = self.gate
+        has_biases = mixture.use_bias
 
         def token(taken: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
             x, chosen, weights = inputs
@@ -103,8 +109,13 @@ class TokenByToken(MoE):
                 expert = chosen[j]
                 taken = taken.at[expert].add(1)
                 is_kept = capacity is None or taken[expert] <= capacity
-                hidden = (x @ self.up[expert]) * self.activate(x @ gate[expert])
-                y += weights[j] * is_kept * (hidden @ self.down[expert])
+                up, middle = x @ self.up[expert], x @ gate[expert]
+                if has_biases:
+                    up += self.up_bias[expert]
+                    middle += self.gate_bias[expert]
+                out = self.activate(up, middle) @ self.down[expert]
+                out = out + self.down_bias[expert] if has_biases else out
+                y += weights[j] * is_kept * out
             return taken, y
 
         def row(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,7 +152,7 @@ def case_of(
         num_heads=4,
         num_kv_heads=4,
         dropout=dropout,
-        experts=MIXTURES[mixture],
+        experts=(MIXTURES | OTHER_MIXTURES)[mixture],
     )
     return Case(
         build=lambda rngs: Skewed(config, SKEWS[skew], rngs, loops=loops),
@@ -218,6 +229,8 @@ OTHERS = [
     ("deepseek", "uniform", "ep2_cp2_fsdp2", 1),
     ("switch", "one", "ep2_pp2_fsdp2", 4),
     ("deepseek", "uniform", "ep2_pp2_tp2", 4),
+    ("biased", "skewed", "ep2_tp2_sequence", 1),
+    ("biased", "uniform", "ep2_pp2_tp2", 4),
 ]
 # Cases with axes that other cases above also have.
 SLOW_OTHERS = [

@@ -491,7 +491,7 @@ def test_generation_on_mesh_matches_one_device(
         (
             {"activation": "relu"},
             "GPTConfig.activation is 'relu'; it must be one of ('gelu', 'swiglu', "
-            "'geglu').",
+            "'geglu', 'clamped_swiglu').",
         ),
         (
             {"block": "serial"},

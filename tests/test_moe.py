@@ -62,6 +62,7 @@ MIXTURES = {
         bias_rate=0.01,
         balance_loss=0.5,
     ),
+    "biased": replace(MIXTRAL, top_k=3, use_bias=True, shared_dim=8, shared_gate=True),
     "capacity": replace(MIXTRAL, capacity_factor=1.0),
     "tight": replace(MIXTRAL, top_k=1, normalise=False, capacity_factor=0.5),
 }
@@ -82,16 +83,23 @@ def make(mixture: Experts, skew: float = 0.0, **more: Any) -> Any:
     moe.router[...] = moe.router[...].at[0].set(preferred)
     if moe.bias is not None:
         moe.bias[...] = jnp.linspace(-0.2, 0.2, mixture.num_experts)
+    if mixture.use_bias:
+        for bias in (moe.router_bias, moe.up_bias, moe.gate_bias, moe.down_bias):
+            bias[...] = 0.3 * jnp.sin(jnp.arange(bias.size)).reshape(bias.shape)
     return moe
 
 
 def one_mlp(moe: MoE, expert: jax.Array, x: jax.Array) -> jax.Array:
-    hidden = x @ moe.up[...][expert]
+    def apply(x: jax.Array, kernel: Any, bias: Any) -> jax.Array:
+        y = x @ kernel[...][expert]
+        return y if bias is None else y + bias[...][expert]
+
+    hidden = apply(x, moe.up, moe.up_bias)
     if moe.gate is None:
-        hidden = moe.activate(hidden)
+        hidden = jax.nn.gelu(hidden)
     else:
-        hidden = hidden * moe.activate(x @ moe.gate[...][expert])
-    return hidden @ moe.down[...][expert]
+        hidden = hidden * jax.nn.silu(apply(x, moe.gate, moe.gate_bias))
+    return apply(hidden, moe.down, moe.down_bias)
 
 
 def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -109,12 +117,17 @@ def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Ar
     def token(inputs: tuple) -> tuple[jax.Array, jax.Array]:
         x, share, chosen, is_kept = inputs
         logits = x @ moe.router[...]
+        if moe.router_bias is not None:
+            logits += moe.router_bias[...]
         is_softmax = mixture.scores == "softmax"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
         total = sum(scores[chosen[j]] for j in range(k)) if mixture.normalise else 1.0
         y = jnp.zeros(EMBED)
         if moe.shared is not None:
-            y += moe.shared(x[None, None])[0, 0]
+            every = moe.shared(x[None, None])[0, 0]
+            if moe.shared_gate is not None:
+                every *= jax.nn.sigmoid(jnp.sum(x * moe.shared_gate[...]))
+            y += every
         for j in range(k):
             weight = is_kept[j] * mixture.scale * scores[chosen[j]] / total
             y += weight * one_mlp(moe, chosen[j], x)
@@ -144,6 +157,8 @@ def chosen_slowly(moe: MoE, x: np.ndarray) -> np.ndarray:
     """The experts of each token, ``(batch, seq, top_k)``, by NumPy."""
     mixture = moe.experts
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router[...], np.float64)
+    if moe.router_bias is not None:
+        logits += np.asarray(moe.router_bias[...])
     if mixture.scores == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
@@ -692,7 +707,8 @@ NO_MIXTURE = "must be an Experts, such as Experts(num_experts=8, top_k=2, mlp_di
         ({"rngs": 0}, "MoE.rngs is 0; it must be an nnx.Rngs, such as nnx.Rngs(0)."),
         (
             {"activation": "relu"},
-            "MoE.activation is 'relu'; it must be one of ('swiglu', 'geglu', 'gelu').",
+            "MoE.activation is 'relu'; it must be one of ('gelu', 'swiglu', 'geglu', "
+            "'clamped_swiglu').",
         ),
         (
             {"kernel_init": 0.02},

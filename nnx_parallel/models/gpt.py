@@ -33,6 +33,7 @@ from nnx_parallel.layers import (
     project,
     segment_positions,
 )
+from nnx_parallel.layers.activations import ACTIVATIONS
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.metrics import Mean
@@ -156,6 +157,9 @@ class Attention(nnx.Module):
         key_dims = ("kv_heads", "head_dim") if wide else ("head_dim",)
         self.query_norm = norm(*query_dims) if config.qk_norm else None
         self.key_norm = norm(*key_dims) if config.qk_norm else None
+        zeros = named(nnx.initializers.zeros_init(), "heads")
+        sinks = zeros(jax.random.key(0), (config.num_heads,))
+        self.sinks = nnx.Param(sinks) if config.sinks else None
         # Flags are variables, because all layers of a stack run the same program.
         self.is_local = nnx.Variable(jnp.array(False)) if config.is_mixed else None
         self.is_rotated = (
@@ -236,6 +240,7 @@ class Attention(nnx.Module):
             implementation=config.attention,
             softcap=config.softcap,
             scale=config.attention_scale,
+            sinks=None if self.sinks is None else self.sinks[...],
             **rules,
         )
 
@@ -266,22 +271,23 @@ def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Arra
 
 
 class MLP(nnx.Module):
-    """An MLP with GELU, or a gated MLP with SwiGLU or GEGLU."""
+    """An MLP, with a gate unless the activation is GELU."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         dense = partial(_dense, config, rngs=rngs)
         self.up = dense("embed", "mlp")
         self.gate = None if config.activation == "gelu" else dense("embed", "mlp")
         self.down = dense("mlp", "embed", is_residual=True)
-        gelu = partial(jax.nn.gelu, approximate=not config.exact_gelu)
-        self.activate = jax.nn.silu if config.activation == "swiglu" else gelu
+        self.activate = ACTIVATIONS[config.activation]
+        if config.exact_gelu:
+            self.activate = partial(jax.nn.gelu, approximate=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to the same shape; hidden is (batch, seq, mlp)."""
         layers = [self.up] if self.gate is None else [self.up, self.gate]
         up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
         up = compute_gradient_once(up)
-        return self.down(self.activate(gate[0]) * up if gate else self.activate(up))
+        return self.down(self.activate(up, *gate))
 
 
 def _split(x: Stream) -> tuple[jax.Array, jax.Array | None]:

@@ -21,6 +21,8 @@ References:
     https://arxiv.org/abs/2501.18795
     [12] Black et al., "GPT-NeoX-20B", 2022, section 2.1,
     https://arxiv.org/abs/2204.06745
+    [13] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.3,
+    https://arxiv.org/abs/2508.10925
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from nnx_parallel.layers.activations import Activation
 from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
@@ -36,10 +39,12 @@ from nnx_parallel.models.families import (
     gemma,
     gpt2,
     gpt_neox,
+    gpt_oss,
     granite,
     llama,
     mistral,
     olmo,
+    olmoe,
     phi3,
     qwen,
     qwen_moe,
@@ -51,7 +56,7 @@ from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (
     *(gpt2, llama, mistral, qwen, qwen_moe, gemma),
-    *(gpt_neox, olmo, smollm3, granite, phi3),
+    *(gpt_neox, olmo, smollm3, granite, phi3, gpt_oss, olmoe),
 )
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -67,7 +72,6 @@ PRESETS = {
 
 Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
-Activation = Literal["gelu", "swiglu", "geglu"]
 Arrangement = Literal["sequential", "parallel"]
 LayerKind = Literal["local", "global"]
 
@@ -107,7 +111,8 @@ class GPTConfig:
             `LongRopeScaling`; ``None`` does not stretch them.
         local_rope_theta: Base for local layers, whose wavelengths are then not
             stretched [8]. With ``None``, all layers rotate in the same way.
-        activation: ``gelu``, or ``swiglu`` or ``geglu``, which need a third kernel [4].
+        activation: Nonlinearity of the MLP (`nnx_parallel.layers.activations`). All
+            except ``gelu`` need a third kernel [4].
         exact_gelu: True to compute ``gelu`` exactly instead of approximating it by
             tanh.
         block: In a ``sequential`` block, the MLP runs after attention, and each of them
@@ -132,12 +137,14 @@ class GPTConfig:
             have the window, and ``"global"`` layers see all keys [6]. With ``None``,
             all layers have the window.
         softcap: Bound of attention's scores; ``None`` means no bound.
+        sinks: True for one additional, learned logit for each head, which takes part in
+            the softmax over keys but has no value [13].
         logit_softcap: Bound of the logits [6]; ``None`` means no bound.
         remat: The values that the backward pass recomputes (`Remat`); ``None`` takes
             the Trainer's value.
         z_loss: Weight of the squared log-normaliser in the loss [5].
-        experts: A mixture of experts, without biases in its kernels, that replaces each
-            MLP; ``None`` means that all layers have an MLP.
+        experts: A mixture of experts that replaces each MLP; ``None`` means that all
+            layers have an MLP. Its kernels have biases only with `Experts.use_bias`.
         dense_layers: Number of layers at the start that have an MLP of width
             ``mlp_dim`` instead of experts [9].
         family: The ``model_type`` of the files from which the model was read, and of
@@ -191,6 +198,7 @@ class GPTConfig:
     window: int | None = None
     layer_kinds: tuple[LayerKind, ...] | None = None
     softcap: float | None = None
+    sinks: bool = False
     logit_softcap: float | None = None
     remat: Remat | None = None
     z_loss: float = 0.0
@@ -378,15 +386,29 @@ class GPTConfig:
     @property
     def num_active_params(self) -> int:
         """Number of parameters that a token uses; experts count if it goes to them."""
-        return self.num_params - self._num_idle_params
+        idle = self._num_idle * (self._num_expert_weights + self._num_expert_biases)
+        return self.num_params - idle
 
     @property
-    def _num_idle_params(self) -> int:
+    def _num_idle(self) -> int:
+        """Number of experts to which a token does not go, in all layers."""
         if (experts := self.experts) is None:
             return 0
-        idle = (experts.num_experts - experts.top_k) * self._num_kernels
         count = self.num_layers - self._num_dense
-        return count * idle * self.embed_dim * experts.mlp_dim
+        return count * (experts.num_experts - experts.top_k)
+
+    @property
+    def _num_expert_weights(self) -> int:
+        """Number of elements of the kernels of one expert."""
+        width = 0 if self.experts is None else self.experts.mlp_dim
+        return self._num_kernels * self.embed_dim * width
+
+    @property
+    def _num_expert_biases(self) -> int:
+        """Number of elements of the biases of one expert."""
+        if self.experts is None or not self.experts.use_bias:
+            return 0
+        return (self._num_kernels - 1) * self.experts.mlp_dim + self.embed_dim
 
     @property
     def _num_kernels(self) -> int:
@@ -404,9 +426,12 @@ class GPTConfig:
         block = norm * ((2 - shares_norm) * self.pre_norms + 2 * self.post_norms)
         normed = sizes["heads"] + sizes["kv_heads"] if self.wide_qk_norm else 2
         block += normed * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
-        block += embed * self.use_bias
+        block += embed * self.use_bias + sizes["heads"] * self.sinks
         mlp = embed + self._dense_dim * (self._num_kernels - 1)
         biases = self._num_dense * mlp * self.use_bias
+        if (experts := self.experts) is not None and experts.use_bias:
+            routed = experts.num_experts * (self._num_expert_biases + 1)
+            biases += (self.num_layers - self._num_dense) * routed
         looked_up = 0 if self.tied else sizes["vocab"] * embed
         looked_up += self.seq_len * embed if self.positions == "learned" else 0
         layers = self.num_layers * block + biases
@@ -442,7 +467,8 @@ class GPTConfig:
         depend on remat either.
         """
         attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
-        active = self.num_product_params - self._num_idle_params
+        idle = self._num_idle * self._num_expert_weights
+        active = self.num_product_params - idle
         return 6 * active + 12 * self.num_layers * attended
 
     @property

@@ -106,6 +106,32 @@ FAMILIES = {
         "tie_word_embeddings": False,
         **BFLOAT16,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "intermediate_size": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 16.0,
+            "beta_fast": 28.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        **BFLOAT16,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        **{k: v for k, v in SIZES.items() if k != "head_dim"},
+        "intermediate_size": 16,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        **BFLOAT16,
+    },
     "qwen2_moe": {
         "model_type": "qwen2_moe",
         **{k: v for k, v in SIZES.items() if k != "head_dim"},
@@ -239,6 +265,8 @@ def randomise(model: torch.nn.Module) -> None:
                 weight.copy_(torch.randn_like(weight) * scale)
             else:
                 weight.copy_(torch.randn_like(weight) * (1.5 / weight.shape[-1] ** 0.5))
+            if "gpt_oss" in model.config.model_type and name.endswith("gate_up_proj"):
+                weight.mul_(4)  # some values must exceed the bounds of the activation
 
 
 def make(name: str, seed: int) -> bool:

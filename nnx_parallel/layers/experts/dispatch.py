@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.layers.activations import Activate
 from nnx_parallel.layers.experts.routing import is_equal
 from nnx_parallel.precision import sum_dtype
 
@@ -233,12 +234,33 @@ collect.defvjp(
 combine.defvjp(lambda *saved: (combine(*saved), saved), _combine_backward)
 
 
+class Biases(NamedTuple):
+    """The biases of a device's experts; each is ``(experts, out)``."""
+
+    up: Array
+    gate: Array | None
+    down: Array
+
+
 class Kernels(NamedTuple):
     """The kernels of a device's experts; each is ``(experts, in, out)``."""
 
     up: Array
     gate: Array | None
     down: Array
+    biases: Biases | None = None
+
+    def for_sum(self, axes: Axes) -> "Kernels":
+        """Returns kernels for devices whose outputs are added over mesh axes.
+
+        The bias of the output is 0 on all devices except the first, so that it is added
+        only once.
+        """
+        if self.biases is None or not axes:
+            return self
+        is_first = jax.lax.axis_index(axes) == 0
+        down = jnp.where(is_first, self.biases.down, 0)
+        return self._replace(biases=self.biases._replace(down=down))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +268,7 @@ class ExpertMLPs:
     """The MLPs of a device's experts: the kernels, and the nonlinearity."""
 
     kernels: Kernels
-    activate: Callable[[Array], Array]
+    activate: Activate
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Applies each expert's MLP to the expert's rows.
@@ -254,18 +276,31 @@ class ExpertMLPs:
         ``rows`` is ``(rows, embed)``, sorted by expert. On TPUs, each row is multiplied
         only by its expert. On CPUs, it is multiplied by every expert.
         """
-        up, gate, down = self.kernels
-        hidden = jax.lax.ragged_dot(rows, up, sizes)
-        if gate is None:
-            hidden = self.activate(hidden)
-        else:
-            hidden *= self.activate(jax.lax.ragged_dot(rows, gate, sizes))
-        return jax.lax.ragged_dot(hidden, down, sizes)
+        up, gate, down, biases = self.kernels
+        multiply = partial(_multiply, sizes)
+        up_bias, gate_bias, down_bias = biases or (None, None, None)
+        hidden = [multiply(rows, up, up_bias)]
+        if gate is not None:
+            hidden.append(multiply(rows, gate, gate_bias))
+        return multiply(self.activate(*hidden), down, down_bias)
 
     @property
     def count(self) -> int:
         """Returns the number of experts on this device."""
         return self.kernels.up.shape[0]
+
+
+def _multiply(sizes: Array, rows: Array, kernel: Array, bias: Array | None) -> Array:
+    """Multiplies each row by its expert's kernel, and adds the expert's bias."""
+    out = jax.lax.ragged_dot(rows, kernel, sizes)
+    if bias is None:
+        return out
+    # Each row is a product with one 1. A gather of biases would have a scatter-add as
+    # its gradient, which TPUs and GPUs run row by row.
+    index, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(sizes)[None]
+    is_of = (index < ends) & (index >= ends - sizes[None])  # (rows, experts)
+    exact = jax.lax.Precision.HIGHEST
+    return out + jnp.matmul(is_of.astype(bias.dtype), bias, precision=exact)
 
 
 class Routed(NamedTuple):
@@ -382,7 +417,7 @@ def _after_first(run: Callable[..., Array], index: Array, *operands: Any) -> Arr
 
 
 def _local_round(
-    activate: Callable[[Array], Array],
+    activate: Activate,
     num_rows: int,
     index: Array | int,
     order: Order,

@@ -11,9 +11,8 @@ References:
     https://arxiv.org/abs/1701.06538
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
+from nnx_parallel.layers.activations import ACTIVATIONS, Activate, Activation
 from nnx_parallel.layers.attention.dot_product import segment_positions
 from nnx_parallel.layers.dense import Dense, named, project
 from nnx_parallel.layers.experts.dispatch import (
+    Biases,
     ExpertMLPs,
     Kernels,
     Routed,
@@ -49,7 +50,6 @@ from nnx_parallel.sharding.constrain import activation_spec, active_layout, cons
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes, to_spec
 
-Activation = Literal["swiglu", "geglu", "gelu"]
 INTO, OUT_OF = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 
 
@@ -85,7 +85,7 @@ class MoE(nnx.Module):
         embed_dim: Width of input and output.
         experts: The mixture.
         rngs: Keys for the parameters.
-        activation: SwiGLU, GEGLU, or GELU without a gate.
+        activation: The nonlinearity of the experts.
         kernel_init: Initializer of the router and of the experts' first kernels. The
             default is a normal with variance 1 / fan-in.
         out_init: Initializer of the experts' last kernels, with the same default.
@@ -133,7 +133,8 @@ class MoE(nnx.Module):
         is_gated = activation != "gelu"
         self.gate = kernel(into, INTO) if is_gated else nnx.data(None)
         self.down = kernel(out, OUT_OF)
-        self.activate = jax.nn.silu if activation == "swiglu" else jax.nn.gelu
+        self.activate = ACTIVATIONS[activation]
+        self._add_biases()
         self.shared = nnx.data(None)
         if experts.shared_dim:
             self.shared = SharedExpert(
@@ -153,6 +154,21 @@ class MoE(nnx.Module):
         self.counts = RouterState(jnp.zeros(num, jnp.int32))
         self.dropped = RouterState(jnp.int32(0))
         self.entropy = RouterState(jnp.float32(0))  # summed over tokens
+
+    def _add_biases(self) -> None:
+        """Sets the biases of the router, ``(experts,)``, and of the kernels."""
+
+        def make(kernel: Any, *names: str | None) -> Any:
+            if kernel is None or not self.experts.use_bias:
+                return nnx.data(None)
+            shape = (*kernel.shape[:-2], kernel.shape[-1])
+            zeros = named(nnx.initializers.zeros_init(), *names)
+            return nnx.Param(zeros(jax.random.key(0), shape, jnp.float32))
+
+        self.router_bias = make(self.router, None)
+        self.up_bias = make(self.up, "expert", "mlp")
+        self.gate_bias = make(self.gate, "expert", "mlp")
+        self.down_bias = make(self.down, "expert", "embed")
 
     def __call__(
         self,
@@ -193,6 +209,9 @@ class MoE(nnx.Module):
         # dtype.
         dtype = sum_dtype(x)
         logits = x.astype(dtype) @ self.router[...].astype(dtype)
+        if self.router_bias is not None:
+            bias = self.router_bias[...].astype(dtype)
+            logits += jnp.broadcast_to(bias, logits.shape)
         logits = constrain(logits, "batch", "seq", None)
         is_softmax = mixture.scores == "softmax"
         scores = jax.nn.softmax(logits) if is_softmax else jax.nn.sigmoid(logits)
@@ -258,6 +277,12 @@ class MoE(nnx.Module):
         how, why = claim.choose(layout.mesh, self.experts.top_k)
         return f"over {claim.axis}={layout.mesh.shape[claim.axis]} by {how!r} ({why})"
 
+    def _biases(self) -> Biases | None:
+        if self.up_bias is None or self.down_bias is None:
+            return None
+        gate = None if self.gate_bias is None else self.gate_bias[...]
+        return Biases(self.up_bias[...], gate, self.down_bias[...])
+
     def _observe(self, scores: Array, load: Load, segments: Array | None) -> None:
         shares = jax.lax.stop_gradient(normalised(scores))
         terms = shares * jnp.log(jnp.maximum(shares, 1e-30))
@@ -308,7 +333,7 @@ class MoE(nnx.Module):
         """
         bias = None if self.bias is None else self.bias[...]
         gate = None if self.gate is None else self.gate[...]
-        kernels = Kernels(self.up[...], gate, self.down[...])
+        kernels = Kernels(self.up[...], gate, self.down[...], self._biases())
         run = partial(
             _run_shard,
             self.experts,
@@ -396,7 +421,11 @@ def _specs_of(
     expert, _, mlp = axes_of(layout.used_spec(kernels.up.shape, INTO))
     into, out_of = to_spec((expert, (), mlp)), to_spec((expert, mlp, ()))
     gate: Any = None if kernels.gate is None else into
-    specs: Any = (into, gate, out_of)
+    specs: Any = [into, gate, out_of]
+    if kernels.biases is not None:
+        of_hidden: Any = to_spec((expert, mlp))
+        of_gate: Any = None if gate is None else of_hidden
+        specs.append(Biases(of_hidden, of_gate, cast(Any, to_spec((expert,)))))
     axes = TokenAxes(batch=batch, seq=seq, expert=expert, mlp=mlp)
     return to_spec((batch, seq)), Kernels(*specs), axes
 
@@ -415,7 +444,7 @@ def _free_axes(free: set[str], spec: P) -> tuple[tuple[str, ...], ...]:
 
 def _run_shard(
     mixture: Experts,
-    activate: Callable[[Array], Array],
+    activate: Activate,
     seq_len: int,
     axes: TokenAxes,
     exchange: TokenExchange | None,
@@ -452,7 +481,7 @@ def _run_shard(
             dropped = jax.lax.psum(dropped, axes.seq) if axes.seq else dropped
             load = load._replace(dropped=dropped)
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
-    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    experts = ExpertMLPs(kernels=kernels.for_sum(axes.mlp), activate=activate)
     routed = Routed(x, chosen, weights.astype(x.dtype))
     if exchange == "ragged":
         return ragged(experts, axes, routed, alongside), load
@@ -549,7 +578,7 @@ class SharedExpert(nnx.Module):
         *,
         rngs: nnx.Rngs,
         is_gated: bool,
-        activate: Callable[[Array], Array],
+        activate: Activate,
         kernel_init: Initializer,
         out_init: Initializer,
     ) -> None:
@@ -571,4 +600,4 @@ class SharedExpert(nnx.Module):
         hidden, gate = project(x, self.up, self.gate)
         hidden = constrain(hidden, "batch", "seq", "mlp")
         gate = constrain(gate, "batch", "seq", "mlp")
-        return self.activate(gate) * hidden
+        return self.activate(hidden, gate)

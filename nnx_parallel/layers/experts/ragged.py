@@ -6,7 +6,6 @@ while the rows of one chunk travel, the experts compute the products of another 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.layers.activations import Activate
 from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
     Kernels,
@@ -249,7 +249,7 @@ def _in_chunks(
 class _Exchange:
     """Runs rounds of sending rows to experts, multiplying, and sending back."""
 
-    activate: Callable[[Array], Array]
+    activate: Activate
     num_rows: int
     axis: str
 

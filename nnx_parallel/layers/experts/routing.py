@@ -44,6 +44,7 @@ class Experts:
             a linear function of the token [5].
         scores: Function of the router's logits: the ``softmax`` over all experts [1],
             or the ``sigmoid`` of each logit [2].
+        use_bias: True if the router and the kernels of the experts have biases.
         normalise: True to scale the weights of a token's experts so that their sum is
             1. With ``top_k=1`` and several experts it must be False, because the weight
             would be constant.
@@ -85,6 +86,7 @@ class Experts:
     shared_dim: int = 0
     shared_gate: bool = False
     scores: Scores = "softmax"
+    use_bias: bool = False
     normalise: bool = True
     scale: float = 1.0
     num_groups: int = 1
@@ -115,6 +117,7 @@ class Experts:
                 "False without shared_dim",
             ),
             ("scores", _is_one_of(self.scores, scores), f"one of {scores}"),
+            ("use_bias", type(self.use_bias) is bool, "True or False"),
             ("normalise", type(self.normalise) is bool, "True or False"),
             ("scale", self.scale > 0, "above 0"),
             (
