@@ -34,6 +34,7 @@ from nnx_parallel.layers import Experts, linear_cross_entropy
 from nnx_parallel.models import (
     GPT,
     GPTConfig,
+    LongRopeScaling,
     RopeScaling,
     config_from_hf,
     config_to_hf,
@@ -131,7 +132,7 @@ def test_tensor_parallelism_leaves_no_matrix_whole(family: str) -> None:
     assert "does not split" not in described.summary()
 
 
-SIMPLE = ("gemma", "gpt_neox", "granite", "olmo2", "phi3")
+SIMPLE = ("gemma", "gpt_neox", "granite", "ministral3", "olmo2", "phi3")
 """Families that decode with a cache in the same way as others."""
 
 
@@ -178,6 +179,7 @@ DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {"rotated_layers": None}),
     ("granite", {"multipliers": None}),
     ("granite", {"attention_scale": None}),
+    ("ministral3", {"rope_scaling": None}),
     ("phi3", {"rope_scaling": None}),
     ("phi3", {"window": None}),
 ]
@@ -259,6 +261,7 @@ PUBLISHED = {
     "smollm2-1.7b": 1_711_376_384,
     "ministral-8b": 8_019_808_256,
     "mistral-small3-24b": 23_572_403_200,
+    "ministral3-8b": 8_489_553_920,
     "phi3-mini-4k": 3_821_079_552,
     "phi3-medium-4k": 13_960_238_080,
     "phi4-14b": 14_659_507_200,
@@ -505,6 +508,39 @@ def test_unsupported_config_raises(change: dict, message: str) -> None:
         config_from_hf(hf_config("llama") | change)
 
 
+BAD_OF_FAMILY = [
+    ("gpt_neox", {"attention_bias": False}, "attention_bias=False.*must be True"),
+    ("gpt_neox", {"hidden_act": "relu"}, "hidden_act='relu', which GPT does not"),
+    ("granite", {"attention_bias": True}, "attention_bias=True.*must be False"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=T"),
+    (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+        "needs a rotation with the rope_type 'yarn' and llama_4_scaling_beta",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "message"), BAD_OF_FAMILY)
+def test_unsupported_config_of_family_raises(
+    family: str, change: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(hf_config(family) | change)
+
+
+def test_layers_of_one_kind_share_their_rotation() -> None:
+    """In OLMo 3, only layers without a window have a stretched rotation."""
+    given = hf_config("olmo3")
+    for kind, is_stretched in (("full_attention", True), ("sliding_attention", False)):
+        found = config_from_hf({**given, "layer_types": [kind] * 4})
+        assert (found.rope_scaling is not None) == is_stretched
+        assert (found.local_rope_theta, found.layer_kinds) == (None, None)
+
+
+LONG_ROPE = LongRopeScaling(short=(1.0, 1.0), long=(2.0, 2.0), original_len=8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -521,6 +557,19 @@ def test_unsupported_config_raises(change: dict, message: str) -> None:
         ({"zero_centered_norm": True}, "zero_centered_norm .*needs norm='rms'"),
         ({"post_norms": True, "block": "parallel"}, "needs block='sequential'"),
         ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be above 0, or None"),
+        ({"pre_norms": False}, "pre_norms is False, which needs post_norms=True"),
+        ({"wide_qk_norm": True}, "wide_qk_norm is True, which needs qk_norm"),
+        ({"separate_norms": True}, "separate_norms is True.*needs block='parallel'"),
+        ({"rotary_dim": 8}, "rotary_dim is 8, which needs positions='rope'"),
+        ({"rotated_layers": (True, False)}, "rotated_layers is .*positions='rope'"),
+        ({"rotated_layers": ()}, r"rotated_layers is \(\); it must be None, or a tup"),
+        ({"positions": "rope", "rotary_dim": 5}, "rotary_dim is 5; it must be even"),
+        ({"positions": "rope", "rotary_dim": 18}, "at most head_dim=16"),
+        ({"activation": "swiglu", "exact_gelu": True}, "exact_gelu .*ation='gelu'"),
+        (
+            {"positions": "rope", "rope_scaling": LONG_ROPE},
+            "rope_scaling has 2 divisors of frequencies, but there are 8 frequencies",
+        ),
     ],
 )
 def test_inconsistent_settings_raise(change: dict, message: str) -> None:

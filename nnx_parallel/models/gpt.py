@@ -38,7 +38,7 @@ from nnx_parallel.layers.attention import attention
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig
-from nnx_parallel.models.rotary import frequencies, rotate
+from nnx_parallel.models.rotary import YarnScaling, frequencies, rotate
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
 
@@ -190,6 +190,9 @@ class Attention(nnx.Module):
             length = x.shape[1] if cache is None else cache[0].shape[1]
             speeds, amplitude = self._rotation(length)
             query, key = (rotate(x, positions, speeds, amplitude) for x in (query, key))
+            scaling = self.config.rope_scaling
+            if isinstance(scaling, YarnScaling) and scaling.growth:
+                query = scaling.grow(query, positions)
         if cache is None:
             return self.out(self._attend(query, key, value, segments)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)

@@ -96,6 +96,8 @@ class YarnScaling:
             other limit.
         attention_factor: Factor of rotated queries and of rotated keys. ``None`` means
             ``0.1 * ln(factor) + 1``, but 1 if ``factor`` is less than 1.
+        growth: Growth of scores with the position, as in Ministral 3: a query at
+            position p is multiplied by ``1 + growth * ln(1 + p // original_len)``.
 
     Raises:
         ValueError: If a value is out of range.
@@ -111,6 +113,7 @@ class YarnScaling:
     slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+    growth: float = 0.0
 
     def __post_init__(self) -> None:
         scale = self.attention_factor
@@ -120,6 +123,7 @@ class YarnScaling:
             ("slow", self.slow > 0, "above 0"),
             ("fast", self.fast > self.slow, f"above slow={self.slow}"),
             ("attention_factor", scale is None or scale > 0, "above 0, or None"),
+            ("growth", self.growth >= 0, "at least 0"),
         )
         _check(self, rules)
 
@@ -129,6 +133,16 @@ class YarnScaling:
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(max(self.factor, 1.0)) + 1.0
+
+    def grow(self, query: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns queries ``(batch, seq, heads, head_dim)``, larger at late positions.
+
+        ``positions`` is int ``(seq,)`` or ``(batch, seq)``.
+        """
+        turns = (positions // self.original_len).astype(jnp.float32)
+        factors = 1 + self.growth * jnp.log1p(turns)
+        dims = (0, 2, 3) if positions.ndim == 1 else (2, 3)
+        return query * jnp.expand_dims(factors, dims).astype(query.dtype)
 
     def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
         """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.

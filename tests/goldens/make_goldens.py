@@ -243,6 +243,22 @@ FAMILIES = {
         "tie_word_embeddings": True,
         **BFLOAT16,
     },
+    "ministral3": {
+        "model_type": "ministral3",
+        **SIZES,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,  # queries grow after 8 tokens
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "llama_4_scaling_beta": 0.4,
+        },
+        "tie_word_embeddings": False,
+        **BFLOAT16,
+    },
     "smollm": {
         "model_type": "llama",
         **SIZES,

@@ -1,4 +1,4 @@
-"""The families Mistral, Ministral and Mixtral; Mixtral has a mixture of experts."""
+"""The families Mistral, Ministral, Ministral 3 and Mixtral."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from nnx_parallel.layers.experts.routing import Experts
 from nnx_parallel.models.families import llama
 from nnx_parallel.models.families.llama import LLAMA, sized
+from nnx_parallel.models.rotary import YarnScaling
 from nnx_parallel.weights.family import Values
 
 
@@ -44,6 +45,60 @@ MINISTRAL = replace(
     presets={},
 )
 
+
+def _read_3(settings: Values) -> dict[str, Any]:
+    found, name = _read(settings), "llama_4_scaling_beta"
+    rope = settings.get("rope_scaling") or settings["rope_parameters"]
+    if not isinstance(found["rope_scaling"], YarnScaling) or name not in rope:
+        raise ValueError(
+            "config.json of model_type 'ministral3' needs a rotation with the "
+            f"rope_type 'yarn' and {name}, but its rotation is {rope!r}."
+        )
+    return found | {"rope_scaling": replace(found["rope_scaling"], growth=rope[name])}
+
+
+def _write_3(fields: Values) -> dict[str, Any]:
+    found = _write(fields)
+    growth = {"llama_4_scaling_beta": fields["rope_scaling"].growth}
+    rope = {name: found[name] | growth for name in ("rope_scaling", "rope_parameters")}
+    return found | rope
+
+
+MINISTRAL3 = replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    defaults={
+        **MISTRAL.defaults,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    read=_read_3,
+    write=_write_3,
+    presets={
+        "ministral3-8b": sized(
+            _SMALL_3,
+            "34 4096 32 8 14336",
+            seq_len=262_144,
+            rope_theta=1e6,
+            rope_scaling=YarnScaling(
+                factor=16.0, original_len=16_384, attention_factor=1.0, growth=0.1
+            ),
+        ),
+    },
+)
+
+
 _MLP = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.up": "block_sparse_moe.experts.{}.w3",
@@ -76,4 +131,4 @@ MIXTRAL = replace(
         ),
     },
 )
-FAMILIES = (MINISTRAL, MISTRAL, MIXTRAL)
+FAMILIES = (MINISTRAL, MINISTRAL3, MISTRAL, MIXTRAL)
