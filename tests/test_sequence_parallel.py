@@ -4,6 +4,7 @@ The GPT is unchanged. Its products find in the layout how to gather and scatter.
 """
 
 import contextlib
+import math
 import re
 from dataclasses import replace
 from functools import cache
@@ -28,7 +29,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.layers import Dense, Embed, Stack
-from nnx_parallel.models import GPTConfig
+from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding import constrain, using
 from nnx_parallel.sharding.constrain import noticing_idle_claims
 from nnx_parallel.strategies import Pipeline
@@ -96,6 +97,38 @@ def test_training_matches_one_device(name: str, model: str):
     np.testing.assert_allclose(run.losses, expected.losses, rtol=1e-5)
     np.testing.assert_allclose(run.sgd_losses, expected.sgd_losses, rtol=1e-5)
     assert max(gradient_errors(run, expected).values()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "strategy"),
+    [
+        (2, SEQUENCE),
+        pytest.param(1, SEQUENCE, marks=pytest.mark.deep),
+        pytest.param(1, TensorParallel(4), marks=pytest.mark.deep),
+        pytest.param(2, FSDP_RING, marks=pytest.mark.deep),
+        pytest.param(1, STRATEGIES["pipeline_ring"], marks=pytest.mark.deep),
+        pytest.param(2, STRATEGIES["pipeline_sequence"], marks=pytest.mark.deep),
+    ],
+)
+def test_fewer_key_heads_than_devices_match_one_device(
+    kv_heads: int, strategy: Strategy
+) -> None:
+    config = GPTConfig.tiny_llama(num_layers=2, num_kv_heads=kv_heads)
+    batches = [np.arange(8 * 17).reshape(8, 17) % 250] * 2
+    losses = []
+    for each in (DataParallel(1), strategy):
+        count = math.prod(size or 1 for size in each.axis_sizes.values())
+        trainer = Trainer(
+            lambda rngs: GPT(config, rngs=rngs),
+            optax.sgd(0.1),
+            next_token_loss,
+            strategy=each,
+            num_microbatches=2 if each.claims().execution else 1,
+            devices=jax.devices()[:count],
+            loggers=(),
+        )
+        losses.append(trainer.fit(batches, 2)["loss"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def gradient_errors(found: Run, expected: Run) -> dict[str, float]:

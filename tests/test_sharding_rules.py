@@ -266,16 +266,14 @@ def test_indivisible_named_dim_raises() -> None:
         place(strategy, 64, 6, 16, names=names)
 
 
-def test_single_kv_head_can_be_replicated() -> None:
-    names, parts = (
-        ("embed", "kv_heads", "head_dim"),
-        (DataParallel(4), TensorParallel(2)),
-    )
-    message = (
-        "'tensor' of size 2 does not divide dim 1 of size 1. Pad the dim to 2, use"
-    )
-    with pytest.raises(IndivisibleDimError, match=re.escape(message)):
-        place(Composite(*parts), 64, 1, 16, names=names)
+def test_few_kv_heads_are_replicated() -> None:
+    names = ("embed", "kv_heads", "head_dim")
+    parts = (DataParallel(2), TensorParallel(4))
+    for size in (1, 2):
+        placement = place(Composite(*parts), 64, size, 16, names=names)
+        assert placement.stored == P()
+        assert "fewer key heads than devices" in placement.reason
+    assert place(Composite(*parts), 64, 4, 16, names=names).stored == P(None, "tensor")
     rules = (LogicalRules({"kv_heads": None}),)
     assert place(Composite(*parts, rules=rules), 64, 1, 16, names=names).stored == P()
 

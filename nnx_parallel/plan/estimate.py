@@ -449,6 +449,8 @@ def _of_sequence(local: Estimate) -> Iterator[Traffic]:
             continue
         tensor = local.size(as_tuple(claims.logical.get("kv_heads")))
         at = names.index("kv_heads")
+        if info.shape[at] % tensor:
+            tensor = 1  # each device has all key heads
         if len(info.shape) - at < 2 or "embed" not in names:
             continue  # a bias
         layers = info.shape[0] / local.stages if "layers" in names[:1] else 1

@@ -386,13 +386,28 @@ class Layout:
     def _by_names(self, info: ArrayInfo) -> tuple[DimAxes, str]:
         if info.names is None:
             return ((),) * len(info.shape), ""
-        axes = tuple(self.axes_of(name, info.path) for name in info.names)
+        named = tuple(self.axes_of(name, info.path) for name in info.names)
+        axes = tuple(map(self._without_whole_heads, info.names, info.shape, named))
         if info.is_stacked and not self._splits_layers(info):
             axes = ((), *axes[1:])  # also if a mesh axis is called "layers"
         check_spec(info.path, info.shape, to_spec(axes), self.mesh, info.names)
         pairs = zip(info.names, axes, strict=True)
         found = [f"{name!r} -> {'+'.join(dim)}" for name, dim in pairs if dim]
+        if "kv_heads" in info.names and axes != named and not found:
+            return axes, "fewer key heads than devices: each device has all of them"
         return axes, "name " + ", ".join(found) if found else ""
+
+    def _without_whole_heads(
+        self, name: MeshAxes, size: int, axes: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Returns the axes of a dim, without axes for key heads if these are too few.
+
+        Then each device has all key heads, and attention takes the heads that the
+        device's queries use.
+        """
+        parts = math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
+        is_whole = name == "kv_heads" and parts > size and parts % size == 0
+        return () if is_whole else axes
 
     def _splits_layers(self, info: ArrayInfo) -> bool:
         """True if the strategy gives an array's dim named ``layers`` a mesh axis."""

@@ -41,6 +41,9 @@ class TensorParallel(Strategy):
     overlap hides 32 %, with 2.05 billion cycles (``python -m benchmarks maxtext
     --full``).
 
+    If there are more devices than key heads, and the number of devices is a multiple of
+    the number of key heads, each device has the kernels of all key heads.
+
     The names of a model's dims determine which dims are split. A model without names is
     replicated, with a warning: name its dims by path (`PathNames`). ``sequence`` and
     ``overlap`` need names of activations, from `constrain` or from the layers ``Dense``

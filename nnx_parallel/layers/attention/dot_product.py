@@ -235,10 +235,34 @@ def attention(
     elif kernel is not None:
         out = per_shard(kernel.call, call)
     elif call.is_plain:  # XLA's partitioner splits plain operations
-        out = plain_attention(call)
+        out = plain_attention(_with_split_key_heads(call, layout))
     else:
         out = per_shard(attention_in_blocks, call, splits_seq=True)
     return constrain(out, *NAMES)
+
+
+def _with_split_key_heads(call: AttentionCall, layout: Layout | None) -> AttentionCall:
+    """Repeats key heads until they can be split over the same devices as queries.
+
+    XLA's partitioner computes wrong gradients if 2 key heads have 4 shards of query
+    heads, and the model splits the sequence over the same devices
+    (docs/library-notes.md, "What the partitioner computes wrongly").
+    """
+    if layout is None or layout.is_silent(HEADS):
+        return call
+    heads = dim_axes(layout.used_spec(call.query.shape, HEADS), 4)[2]
+    free = free_axes(layout.mesh)
+    size = math.prod(layout.mesh.shape[axis] for axis in heads if axis in free)
+    if call.key.shape[2] % size == 0:
+        return call
+
+    def placed(call: AttentionCall, *names: str | None) -> AttentionCall:
+        key, value = (constrain(x, *names) for x in (call.key, call.value))
+        return replace(call, key=key, value=value)
+
+    # The sequence is gathered first, so that each device then takes its heads.
+    gathered = placed(call, "batch", None, None, None)
+    return placed(gathered.with_key_heads_for(size), *HEADS)
 
 
 def check_call(call: AttentionCall) -> None:

@@ -151,16 +151,18 @@ GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     parts={**GEMMA2.parts, "qk_norm": True},
     marks=("zero_centered_norm", "post_norms", "qk_norm"),
+    settings={**LLAMA.settings, "logit_softcap": "final_logit_softcapping"},
     defaults={
         **GEMMA2.defaults,
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
         "sliding_window_pattern": 6,
-        "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "rope_theta": 1e6,
         "rope_local_base_freq": 10_000.0,
     },
+    # transformers has this setting for the class, but does not use it.
+    valid=GEMMA2.valid | {"attn_logit_softcapping": (None,)},
     read=_read_3,
     write=_write_3,
     presets={
