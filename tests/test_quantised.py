@@ -1,6 +1,6 @@
-"""Folders with arrays of FP8: values bit for bit, and refusals.
+"""Folders with arrays of FP8 and of MXFP4: values bit for bit, and refusals.
 
-`tests/goldens/make_quantised.py` made the golden, whose values transformers computed.
+`tests/goldens/make_quantised.py` made the goldens, whose values transformers computed.
 """
 
 import json
@@ -23,19 +23,24 @@ FOLDER = GOLDENS / "quantised" / "qwen3_moe"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "strategy"),
+    ("name", "dtype", "strategy"),
     [
-        (None, "tp"),
-        ("keep", "fsdp"),
-        pytest.param("keep", "tp", marks=pytest.mark.deep),
-        pytest.param("bfloat16", "pipeline", marks=pytest.mark.deep),
+        ("qwen3_moe", None, "tp"),
+        ("qwen3_moe", "keep", "fsdp"),
+        ("gpt_oss", "keep", "tp"),
+        pytest.param("qwen3_moe", "keep", "tp", marks=pytest.mark.deep),
+        pytest.param("qwen3_moe", "bfloat16", "pipeline", marks=pytest.mark.deep),
+        pytest.param("gpt_oss", None, "fsdp", marks=pytest.mark.deep),
     ],
 )
-def test_values_match_transformers(dtype: Any, strategy: str, tmp_path: Path) -> None:
-    trainer = make_trainer(GPT.from_pretrained(FOLDER, dtype=dtype), strategy)
-    save_pretrained(tmp_path / "written", trainer.model, source=FOLDER)
+def test_values_match_transformers(
+    name: str, dtype: Any, strategy: str, tmp_path: Path
+) -> None:
+    folder = GOLDENS / "quantised" / name
+    trainer = make_trainer(GPT.from_pretrained(folder, dtype=dtype), strategy)
+    save_pretrained(tmp_path / "written", trainer.model, source=folder)
     found = content(tmp_path / "written")
-    values = json.loads((FOLDER / "values.json").read_text())
+    values = json.loads((folder / "values.json").read_text())
     column = 0 if dtype is None else 1
     expected = {name: both[column] for name, both in values.items()}
     assert {name: zlib.crc32(x.tobytes()) for name, x in found.items()} == expected
@@ -97,6 +102,22 @@ def test_missing_or_wrong_scales_raise(
 ) -> None:
     with pytest.raises(WeightsError, match=message):
         linear(tmp_path, block_size, **scales)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "scales"),
+    [
+        (jnp.zeros((2, 3, 1, 16), jnp.uint8), jnp.zeros((2, 3, 2), jnp.uint8)),
+        (jnp.zeros((2, 3, 1, 8), jnp.uint8), jnp.zeros((2, 3, 1), jnp.uint8)),
+        (jnp.zeros((3, 1, 16), jnp.uint8), jnp.zeros((3, 1), jnp.uint8)),
+        (jnp.zeros((2, 3, 1, 16), jnp.uint8), jnp.zeros((2, 3, 1))),
+    ],
+)
+def test_wrong_arrays_of_mxfp4_raise(blocks: Any, scales: Any, tmp_path: Path) -> None:
+    save_file({"w_blocks": blocks, "w_scales": scales}, tmp_path / "model.safetensors")
+    build = lambda rngs: nnx.Linear(7, 5, rngs=rngs)  # noqa: E731
+    with pytest.raises(WeightsError, match="must be uint8"):
+        Pretrained(build, tmp_path, [])
 
 
 def test_elements_that_are_not_finite_raise(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Arrays that files store in few bits, and their values in a wider dtype.
 
-Many published folders store kernels in FP8 with a scale for each block of rows and
-columns, such as DeepSeek-V3. The setting ``quantization_config`` of ``config.json``
-describes this. The values are computed for each shard when the shard is read. They are
-the same, bit for bit, as the values that transformers computes with
+Files store elements, and scales for blocks of elements. Folders in FP8, such as
+DeepSeek-V3, have a scale for each block of rows and columns. Folders in MXFP4, such as
+gpt-oss, have one for each 32 elements of a row. The setting ``quantization_config`` of
+``config.json`` describes this. The values are computed for each shard when the shard is
+read. They are the same, bit for bit, as the values that transformers computes with
 ``dequantize=True``. Other methods are refused by name.
 """
 
@@ -24,8 +25,32 @@ BlockSize = tuple[int, int] | tuple[()]
 
 _SCALE, _OF_ACTIVATIONS = "_scale_inv", ".activation_scale"
 _SCALE_DTYPES = tuple(np.dtype(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16))
-_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
+_PACKED, _EXPONENTS = "_blocks", "_scales"
+_GROUP = 32
+"""Number of elements of MXFP4 that share a scale."""
+
+_OF_FP8 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 """The value of each byte of FP8. NumPy's cast is slower."""
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_OF_FP4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+"""The value of each code of 4 bits; the first bit is the sign."""
+
+
+def _multiply(
+    values: np.ndarray,
+    scales: np.ndarray,
+    pick: Pick,
+    shape: tuple[int, ...],
+    block: tuple[int, ...],
+) -> np.ndarray:
+    """Multiplies picked values by the scales of their blocks.
+
+    ``block`` is the size of a block along each dim of an array of this shape.
+    """
+    # Each element has the numbers of its block. These arrays take no memory.
+    numbers = (np.arange(n) // size for n, size in zip(shape, block, strict=True))
+    grid = np.meshgrid(*numbers, indexing="ij", sparse=True)
+    return values * scales[tuple(pick(np.broadcast_to(x, shape)) for x in grid)]
 
 
 @dataclass(frozen=True)
@@ -62,22 +87,75 @@ class BlockScaled(Tensor):
 
     def read(self, pick: Pick) -> np.ndarray:
         """Returns the picked values, in float32."""
-        values = _VALUES[pick(self.view().view(np.uint8))]
+        values = _OF_FP8[pick(self.view().view(np.uint8))]
         scales = self.scales.view().astype(np.float32)
         if not self.block_size:
             return values * scales.reshape(())
-        # Each element has the numbers of its block. These arrays take no memory.
-        sizes = (*(1 for _ in self.shape[:-2]), *self.block_size)
-        numbers = (np.arange(n) // b for n, b in zip(self.shape, sizes, strict=True))
-        grid = np.meshgrid(*numbers, indexing="ij", sparse=True)
-        blocks = [pick(np.broadcast_to(x, self.shape)) for x in grid]
-        return values * scales[tuple(blocks)]
+        block = (*(1 for _ in self.shape[:-2]), *self.block_size)
+        return _multiply(values, scales, pick, self.shape, block)
+
+
+@dataclass(frozen=True)
+class Packed(Tensor):
+    """An array of MXFP4, whose elements have 4 bits, with scales that are powers of 2.
+
+    The array has shape ``(experts, in, out)`` and its elements are codes of FP4, in
+    uint8. In the file, `packed` has two codes in each byte, and experts are stored as
+    ``(out, in)``.
+
+    Attributes:
+        packed: uint8 ``(experts, out, in / 32, 16)``; a byte has the first of its two
+            elements in the lower bits.
+        exponents: uint8 ``(experts, out, in / 32)``; 127 means a scale of 1.
+    """
+
+    packed: Tensor
+    exponents: Tensor
+
+    @classmethod
+    def of(cls, packed: Tensor, exponents: Tensor) -> Packed:
+        """Joins the two arrays of a file.
+
+        Raises:
+            WeightsError: If the arrays do not fit together.
+        """
+        shape, dtypes = packed.shape, {packed.dtype, exponents.dtype}
+        is_met = len(shape) == 4 and shape[3] == _GROUP // 2
+        if not is_met or exponents.shape != shape[:3] or dtypes != {np.dtype(np.uint8)}:
+            raise WeightsError(
+                f"Arrays of MXFP4 in {str(packed.file)!r} have shapes {shape} and "
+                f"{exponents.shape}. They must be uint8 (experts, out, in / 32, 16) "
+                "and (experts, out, in / 32)."
+            )
+        experts, outs, groups, _ = shape
+        values = (experts, groups * _GROUP, outs)
+        return cls(packed.file, packed.dtype, values, packed.start, packed, exponents)
+
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype of such models before they were quantised, which is bfloat16."""
+        return np.dtype(jnp.bfloat16)
+
+    def view(self) -> np.ndarray:
+        """Returns the codes of all elements, uint8 ``(experts, in, out)``."""
+        packed = self.packed.view()
+        codes = np.empty((*packed.shape, 2), np.uint8)
+        np.bitwise_and(packed, 15, out=codes[..., 0])
+        np.right_shift(packed, 4, out=codes[..., 1])
+        return codes.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
+
+    def read(self, pick: Pick) -> np.ndarray:
+        """Returns the picked values, in float32."""
+        scales = np.exp2(self.exponents.view().astype(np.float32) - 127)
+        values = _OF_FP4[pick(self.view())]
+        block = (1, _GROUP, 1)
+        return _multiply(values, scales.swapaxes(1, 2), pick, self.shape, block)
 
 
 def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
-    """Returns the size of the blocks that a ``config.json`` describes.
+    """Returns the size of the blocks of FP8 that a ``config.json`` describes.
 
-    ``None`` means that no array is quantised.
+    ``None`` means that no array has FP8.
 
     Raises:
         ValueError: If the arrays are quantised in a way that is not supported.
@@ -88,6 +166,8 @@ def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
     if not given:
         return None
     found = given if isinstance(given, Mapping) else {}
+    if found.get("quant_method") == "mxfp4":
+        return None
     # transformers has the same default.
     size = found.get("weight_block_size", (128, 128))
     sizes = () if size is None else size
@@ -103,9 +183,9 @@ def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
             raise ValueError(
                 f"config.json has a quantization_config with {name}="
                 f"{found.get(name)!r}. quantization_config must be None, or have "
-                "quant_method='fp8', fmt='e4m3', expert_dtype='fp8' and two numbers as "
-                "weight_block_size. Folders of other methods must be converted to "
-                "bfloat16 before they can be read."
+                "quant_method='mxfp4', or have quant_method='fp8', fmt='e4m3', "
+                "expert_dtype='fp8' and two numbers as weight_block_size. Folders of "
+                "other methods must be converted to bfloat16 before they can be read."
             )
     return tuple(sizes)
 
@@ -113,15 +193,19 @@ def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
 def join_scales(
     tensors: Mapping[str, Tensor], block_size: BlockSize | None
 ) -> dict[str, Tensor]:
-    """Returns the arrays by name; an array of FP8 has its scales.
+    """Returns the arrays by name; a quantised array has its scales.
 
-    Scales of activations are left out, because activations are not quantised.
+    Scales of activations are left out, because activations are not quantised. The
+    arrays ``x_blocks`` and ``x_scales`` of MXFP4 become an array ``x``.
 
     Raises:
-        WeightsError: If an array of FP8 has no scales, or scales of another shape.
+        WeightsError: If an array of FP8 has no scales, or scales do not fit.
     """
     found = dict(tensors)
     for name, tensor in tensors.items():
+        stem = name.removesuffix(_PACKED)
+        if stem != name and stem + _EXPONENTS in tensors:
+            found[stem] = Packed.of(found.pop(name), found.pop(stem + _EXPONENTS))
         if block_size is not None and name.endswith(_OF_ACTIVATIONS):
             del found[name]
         if tensor.dtype != FP8:

@@ -1,4 +1,4 @@
-"""Makes `quantised/`: copies of goldens with quantised arrays, and their values.
+"""Makes `quantised/`: tiny models with quantised arrays, and their values.
 
 Each folder has ``model.safetensors`` and ``config.json``. ``values.json`` has two
 checksums (CRC-32) for each array that transformers computes from the folder, in float32
@@ -12,6 +12,7 @@ import json
 import zlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import transformers
@@ -37,7 +38,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return elements.reshape(weight.shape), scales[:, 0, :, 0]
 
 
-def make(name: str) -> None:
+def make_fp8(name: str) -> None:
     """Writes one folder from the golden of this name."""
     folder = HERE / "quantised" / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,17 +54,59 @@ def make(name: str) -> None:
     config = json.loads((HERE / name / "config.json").read_text())
     content = config | {"quantization_config": FP8}
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-    wide, narrow = (checksums(folder, dtype) for dtype in ("float32", "bfloat16"))
+    write_values(folder, transformers.FineGrainedFP8Config(dequantize=True))
+
+
+def make_mxfp4() -> None:
+    """Writes a folder of the family gpt-oss with random elements and scales."""
+    folder = HERE / "quantised" / "gpt_oss"
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        dtype="bfloat16",
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    arrays = {}
+    for key, weight in model.state_dict().items():
+        if not key.endswith(("gate_up_proj", "down_proj")):
+            arrays[key] = torch.randn_like(weight).bfloat16()
+            continue
+        experts, width, outs = weight.shape
+        blocks = (experts, outs, width // 32, 16)
+        arrays[key + "_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8)
+        scales = torch.randint(100, 140, blocks[:-1], dtype=torch.uint8)
+        arrays[key + "_scales"] = scales
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    content["architectures"] = ["GptOssForCausalLM"]
+    content["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_values(folder, transformers.Mxfp4Config(dequantize=True))
+
+
+def write_values(folder: Path, quantization: Any) -> None:
+    """Writes the checksums of transformers' values."""
+    wide, narrow = (
+        checksums(folder, dtype, quantization) for dtype in ("float32", "bfloat16")
+    )
     values = [f'"{key}": [{wide[key]}, {narrow[key]}]' for key in wide]
     (folder / "values.json").write_text("{\n" + ",\n".join(values) + "\n}\n")
 
 
-def checksums(folder: Path, dtype: str) -> dict[str, int]:
+def checksums(folder: Path, dtype: str, quantization: Any) -> dict[str, int]:
     """Returns the checksum of each array, by its name in an unquantised folder."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+        folder, dtype=dtype, quantization_config=quantization
     )
     config = transformers.AutoConfig.from_pretrained(folder)
     del config.quantization_config
@@ -80,7 +123,8 @@ def checksums(folder: Path, dtype: str) -> dict[str, int]:
 
 def main() -> None:
     """Makes all folders."""
-    make("qwen3_moe")
+    make_fp8("qwen3_moe")
+    make_mxfp4()
 
 
 if __name__ == "__main__":

@@ -108,7 +108,6 @@ GPT_NEOX = Family(
         "use_parallel_residual": True,
     },
     valid={
-        "quantization_config": (None,),
         "attention_bias": (True,),
         "hidden_act": tuple(_GELU),
     },

@@ -26,7 +26,6 @@ NEUTRAL = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "use_bidirectional_attention": (False,),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (None,),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
 }
