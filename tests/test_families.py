@@ -512,6 +512,12 @@ BAD_OF_FAMILY = [
     ("gpt_neox", {"attention_bias": False}, "attention_bias=False.*must be True"),
     ("gpt_neox", {"hidden_act": "relu"}, "hidden_act='relu', which GPT does not"),
     ("granite", {"attention_bias": True}, "attention_bias=True.*must be False"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False.*must be True"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5.*must be 1.702, or absent"),
+    ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0.*must be 7.0, or absent"),
+    ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False.*must be True, or absent"),
+    ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2.*must be 1"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*must be None, or absent"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=T"),
     (
         "ministral3",
@@ -527,6 +533,14 @@ def test_unsupported_config_of_family_raises(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(hf_config(family) | change)
+
+
+def test_gpt_oss_without_rotation_has_yarn() -> None:
+    given = hf_config("gpt_oss")
+    del given["rope_parameters"], given["layer_types"]
+    found, preset = config_from_hf(given), GPTConfig.preset("gpt-oss-20b")
+    assert found.rope_scaling == preset.rope_scaling
+    assert (found.rope_theta, found.kinds) == (150_000.0, ("local", "global"))
 
 
 def test_layers_of_one_kind_share_their_rotation() -> None:

@@ -10,6 +10,7 @@ read. They are the same, bit for bit, as the values that transformers computes w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,14 +44,20 @@ def _multiply(
     shape: tuple[int, ...],
     block: tuple[int, ...],
 ) -> np.ndarray:
-    """Multiplies picked values by the scales of their blocks.
+    """Multiplies picked values in place by the scales of their blocks.
 
     ``block`` is the size of a block along each dim of an array of this shape.
     """
     # Each element has the numbers of its block. These arrays take no memory.
     numbers = (np.arange(n) // size for n, size in zip(shape, block, strict=True))
     grid = np.meshgrid(*numbers, indexing="ij", sparse=True)
-    return values * scales[tuple(pick(np.broadcast_to(x, shape)) for x in grid)]
+    blocks = [pick(np.broadcast_to(x, shape)) for x in grid]
+    # The scales of a few million elements exist at once.
+    step = max(1, 2**22 // max(1, math.prod(values.shape[1:])))
+    for first in range(0, len(values), step):
+        rows = slice(first, first + step)
+        values[rows] *= scales[tuple(x[rows] for x in blocks)]
+    return values
 
 
 @dataclass(frozen=True)
