@@ -511,10 +511,15 @@ def test_listed_blocks_aggregate_layer_metrics():
 def test_presets_have_published_active_sizes():
     # In billions of parameters, rounded as in the papers.
     active = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3}
-    active |= {"qwen3-235b-a22b": 22}
+    active |= {"qwen3-235b-a22b": 22, "qwen1.5-moe-a2.7b": 2.7, "olmoe-1b-7b": 1.3}
     for name, expected in active.items():
         found = GPTConfig.preset(name).num_active_params / 1e9
         assert found == pytest.approx(expected, rel=0.03), name
+    # The model card does not count the embedding.
+    for name, expected in {"gpt-oss-20b": 3.61, "gpt-oss-120b": 5.13}.items():
+        config = GPTConfig.preset(name)
+        found = config.num_active_params - config.vocab_size * config.embed_dim
+        assert found / 1e9 == pytest.approx(expected, rel=0.003), name
     like = GPTConfig.preset("deepseek-v3-like")
     assert like.num_params > 600e9
     assert like.num_active_params < 45e9
