@@ -22,8 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 
+from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.programs import (
     ClosedJaxpr,
     Eqns,
@@ -35,16 +36,18 @@ from nnx_parallel.programs import (
     variables_in,
 )
 from nnx_parallel.sharding.model import (
+    ModelDef,
     ModelFn,
     Path,
     ReadsArrays,
     arrays_from,
     arrays_of,
+    build_model,
     flatten,
     nest,
     placed_copies,
 )
-from nnx_parallel.sharding.nnx_arrays import is_inexact
+from nnx_parallel.sharding.nnx_arrays import is_inexact, plain_variables
 
 _FEW = 64
 """Arrays of at most this many elements are computed again in each part."""
@@ -101,7 +104,7 @@ def compute_in_shards(
 def first_arrays(
     source: nnx.Module | ModelFn | ReadsArrays,
     rngs: nnx.Rngs,
-    shardings: dict[Path, NamedSharding],
+    shardings: Mapping[Path, Sharding],
 ) -> dict:
     """Returns the arrays of a model in nested dicts, each array with its sharding.
 
@@ -121,7 +124,7 @@ def _with_read(
     source: ReadsArrays,
     build: Callable[[dict], dict],
     streams: dict,
-    shardings: dict[Path, NamedSharding],
+    shardings: Mapping[Path, Sharding],
 ) -> dict:
     """Lets the source read arrays from files, and computes the other arrays."""
     shapes = flatten(jax.eval_shape(build, streams))
@@ -140,6 +143,35 @@ def _with_read(
     return nest(read | compute_in_shards(rest, (streams,), places))
 
 
+def build_and_read(
+    source: ReadsArrays, rngs: nnx.Rngs, sharding: Sharding
+) -> nnx.Module:
+    """Builds a model from a source that reads arrays; all arrays get one sharding.
+
+    ``rngs`` advances as if the source had computed the initial values of all arrays.
+    """
+    graphdef, state = nnx.split(rngs)
+
+    def build(streams: dict) -> tuple[nnx.Module, nnx.Rngs]:
+        with plain_variables():
+            used = nnx.merge(graphdef, streams)
+            return build_model(cast(ModelFn, source), used), used
+
+    def advance(streams: dict) -> dict:
+        return nnx.to_pure_dict(nnx.state(build(streams)[1]))
+
+    streams = nnx.to_pure_dict(state)
+    with leaving_mesh():
+        model = nnx.eval_shape(lambda: build(streams)[0])
+        nnx.pop(model, nnx.Intermediate)
+        places = dict.fromkeys(arrays_of(model), sharding)
+        arrays = first_arrays(source, rngs, places)
+        places = jax.tree.map(lambda _: sharding, streams)
+        nnx.replace_by_pure_dict(state, compute_in_shards(advance, (streams,), places))
+    nnx.update(rngs, state)
+    return ModelDef.of(model).merge(flatten(arrays))
+
+
 @dataclass(frozen=True)
 class _Part:
     """Some outputs, with the equations that compute them.
@@ -149,7 +181,7 @@ class _Part:
     """
 
     signature: Hashable
-    shardings: tuple[NamedSharding, ...]
+    shardings: tuple[Sharding, ...]
     indices: tuple[int, ...] = field(compare=False)  # indices of the outputs
     eqns: Eqns = field(compare=False)
     consts: Values = field(compare=False)  # the signature contains their bits
@@ -263,7 +295,7 @@ def _is_constant(var: jex.Var, consts: Values) -> bool:
 def _cut(
     eqns: Eqns,
     outputs: Sequence[Any],
-    places: Sequence[NamedSharding],
+    places: Sequence[Sharding],
     known: Values,
     consts: Values,
     found: Collection[int],

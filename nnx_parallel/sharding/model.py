@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from nnx_parallel.errors import ModelError, ParallelWarning, warn_user
 from nnx_parallel.mesh import leaving_mesh
@@ -505,7 +505,7 @@ def stored_shardings(
 
 
 def placed_copies(
-    arrays: dict[Path, Any], shardings: Mapping[Path, NamedSharding]
+    arrays: dict[Path, Any], shardings: Mapping[Path, Sharding]
 ) -> dict[Path, jax.Array]:
     """Copies arrays to their shardings; the copies may be donated."""
     if jax.process_count() > 1:

@@ -72,15 +72,40 @@ class Tensor:
         """The dtype of a model that keeps the precision of the values."""
         return self.dtype
 
-    def read(self, pick: Pick) -> np.ndarray:
-        """Returns the picked values of the array."""
-        return pick(self.view())
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
+        """Returns the picked values of the array, given its elements."""
+        return pick(elements)
 
     def view(self) -> np.ndarray:
         """Returns a read-only memory map, which is read from disk when it is used."""
         if not math.prod(self.shape):
             return np.zeros(self.shape, self.dtype)
         return np.memmap(self.file, self.dtype, "r", self.start, self.shape)
+
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Reads a range of the first dim.
+
+        Raises:
+            WeightsError: If the file ends before the last row.
+        """
+        rows = np.empty((last - first, *self.shape[1:]), self.dtype)
+        # A page fault in a memory map reads megabytes around the page. These belong to
+        # the rows of other processes.
+        with open(self.file, "rb", buffering=0, opener=open_regular) as file:
+            file.seek(self.start + first * (self.num_bytes // self.shape[0]))
+            left = memoryview(rows.reshape(-1).view(np.uint8))
+            while left and (count := file.readinto(left)):
+                left = left[count:]
+        if left:
+            raise WeightsError(
+                f"{str(self.file)!r} is truncated: {len(left):,} bytes are missing."
+            )
+        return rows
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

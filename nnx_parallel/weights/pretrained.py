@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from flax import nnx
 from jax.core import Tracer
 
 from nnx_parallel.errors import WeightsError
+from nnx_parallel.init import build_and_read
 from nnx_parallel.sharding.model import arrays_of, build_model
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.weights.files import Tensor, code_of, open_tensors
+from nnx_parallel.weights.exchange import SharedReader
+from nnx_parallel.weights.files import Tensor, open_tensors
 from nnx_parallel.weights.names import (
     WEIGHTS,
     Entry,
@@ -27,6 +30,7 @@ from nnx_parallel.weights.names import (
     rules_of,
 )
 from nnx_parallel.weights.quantised import BlockSize, join_scales
+from nnx_parallel.weights.shards import Shards
 
 
 class Pretrained:
@@ -92,6 +96,8 @@ class Pretrained:
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model with its weights, unsharded, on the default device.
 
+        Initial values are computed only for arrays that are not in the files.
+
         Raises:
             WeightsError: If a function is being traced, because a traced program cannot
                 read files.
@@ -104,19 +110,8 @@ class Pretrained:
                 "from_pretrained as model=, without a lambda, or build and change the "
                 "model outside of the function."
             )
-        # Shapes are checked before the model takes memory, because a config may have
-        # any shape.
-        nnx.eval_shape(lambda: self.build_shapes(nnx.Rngs(0)))
-        model = self.build_shapes(rngs)
-        params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
         place = jax.sharding.SingleDeviceSharding(probe.devices().pop())
-        arrays = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-            for path, leaf in params.items()
-        }
-        for path, array in self.read_arrays(arrays).items():
-            params[path].set_value(array)
-        return model
+        return build_and_read(self, rngs, place)
 
     def build_shapes(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model with the right shapes and dtypes; reads no arrays."""
@@ -163,76 +158,43 @@ class Pretrained:
         Keys are paths. Arrays that the table does not name are left out.
         """
         given = {dotted(path): path for path in arrays}
-        found = {}
-        for rule in numbered_rules(self.names, given):
-            if (path := given.get(rule.ours)) and not self._is_new(rule.ours):
-                found[path] = _read(rule, self.tensors, arrays[path])
-        return found
+        rules = {
+            given[rule.ours]: rule
+            for rule in numbered_rules(self.names, given)
+            if rule.ours in given and not self._is_new(rule.ours)
+        }
+        return _read(rules, self.tensors, arrays)
 
 
 def _read(
-    rule: Rule, tensors: Mapping[str, Tensor], array: jax.ShapeDtypeStruct
-) -> jax.Array:
-    sizes = rule.sizes(array.shape)
-    names = rule.names(array.shape)
-    shards: dict[Any, np.ndarray] = {}  # shards of this process, each read only once
-
-    def shard(index: Any) -> np.ndarray:
-        bounds = [s.indices(n)[:2] for s, n in zip(index, array.shape, strict=True)]
-        key = tuple(bounds)
-        if key not in shards:
-            shape = [last - first for first, last in bounds]
-            out = np.empty(shape, array.dtype)
-            stacked, inner = bounds[: rule.num_stacked], index[rule.num_stacked :]
-
-            def pick(theirs: np.ndarray) -> np.ndarray:
-                return rule.to_ours(theirs, sizes)[tuple(inner)]
-
-            for at in np.ndindex(*shape[: rule.num_stacked]):
-                place = (i + first for i, (first, _) in zip(at, stacked, strict=True))
-                name = names[tuple(place)]
-                part = tensors[name].read(pick)
-                _check_finite(name, tensors[name], part)
-                _copy(part, out[at])
-            shards[key] = out
-        return shards[key]
-
-    return jax.make_array_from_callback(array.shape, array.sharding, shard)
+    rules: Mapping[tuple, Rule],
+    tensors: Mapping[str, Tensor],
+    arrays: Mapping[tuple, jax.ShapeDtypeStruct],
+) -> dict[tuple, jax.Array]:
+    """Reads an array for each rule. Parts of the same arrays are read together."""
+    found: dict[tuple, jax.Array] = {}
+    groups: dict[str, list[tuple]] = defaultdict(list)
+    for path, rule in rules.items():
+        groups[rule.theirs].append(path)
+    shared: SharedReader | None = None
+    for paths in groups.values():
+        group = [Shards(rules[path], arrays[path]) for path in paths]
+        # Every process takes the same branch: `is_fully_addressable` may differ.
+        if len({x.process_index for x in group[0].sharding.device_set}) == 1:
+            _read_alone(group, tensors)
+        else:
+            shared = shared or SharedReader(tensors)
+            shared.read(group)
+        found |= {p: s.assemble() for p, s in zip(paths, group, strict=True)}
+    if shared is not None:
+        shared.finish()
+    return found
 
 
-def _copy(part: np.ndarray, out: np.ndarray) -> None:
-    """Copies an array; a transposed array is copied in strips that fit in the cache.
-
-    Copying bfloat16 (8192, 256) takes 1.5 ms in strips of 16 rows, and 17 ms at once.
-    """
-    # NumPy copies bfloat16 one element at a time, but integers in blocks.
-    if part.dtype == out.dtype:
-        part, out = _bits(part), _bits(out)
-    slowest = int(np.argmax(part.strides)) if part.ndim else 0
-    if slowest == 0:
-        out[...] = part
-        return
-    for start in range(0, part.shape[slowest], 16):
-        rows = (slice(None),) * slowest + (slice(start, start + 16),)
-        out[rows] = part[rows]
-
-
-_EXPONENTS = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0 << 48}
-"""Bits that are all set if a number is infinite or NaN, by the dtype's name."""
-
-
-def _check_finite(name: str, tensor: Tensor, part: np.ndarray) -> None:
-    exponent = _EXPONENTS.get(code_of(part.dtype))
-    if exponent is None:
-        return
-    # Bits are compared, because `np.isfinite` takes ten times as long for bfloat16.
-    bits = _bits(part)
-    mask = bits.dtype.type(exponent)
-    if ((bits & mask) == mask).any():
-        raise WeightsError(
-            f"{name!r} in {str(tensor.file)!r} has values that are not finite."
-        )
-
-
-def _bits(x: np.ndarray) -> np.ndarray:
-    return x.view(f"u{x.dtype.itemsize}")
+def _read_alone(group: Sequence[Shards], tensors: Mapping[str, Tensor]) -> None:
+    """Fills the shards from memory maps; each array in files is read once."""
+    for index, name in group[0].names.items():
+        if any(shards.wants(index) for shards in group):
+            elements = tensors[name].view()
+            for shards in group:
+                shards.fill(index, tensors[name], elements)

@@ -92,9 +92,9 @@ class BlockScaled(Tensor):
         """The dtype of such models before they were quantised, which is bfloat16."""
         return np.dtype(jnp.bfloat16)
 
-    def read(self, pick: Pick) -> np.ndarray:
+    def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
         """Returns the picked values, in float32."""
-        values = _OF_FP8[pick(self.view().view(np.uint8))]
+        values = _OF_FP8[pick(elements.view(np.uint8))]
         scales = self.scales.view().astype(np.float32)
         if not self.block_size:
             return values * scales.reshape(())
@@ -145,18 +145,26 @@ class Packed(Tensor):
 
     def view(self) -> np.ndarray:
         """Returns the codes of all elements, uint8 ``(experts, in, out)``."""
-        packed = self.packed.view()
-        codes = np.empty((*packed.shape, 2), np.uint8)
-        np.bitwise_and(packed, 15, out=codes[..., 0])
-        np.right_shift(packed, 4, out=codes[..., 1])
-        return codes.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
+        return _unpack(self.packed.view())
 
-    def read(self, pick: Pick) -> np.ndarray:
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Returns the codes of a range of experts."""
+        return _unpack(self.packed.read_rows(first, last))
+
+    def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
         """Returns the picked values, in float32."""
         scales = np.exp2(self.exponents.view().astype(np.float32) - 127)
-        values = _OF_FP4[pick(self.view())]
+        values = _OF_FP4[pick(elements)]
         block = (1, _GROUP, 1)
         return _multiply(values, scales.swapaxes(1, 2), pick, self.shape, block)
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+    """Splits bytes ``(experts, out, groups, 16)`` into codes ``(experts, in, out)``."""
+    codes = np.empty((*packed.shape, 2), np.uint8)
+    np.bitwise_and(packed, 15, out=codes[..., 0])
+    np.right_shift(packed, 4, out=codes[..., 1])
+    return codes.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
 
 
 def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
