@@ -23,7 +23,7 @@ NAMES = {
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
     "published": "predicted speeds of TPUs against published ones; compiled, not run",
-    "weights": "a checkpoint of 2 GB read over 8 devices: bytes, memory, seconds",
+    "weights": "a checkpoint of 2 GB read by 1, 2 and 4 processes: bytes, memory",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",

@@ -1,19 +1,22 @@
-"""Reading weights from files: the bytes that a process reads, its memory, its seconds.
+"""Reading weights from files: bytes from disk, memory and seconds.
 
-A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, and by
-`safetensors.flax.load_file`, which gives whole arrays on one device. Each reading is a
-separate process; its memory is the increase of its peak. On simulated devices the
-shards are also in the host's memory.
+A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, in 1, 2 and
+4 processes, and by `safetensors.flax.load_file`, which gives whole arrays on one
+device. Each reading is a run of new processes. A process has its own copy of the
+folder, because on a cluster the processes do not share a cache of files, and the cache
+is emptied first. The system counts the bytes. Memory is the increase of a process's
+peak; on simulated devices the shards are in the host's memory too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import jax
@@ -22,36 +25,37 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.timing import Table
-from nnx_parallel import FSDP, simulate_devices
 from nnx_parallel.models import GPT, GPTConfig
-from nnx_parallel.weights import pretrained, save_pretrained
+from nnx_parallel.weights import save_pretrained
 
 CONFIG = GPTConfig.preset("llama3.2-1b", num_layers=12)
+CHILD = Path(__file__).with_name("weights_child.py")
+RUNS = [
+    ("safetensors", 1),
+    ("direct call", 1),
+    *((strategy, n) for strategy in ("FSDP", "TP x FSDP") for n in (1, 2, 4)),
+]
 
 
 def measure(rounds: int = 3, tiny: bool = False) -> Table:
-    """Bytes, memory and seconds of both readers, in turn."""
+    """Bytes, memory and seconds of each reader, in turn."""
     table = Table("weights of 2 GB")
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "model"
-        write(folder, tiny)
-        size = (folder / "model.safetensors").stat().st_size
-        runs = {
-            name: [figures_of(name, folder) for _ in range(rounds)] for name in READERS
-        }
-    ours, theirs = (
-        {key: float(np.median([each[key] for each in runs[name]])) for key in keys}
-        for name, keys in (
-            ("ours", ("read", "memory", "seconds")),
-            ("safetensors", ("memory", "seconds")),
-        )
-    )
+        folders = [Path(parent) / f"model{i}" for i in range(4)]
+        write(folders[0], tiny)
+        for folder in folders[1:]:
+            shutil.copytree(folders[0], folder)
+        size = (folders[0] / "model.safetensors").stat().st_size
+        runs = [[figures_of(*each, folders) for each in RUNS] for _ in range(rounds)]
     table.add("bytes of the arrays", f"{size:,}")
-    table.add("read, of the shards of all devices", ours["read"] / size)
-    table.add("memory, ours, of the shards", ours["memory"] / size)
-    table.add("memory, safetensors.flax on one device", theirs["memory"] / size)
-    table.add("seconds, ours", ours["seconds"])
-    table.add("seconds, safetensors.flax on one device", theirs["seconds"])
+    for (reader, processes), *figures in zip(RUNS, *runs, strict=True):
+        name = f"{reader}, {processes} process{'es' if processes > 1 else ''}"
+        disk = np.median([[x["disk"] for x in each] for each in figures], axis=0)
+        table.add(f"{name}: read by all, of the file", float(disk.sum()) / size)
+        table.add(f"{name}: read by one, at most", float(disk.max()) / size)
+        for key, unit in (("memory", size), ("seconds", 1)):
+            most = np.median([max(x[key] for x in each) for each in figures])
+            table.add(f"{name}: {key}", float(most) / unit)
     return table
 
 
@@ -68,10 +72,19 @@ def write(folder: Path, tiny: bool) -> None:
     save_pretrained(folder, model)
 
 
-def figures_of(reader: str, folder: Path) -> dict[str, float]:
-    """Figures of one reading, in a separate process."""
+def figures_of(
+    reader: str, processes: int, folders: list[Path]
+) -> list[dict[str, float]]:
+    """Figures of one reading, by process."""
+    sizes = [
+        "--processes",
+        str(processes),
+        "--devices-per-process",
+        f"{8 // processes}",
+    ]
+    launch = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu", *sizes]
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.weights", reader, str(folder)],
+        [*launch, str(CHILD), reader, *map(str, folders)],
         capture_output=True,
         text=True,
         check=False,
@@ -79,47 +92,4 @@ def figures_of(reader: str, folder: Path) -> dict[str, float]:
     )
     if run.returncode:
         raise RuntimeError(f"{reader}: {run.stderr}")
-    return json.loads(run.stdout.splitlines()[-1])
-
-
-def peak() -> int:
-    """Peak bytes of this process; `getrusage` would include its parent's."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
-
-
-def read_ours(folder: Path) -> dict[str, float]:
-    """Reads into shards of 8 devices."""
-    simulate_devices(8)
-    read: list[int] = []
-    check = pretrained._check_finite  # pyright: ignore[reportPrivateUsage]
-
-    def count(name: str, tensor: pretrained.Tensor, part: np.ndarray) -> None:
-        read.append(part.nbytes)
-        check(name, tensor, part)
-
-    pretrained._check_finite = count  # pyright: ignore[reportPrivateUsage]
-    jax.block_until_ready(jnp.ones(8))
-    before, start = peak(), time.perf_counter()
-    source = GPT.from_pretrained(folder, dtype="keep")
-    model = FSDP().init(source, nnx.Rngs(0))
-    jax.block_until_ready(nnx.state(model))
-    seconds = time.perf_counter() - start
-    return {"read": sum(read), "memory": peak() - before, "seconds": seconds}
-
-
-def read_theirs(folder: Path) -> dict[str, float]:
-    """Reads whole arrays, by the package safetensors."""
-    from safetensors.flax import load_file
-
-    jax.block_until_ready(jnp.ones(8))
-    before, start = peak(), time.perf_counter()
-    jax.block_until_ready(load_file(folder / "model.safetensors"))
-    seconds = time.perf_counter() - start
-    return {"memory": peak() - before, "seconds": seconds}
-
-
-READERS = {"ours": read_ours, "safetensors": read_theirs}
-
-if __name__ == "__main__":
-    print(json.dumps(READERS[sys.argv[1]](Path(sys.argv[2]))))
+    return [json.loads(found) for found in re.findall(r"\{\"memory.*\}", run.stdout)]

@@ -233,6 +233,21 @@ def test_slices_of_a_dim_in_the_middle() -> None:
     np.testing.assert_array_equal(join_parts(group, ours, dims), theirs)
 
 
+def test_direct_call_computes_no_initial_weights(folder: Path) -> None:
+    def traced(rngs: nnx.Rngs) -> nnx.Module:
+        model = Scaled(rngs=rngs)
+        assert isinstance(model.layers[0].kernel.get_value(), jax.core.Tracer)
+        return model
+
+    rngs, drawn = nnx.Rngs(0), nnx.Rngs(0)
+    model: Any = Pretrained(traced, folder, SCALED)(rngs)
+    Scaled(rngs=drawn)
+    assert model.count.get_value() == 3
+    assert model.layers[0].kernel.get_value().shape == (8, 16)
+    # What the caller draws next does not depend on how the model was built.
+    assert rngs.params() == drawn.params()
+
+
 def rewrite(path: Path, change: Callable[[dict], Any]) -> None:
     """Changes the header of a safetensors file."""
     data = path.read_bytes()

@@ -78,7 +78,7 @@ class SharedReader:
             for index in indices:
                 boxes = {p: _at(index, found) for p, found in needs.items()}
                 tensor = self.tensors[names[index]]
-                ranges = _divide(boxes, tensor, self._num_read)
+                ranges = divide(boxes, tensor, self._num_read)
                 plans[index] = _Plan(tensor, ranges, boxes)
                 self._num_read += 1
             rows = self._attempt(partial(_read_rows, plans))
@@ -280,7 +280,7 @@ def _at(index: Index, needs: set[tuple[Bounds, Bounds]]) -> list[Bounds]:
     return sorted({box for stacked, box in needs if is_within(index, stacked)})
 
 
-def _divide(
+def divide(
     boxes: Mapping[int, Sequence[Bounds]], tensor: Tensor, turn: int
 ) -> list[tuple[int, int, int]]:
     """Divides the rows of an array between the processes that need some of it.

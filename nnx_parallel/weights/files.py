@@ -94,9 +94,11 @@ class Tensor:
             WeightsError: If the file ends before the last row.
         """
         rows = np.empty((last - first, *self.shape[1:]), self.dtype)
-        # A page fault in a memory map reads megabytes around the page. These belong to
-        # the rows of other processes.
+        # A page fault in a memory map, and a system that reads ahead, read megabytes of
+        # rows that other processes read too.
         with open(self.file, "rb", buffering=0, opener=open_regular) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file.seek(self.start + first * (self.num_bytes // self.shape[0]))
             left = memoryview(rows.reshape(-1).view(np.uint8))
             while left and (count := file.readinto(left)):
