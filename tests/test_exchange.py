@@ -22,7 +22,7 @@ SMALL = Tensor(Path("x"), np.dtype(np.float32), (4096,), 0)
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "phi3", "quantised/qwen3_moe"],
+    ["gpt2", "phi3", "quantised/qwen3_moe", "quantised/gpt_oss"],
 )
 def test_shards_from_rows_equal_shards_from_memory_maps(family: str) -> None:
     source = GPT.from_pretrained(GOLDENS / family, dtype="keep")
