@@ -73,7 +73,7 @@ def test_labels_outside_classes_raise(fused: bool) -> None:
 
     labels = np.array([0, 1, 2, 3, 0, 1, 2, 4], np.int32)
     message = (
-        "The first batch has labels from 0 to 4, but the logits have 4 classes: valid "
+        "The step's batch has labels from 0 to 4, but the logits have 4 classes: valid "
         "labels are 0 to 3. To leave out a label, give it the weight 0."
     )
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
@@ -86,12 +86,59 @@ def test_labels_outside_classes_raise(fused: bool) -> None:
 def test_tokens_beyond_table_raise(table: Any, name: str) -> None:
     tokens = np.full((8, 2), 20, np.int32)
     message = (
-        f"The first batch has {name} from 20 to 20, but the model's table has 16 rows: "
+        f"The step's batch has {name} from 20 to 20, but the model's table has 16 "
+        "rows: "
         "valid tokens are 0 to 15. Use the tokenizer that belongs to the model"
     )
     trainer = make_trainer(model=lambda rngs: table(16, 4, rngs=rngs))
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
         trainer.fit([{"x": tokens}] * 3, 3)
+
+
+def optax_loss(model: Any, batch: Any) -> jax.Array:
+    losses = optax.softmax_cross_entropy_with_integer_labels
+    return losses(model(batch["x"]), batch["y"]).mean()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"y": np.array([0, 1, 2, 3, 0, 1, 2, 4], np.int32)},
+            "batch['y'] from 0 to 4, and the loss looks it up in 4 entries, such as "
+            "logits: valid values are 0 to 3.",
+        ),
+        (
+            {"y": np.array([0, 1, 2, 3, 0, 1, 2, -100], np.int32)},
+            "batch['y'] from -100 to 3, and the loss looks it up in 4 entries",
+        ),
+        (
+            {"x": np.where(np.eye(8, 4) > 0, np.nan, 1).astype(np.float32)},
+            "4 NaN in batch['x'], the first in row 0.",
+        ),
+    ],
+)
+def test_wrong_values_in_late_batch_are_named(wrong: dict, message: str) -> None:
+    good = BATCH | {"y": np.zeros(8, np.int32)}
+    data = [*[good] * 6, good | wrong, good, good, good]
+    message = f"The step's batch has {message}"
+    with pytest.raises(NonFiniteLossError, match=re.escape(message)) as found:
+        make_trainer(loss=optax_loss).fit(data, 10)
+    assert str(found.value).startswith("Step 7: loss nan")
+
+
+def test_error_in_loss_names_shapes_and_model() -> None:
+    wide = {"x": np.ones((16, 9), np.float32), "y": np.zeros(16, np.int32)}
+    note = "in the loss, batch {x: f32[16,9], y: i32[16]}, model Linear"
+    with pytest.raises(TypeError) as found:
+        make_trainer(loss=optax_loss).fit([wide], 1)
+    assert found.value.__notes__[-1] == note
+    assert found.value.__notes__.count(note) == 1
+    with pytest.raises(KeyError) as missing:
+        make_trainer(loss=optax_loss).fit([BATCH], 1)
+    assert missing.value.__notes__[-1] == (
+        "in the loss, batch {x: f32[8,4]}, model Linear"
+    )
 
 
 def test_labels_of_weight_zero_are_ignored() -> None:

@@ -382,7 +382,8 @@ class Embed(nnx.Module):
         # activations in the same way as the gradient.
         # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
         table = constrain_param(self.embedding[...], self.vocab_name, "embed")
-        observe_range(tokens, table.shape[0], name="tokens or positions")
+        name = "tokens or positions"
+        observe_range(tokens, table.shape[0], name=name, is_table=True)
         tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
         # Tokens are first gathered along `seq`. Otherwise, if one axis splits the rows
         # of the table and also `seq`, the lookup would gather the table. Tokens stay

@@ -35,6 +35,7 @@ class LabelRange(NamedTuple):
     highest: int
     num_classes: int
     name: str = "labels"
+    is_table: bool = False
 
     @property
     def is_valid(self) -> bool:
@@ -66,6 +67,8 @@ def observe_range(
     num_classes: int,
     weights: Array | None = None,
     name: str = "labels",
+    *,
+    is_table: bool = False,
 ) -> None:
     """Reports labels, or tokens that are looked up, to `observing_labels`."""
     if (seen := _observed.get()) is None:
@@ -74,7 +77,7 @@ def observe_range(
         labels = jnp.where(weights == 0, 0, labels)
 
     def observe(low: Array, high: Array) -> None:
-        seen.append(LabelRange(int(low), int(high), num_classes, name))
+        seen.append(LabelRange(int(low), int(high), num_classes, name, is_table))
 
     jax.debug.callback(observe, labels.min(), labels.max())
 

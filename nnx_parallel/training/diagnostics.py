@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import inspect
 import numbers
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
@@ -146,6 +147,48 @@ def check_loss(function: Callable, name: str = "loss") -> None:
             "batch, rngs), which also gets an nnx.Rngs: rngs() returns a new key. Bind "
             "other arguments with functools.partial."
         ) from None
+
+
+def shapes_of(tree: Any) -> str:
+    """Formats a batch as in ``{x: f32[16,9], y: i32[16]}``; at most 8 arrays."""
+    if isinstance(tree, Mapping):
+        inner = [f"{name}: {shapes_of(x)}" for name, x in tree.items()]
+        ends = "{}"
+    elif isinstance(tree, tuple | list):
+        inner, ends = [*map(shapes_of, tree)], "()"
+    elif hasattr(tree, "shape") and hasattr(tree, "dtype"):
+        # float32 becomes f32, as in the texts of JAX.
+        kind = re.sub(r"^(bf|f|u|i|c)[a-z]*(?=\d)", r"\1", str(tree.dtype))
+        return f"{kind}[{','.join(map(str, tree.shape))}]"
+    else:
+        return type(tree).__name__
+    more = ["..."] if len(inner) > 8 else []
+    return f"{ends[0]}{', '.join([*inner[:8], *more])}{ends[1]}"
+
+
+class _CallNote(str):
+    """A note about the call of a user's function."""
+
+
+@contextlib.contextmanager
+def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
+    """Adds a note with the shapes of the batch to any error in a user's function."""
+    try:
+        yield
+    except Exception as error:
+        call = f"in {name}, batch {shapes_of(batch)}, model {type(model).__name__}"
+        error.add_note(_CallNote(call))
+        raise
+
+
+@contextlib.contextmanager
+def ending_with_call() -> Iterator[None]:
+    """Moves the note of `noting_call` to the end, behind the notes that JAX adds."""
+    try:
+        yield
+    except Exception as error:
+        getattr(error, "__notes__", []).sort(key=lambda x: isinstance(x, _CallNote))
+        raise
 
 
 @contextlib.contextmanager
@@ -365,28 +408,52 @@ def broken_arrays(state: TrainState) -> list[str]:
     return [path for path in arrays if not sound.get(path, True)]
 
 
+def _nan_in(batch: Any) -> str:
+    """Describes the first array of a batch that has NaN; empty if there is none."""
+    for keys, x in jax.tree.leaves_with_path(batch):
+        if is_inexact(x) and x.ndim:
+            # (rows, ...) -> (rows,)
+            counts = jnp.isnan(x).sum(axis=tuple(range(1, x.ndim)))
+            if count := int(counts.sum()):
+                row = int(jnp.argmax(counts > 0))
+                name = f"batch{jax.tree_util.keystr(keys)}"
+                return f"{count:,} NaN in {name}, the first in row {row}"
+    return ""
+
+
 def explain_non_finite(
-    state: TrainState, saved_step: int | None, labels: list[LabelRange]
+    state: TrainState, saved_step: int | None, labels: list[LabelRange], batch: Any
 ) -> str:
-    """Returns text that names non-finite arrays, or labels that caused them."""
+    """Returns text that names the cause of a loss that is not finite.
+
+    The cause is NaN or an invalid label in ``batch``, the batch of the bad step. If
+    there is none, the text names arrays that are not finite.
+    """
     step = int(state.step)
     saved = f"a checkpoint of step {saved_step}"
     if saved_step is None:
         saved = "no checkpoint"
     kept = f"Nothing was saved from the bad step on; there is {saved}."
-    # Labels come first, because an invalid label is the cause of the non-finite arrays.
+    # The batch comes first, because it is the cause of the non-finite arrays.
+    if found := _nan_in(batch):
+        return f"The step's batch has {found}. {kept}"
     if found := next((found for found in labels if not found.is_valid), None):
+        last = found.num_classes - 1
+        has = f"The step's batch has {found.name} from {found.lowest} to "
+        if found.is_table:
+            return (
+                f"{has}{found.highest}, but the model's table has {last + 1} rows: "
+                f"valid tokens are 0 to {last}. Use the tokenizer that belongs to the "
+                f"model, or make the table larger. {kept}"
+            )
         if found.name != "labels":
             return (
-                f"The first batch has {found.name} from {found.lowest} to "
-                f"{found.highest}, but the model's table has {found.num_classes} rows: "
-                f"valid tokens are 0 to {found.num_classes - 1}. Use the tokenizer "
-                f"that belongs to the model, or make the table larger. {kept}"
+                f"{has}{found.highest}, and the loss looks it up in {last + 1} "
+                f"entries, such as logits: valid values are 0 to {last}. {kept}"
             )
         return (
-            f"The first batch has labels from {found.lowest} to {found.highest}, but "
-            f"the logits have {found.num_classes} classes: valid labels are 0 to "
-            f"{found.num_classes - 1}. To leave out a label, give it the weight 0. "
+            f"{has}{found.highest}, but the logits have {last + 1} classes: valid "
+            f"labels are 0 to {last}. To leave out a label, give it the weight 0. "
             f"{kept}"
         )
     broken = broken_arrays(state)

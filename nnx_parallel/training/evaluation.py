@@ -33,6 +33,7 @@ from nnx_parallel.errors import (
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.stack.stack import run_one_layer, using_runner
 from nnx_parallel.metrics import result_of, split_loss_output
+from nnx_parallel.programs import bind, is_call, reached, trace, variables_in
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.sharding.nnx_arrays import variables_of
@@ -47,7 +48,11 @@ from nnx_parallel.training.compilation import (
     start_program,
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
-from nnx_parallel.training.model_flops import count_model_flops, on_one_device
+from nnx_parallel.training.model_flops import (
+    count_model_flops,
+    loss_of_arrays,
+    on_one_device,
+)
 from nnx_parallel.training.players import Players, StepByTurns
 from nnx_parallel.training.step import (
     Batch,
@@ -333,7 +338,9 @@ class Programs:
         plan, count = self.plan, self.options.num_microbatches
 
         def outputs_of(model: nnx.Module, batch: Batch, key: jax.Array) -> Any:
-            output = call_loss(plan.precision, known.function, model, batch, key)
+            name = "the loss" if is_loss else "the function of predict"
+            given = plan.precision, known.function, model, batch, key
+            output = call_loss(*given, name)
             if not is_loss:
                 _check_rows(output, count_rows(batch))
                 return output
@@ -509,20 +516,26 @@ class Programs:
             raise DataError("No batch to predict on: the data is empty.")
         return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
-    def label_ranges(self, state: TrainState, batch: Batch) -> list[LabelRange]:
+    def label_ranges(
+        self, state: TrainState, batch: Batch, wrt: Any
+    ) -> list[LabelRange]:
         """Returns the ranges of the labels and tokens in a batch.
 
-        The library's losses report the labels. Integers in the batch are taken for
-        tokens if the model has an embedding table.
+        The library's losses and tables report them. Lookups in other losses and models
+        are found in their traces.
         """
         # The step is traced again here, because losses report their labels only while
         # this function listens.
         found = list[LabelRange]()
-        for programs in self.turns.values():
+        for name, programs in self.turns.items():
             step = programs._make_step(_Known(programs._own_loss), is_loss=True)
             arguments = state.params, state.variables, state.key, (0,), batch
             found += execution_of(self.plan).observe_labels(partial(step, *arguments))
-        return [*found, *_beyond_tables(self.plan.modules, batch)]
+            with contextlib.suppress(Exception):  # one device may not run the loss
+                trained = wrt[name] if self.players else wrt
+                plan = on_one_device(programs.plan, trained)
+                found += _lookups(plan, programs._own_loss, batch)
+        return found
 
     def _batches(
         self,
@@ -598,17 +611,58 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
             )
 
 
-def _beyond_tables(modules: Iterable[Any], batch: Batch) -> Iterator[LabelRange]:
-    """Yields the ranges of a batch's integers, if a model has Flax embedding tables.
+def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange]:
+    """Yields the ranges of indices that follow only from a batch.
 
-    The valid numbers are those of the largest table.
+    An index beyond the end of an array gives NaN, for instance in `jnp.take` and
+    `jnp.take_along_axis`.
+
+    Args:
+        plan: The arrays, on one device.
+        loss: The loss, which is only traced.
+        batch: The batch.
     """
-    sizes = [m.num_embeddings for m in modules if isinstance(m, nnx.Embed)]
-    for keys, x in jax.tree.leaves_with_path(batch):
-        # Integers of one byte are left out, because they are usually images.
-        if sizes and jnp.issubdtype(x.dtype, jnp.integer) and x.itemsize > 1:
-            name = f"batch{jax.tree_util.keystr(keys)}"
-            yield LabelRange(int(x.min()), int(x.max()), max(sizes), name)
+    objective, shapes = loss_of_arrays(plan, loss, batch)
+    traced = trace(objective, *shapes, inlined=is_call)
+    of_batch = traced.inputs[2]
+    inputs = variables_in(jax.tree.leaves(traced.inputs))
+    given = variables_in(jax.tree.leaves(of_batch))
+    of_model = reached(traced.eqns, {*inputs}.difference(given))
+    lookups = [
+        eqn
+        for eqn in traced.eqns
+        if eqn.primitive.name == "gather"
+        and eqn.params["mode"] != jax.lax.GatherScatterMode.CLIP
+        and of_model.isdisjoint(variables_in(eqn.invars[1:]))
+    ]
+
+    @jax.jit
+    def read(batch: Batch) -> list[list[jax.Array]]:
+        wanted = [eqn.invars[1] for eqn in lookups]
+        indices = traced.evaluate(wanted, bind(of_batch, batch))
+        # (..., dims of the array) -> (dims of the array,)
+        flat = [x.reshape(-1, x.shape[-1]) for x in indices]
+        return [[x.min(0), x.max(0)] for x in flat]
+
+    leaves = jax.tree.leaves_with_path(batch)
+    variables = dict(zip(jax.tree.leaves(of_batch), leaves, strict=True))
+    for eqn, (lows, highs) in zip(lookups, read(batch), strict=True):
+        array, indices = eqn.invars
+        names = (
+            (f"batch{jax.tree_util.keystr(keys)}", x)
+            for var, (keys, x) in variables.items()
+            if indices in reached(traced.eqns, [var])
+        )
+        name, x = next(names, ("an index", np.zeros(1)))
+        for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
+            size = array.aval.shape[dim] + 1 - eqn.params["slice_sizes"][dim]
+            found = LabelRange(int(lows[i]), int(highs[i]), size, name)
+            if not found.is_valid:
+                # JAX has added the size to negative labels.
+                whole = found._replace(lowest=int(x.min()), highest=int(x.max()))
+                found = found if whole.is_valid else whole
+                is_table = array not in reached(traced.eqns, given)
+                yield found._replace(is_table=is_table)
 
 
 def _to_number(value: Any) -> Any:

@@ -107,6 +107,7 @@ class Loop:
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
         self._first_batch: Batch | None = None
+        self._recent: dict[int, Batch] = {}  # batches of steps in flight, by step
         self._steps: dict[str, Any] = {}  # compiled steps by player
         self._temporary_bytes: int | None = None
         self._evaluated_step: int | None = None
@@ -130,10 +131,7 @@ class Loop:
             for callback in self.callbacks:
                 callback.on_fit_end(self.trainer, history)
         except NonFiniteLossError as error:
-            labels = []
-            if self._first_batch is not None:
-                labels = self.programs.label_ranges(self.run.state, self._first_batch)
-            why = explain_non_finite(self.run.state, checkpoints.latest_step, labels)
+            why = self._explain_non_finite()
             raise NonFiniteLossError(f"{error} {why}") from None
         except BaseException:
             # This process must not wait for others, which may never reach this line.
@@ -150,6 +148,14 @@ class Loop:
         if self._stop_reason == INTERRUPT:
             raise make_interrupt(INTERRUPT)
         return history
+
+    def _explain_non_finite(self) -> str:
+        state, saved = self.run.state, self.run.checkpoints.latest_step
+        batch = self._recent.get(self._recorder.bad_step)
+        labels = []
+        if batch is not None:
+            labels = self.programs.label_ranges(state, batch, self.run.wrt)
+        return explain_non_finite(state, saved, labels, batch)
 
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
@@ -286,6 +292,8 @@ class Loop:
 
     def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs a step, with a replay if one is due."""
+        self._recent[step + 1] = batch
+        self._recent.pop(step - self._recorder.max_behind, None)
         every, programs = self.faults.verify_every, self.programs.at(step)
         players = self.programs.players
         # Each player's steps are counted, because a count of all steps could always be

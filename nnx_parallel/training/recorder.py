@@ -187,6 +187,7 @@ class Recorder:
         is_state_finite: Function that is called after a bad step, and returns True if
             the state is still finite.
         step_seconds: Durations of the last 8 steps, without evaluations and saves.
+        bad_step: The step whose loss or gradients ended the run, or 0.
     """
 
     logger: LoggerGroup
@@ -206,6 +207,7 @@ class Recorder:
         self._last_finite: dict[str, dict[str, float]] = {}  # by player
         self._last_time: float | None = None
         self.step_seconds: deque[float] = deque(maxlen=8)
+        self.bad_step = 0
         self._extra: dict[str, float] = {}
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
@@ -333,6 +335,7 @@ class Recorder:
         return self.is_state_finite()
 
     def _raise(self, step: int, row: Values, player: str) -> None:
+        self.bad_step = step
         of_player = f" of {player}" if player else ""
         before = f"No earlier step{of_player or ' of this fit'} was finite."
         if last := self._last_finite.get(player):

@@ -57,6 +57,7 @@ from nnx_parallel.training.arguments import LossFn, LossOutput, SkipSteps
 from nnx_parallel.training.compilation import jit_step
 from nnx_parallel.training.diagnostics import (
     check_count,
+    noting_call,
     warn_of_attributes,
     watching_wrapped,
 )
@@ -257,14 +258,22 @@ def _compute(
 
 
 def call_loss(
-    precision: Precision, loss: LossFn, model: nnx.Module, batch: Batch, key: jax.Array
+    precision: Precision,
+    loss: LossFn,
+    model: nnx.Module,
+    batch: Batch,
+    key: jax.Array,
+    name: str = "the loss",
 ) -> LossOutput:
-    """Calls a loss by its signature, with floating-point inputs in the right dtype."""
+    """Calls a loss by its signature, with floating-point inputs in the right dtype.
+
+    An error in the loss gets a note with ``name``, the batch's shapes and the model.
+    """
     batch = unmarked(cast_floating(batch, precision.inputs))
     # The key depends on the step and the microbatch but never on a device, so that the
     # numbers do not depend on the strategy.
     rngs = {"rngs": nnx.Rngs(key)} if takes_rngs(loss) else {}
-    with watching_wrapped(model):
+    with noting_call(name, model, batch), watching_wrapped(model):
         return loss(model, batch, **rngs)
 
 

@@ -38,7 +38,12 @@ from nnx_parallel.training.arguments import (
     check_assignment,
 )
 from nnx_parallel.training.callback import Callback
-from nnx_parallel.training.diagnostics import check_length, check_model, check_seed
+from nnx_parallel.training.diagnostics import (
+    check_length,
+    check_model,
+    check_seed,
+    ending_with_call,
+)
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.history import History
 from nnx_parallel.training.loop import Loop
@@ -67,7 +72,8 @@ def _in_own_context(
     def run(self: "Trainer", *args: _P.args, **kwargs: _P.kwargs) -> _R:
         # When the constructor starts, there is no layout yet.
         layout = vars(self).get("layout")
-        with leaving_mesh(layout and layout.mesh), plain_variables():
+        mesh = layout and layout.mesh
+        with ending_with_call(), leaving_mesh(mesh), plain_variables():
             return method(self, *args, **kwargs)
 
     return run
