@@ -165,8 +165,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     # `from nnx_parallel import Stack` gets an error that says where `Stack` is.
-    if not name.startswith("_") and hasattr(layers, name):
-        raise ImportError(
-            f"{name} is in nnx_parallel.layers: from nnx_parallel.layers import {name}."
-        )
+    if home := errors.home_of(name):
+        raise ImportError(f"{name} is in {home}: from {home} import {name}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,7 @@ rule is checked. For unknown arguments, `suggests_names` writes the message.
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -68,6 +69,12 @@ _HINTS = {
     "shared_dim": " It is the total width of all shared experts.",
 }
 
+_FIRST = {
+    "Trainer.save": " It saves to the directory in Trainer(checkpoint=...).",
+    "WandbLogger": " Write WandbLogger(project=...).",
+}
+"""Remedies for positional arguments that a method or class does not take."""
+
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
 """Classes that group options of the Trainer, and the former prefix of the options."""
 
@@ -89,11 +96,19 @@ def suggests_names(taker: T) -> T:
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
+    kinds = [p.kind for p in parameters]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+    most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     @functools.wraps(taker)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if len(args) - 1 > most and title in _FIRST:
+            raise TypeError(
+                f"{title} takes {most} positional arguments, but got {len(args) - 1}."
+                + _FIRST[title]
+            )
         for name in kwargs:
-            if name not in known:
+            if name not in known and not takes_any:
                 remedy = _remedy(title, name)
                 raise TypeError(f"{title} has no argument {name!r}. {remedy}")
         return taker(*args, **kwargs)
@@ -135,6 +150,18 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Returns `` Did you mean 'x'?`` for the nearest known name, or an empty text."""
     nearest = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def home_of(name: str) -> str:
+    """Returns the package of layers or models that has a public name, or an empty text.
+
+    The packages are imported here, because they import this module.
+    """
+    for home in ("layers", "models") if not name.startswith("_") else ():
+        module = importlib.import_module(f"nnx_parallel.{home}")
+        if hasattr(module, name):
+            return module.__name__
+    return ""
 
 
 def kind_of(value: object) -> str:

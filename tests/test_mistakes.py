@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+import nnx_parallel
 from nnx_parallel import (
     FSDP,
     Backend,
@@ -24,8 +25,10 @@ from nnx_parallel import (
     Pipeline,
     TensorParallel,
     Trainer,
+    audit,
     make_mesh,
 )
+from nnx_parallel.errors import ModelError
 
 
 class Net(nnx.Module):
@@ -326,3 +329,71 @@ def test_model_with_more_arguments_raises() -> None:
     )
     with pytest.raises(TypeError, match=f"^model=.* {re.escape(message)}"):
         make(model=nnx.Linear)
+
+
+class Counted(Net):
+    """A model with a trained integer."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.count = nnx.Param(jax.numpy.arange(4))
+
+
+OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "test": (
+        lambda: make().test([BATCH]),
+        AttributeError,
+        "A Trainer has no method 'test'. Call trainer.evaluate(data).",
+    ),
+    "load": (
+        lambda: make().load("run"),
+        AttributeError,
+        "A Trainer has no method 'load'. Call trainer.restore() for a checkpoint, or "
+        "load_weights(path) for weights.",
+    ),
+    "save": (
+        lambda: CALL.save(make(), "run"),
+        TypeError,
+        "Trainer.save takes 0 positional arguments, but got 1. It saves to the "
+        "directory in Trainer(checkpoint=...).",
+    ),
+    "predict": (
+        lambda: make().predict(loss, [BATCH]),
+        TypeError,
+        "The data of predict is a function. The order is predict(data, function).",
+    ),
+    "integers": (
+        lambda: fit(model=Counted),
+        ModelError,
+        "`count` is trained and has dtype int32, which has no gradient.",
+    ),
+    "variable": (
+        lambda: make(model=Net(nnx.Rngs(0)).layer.kernel),
+        TypeError,
+        "model is a Param. It must be the module that has it.",
+    ),
+    "audit": (lambda: audit(Net), TypeError, "audit got the class Net. It takes a"),
+    "models": (
+        lambda: nnx_parallel.GPT,
+        ImportError,
+        "GPT is in nnx_parallel.models: from nnx_parallel.models import GPT.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), OTHER_HABITS.values(), ids=OTHER_HABITS
+)
+def test_habits_of_other_libraries_are_answered(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_error_in_property_is_not_hidden() -> None:
+    assert not hasattr(make(), "missing")
+    trainer = make()
+    object.__setattr__(trainer, "_run", None)
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute"):
+        _ = trainer.step

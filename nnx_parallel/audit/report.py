@@ -15,7 +15,7 @@ from nnx_parallel.audit.collectives import KINDS, Collective, axes_of_groups
 from nnx_parallel.audit.hlo import Module, parse
 from nnx_parallel.audit.walk import TRIPS, Conditional, CostWalk, scope_of
 from nnx_parallel.drawing import aligned, as_html
-from nnx_parallel.errors import ProgramTextError
+from nnx_parallel.errors import ProgramTextError, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +223,7 @@ def audit(
             `jax.named_scope` directly around each loop.
 
     Raises:
+        TypeError: If ``compiled`` is not a program.
         ValueError: If a text is not optimised HLO, or if a scope has no conditional or
             loop.
         ProgramTextError: If this jaxlib cannot print the program because the compiler
@@ -241,6 +242,11 @@ def audit(
     """
     # `cost_analysis` counts the body of a loop once, and does not count collectives.
     is_text = isinstance(compiled, str)
+    if not is_text and not hasattr(compiled, "as_text"):
+        raise TypeError(
+            f"audit got {kind_of(compiled)}. It takes a compiled program, such as "
+            "trainer.train_step.lower(trainer.state, batch).compile(), or its text."
+        )
     module = parse(compiled if is_text else _text_of(compiled))
     memory = None if is_text else compiled.memory_analysis()
     taken, trips = taken or {}, trips or {}

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 
-from nnx_parallel.errors import LogFileError, warn_user
+from nnx_parallel.errors import LogFileError, suggests_names, warn_user
 from nnx_parallel.files import open_regular, parse_object
 from nnx_parallel.loggers.console import ConsoleLogger
 
@@ -308,6 +308,7 @@ class TensorBoardLogger:
             self._writer = None
 
 
+@suggests_names
 class WandbLogger:
     """Sends metrics to Weights & Biases.
 

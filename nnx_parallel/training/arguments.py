@@ -448,6 +448,10 @@ def _check_optimizer(optimizer: object) -> None:
 def _check_model(model: object) -> None:
     if isinstance(model, nnx.Module):
         return
+    if isinstance(model, nnx.Variable):  # it can be called if its value can
+        raise TypeError(
+            f"model is {kind_of(model)}. It must be the module that has it."
+        )
     # Linen is not imported here, because a Linen module has already imported it.
     linen = getattr(sys.modules.get("flax.linen"), "Module", ())
     if isinstance(model, linen) or (

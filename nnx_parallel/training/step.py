@@ -25,7 +25,7 @@ from nnx_parallel.data.rows import (
     split_rows,
     unmarked,
 )
-from nnx_parallel.errors import LossError, ParallelWarning, warn_user
+from nnx_parallel.errors import LossError, ModelError, ParallelWarning, warn_user
 from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
 from nnx_parallel.layers.stack.scan import Remat, check_remat, default_remat
@@ -116,6 +116,7 @@ def make_train_step(
     ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This expression
     leaves them out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
+    check_dtypes(plan)
     warn_of_modes(plan, options.remat)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.remat)
@@ -575,6 +576,17 @@ def _apply_gradients(
             metrics["loss_scale"] = state.loss_scale.scale
             new = replace(new, loss_scale=state.loss_scale.adjust(is_finite))
         return new, computed.found | metrics
+
+
+def check_dtypes(plan: StatePlan) -> None:
+    """Raises a `ModelError` if a trained array has a dtype without gradients."""
+    for path, x in flatten(plan.abstract.params).items():
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise ModelError(
+                f"`{dotted(path)}` is trained and has dtype {x.dtype}, which has no "
+                "gradient. Keep it in an nnx.Variable instead of an nnx.Param, or "
+                "leave it out of wrt=."
+            )
 
 
 def warn_of_modes(plan: StatePlan, remat: Remat) -> None:

@@ -15,7 +15,7 @@ from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
-from nnx_parallel.errors import suggests_names
+from nnx_parallel.errors import kind_of, suggests_names
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
@@ -58,6 +58,18 @@ from nnx_parallel.training.run_state import RunState, describe_run, frozen_paths
 from nnx_parallel.training.step import Batch, Metrics, StepOptions
 from nnx_parallel.training.verification import Verification, Verifier
 from nnx_parallel.visualize.describe import Description, warn_idle_parts
+
+_METHODS = {
+    **dict.fromkeys(("train", "train_model"), "fit(data, num_steps=...)"),
+    **dict.fromkeys(("test", "validate", "eval"), "evaluate(data)"),
+    **dict.fromkeys(
+        ("load", "load_checkpoint", "load_state_dict"),
+        "restore() for a checkpoint, or load_weights(path) for weights",
+    ),
+    **dict.fromkeys(("save_checkpoint", "save_model"), "save()"),
+    "predict_step": "predict(data, function)",
+}
+"""Methods of other libraries' trainers, and ours with the same purpose."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -244,6 +256,15 @@ class Trainer:
         if not name.startswith("_") and hasattr(self, "_loop"):  # construction is over
             check_assignment(self, name)
         super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises an error that names our method for a method of another library."""
+        if name in _METHODS:
+            raise AttributeError(
+                f"A Trainer has no method {name!r}. Call trainer.{_METHODS[name]}."
+            )
+        # If a property has failed, this raises its error again.
+        return object.__getattribute__(self, name)
 
     def __repr__(self) -> str:
         facts = self._run.facts()
@@ -512,6 +533,11 @@ class Trainer:
             DataError: If the data has no batches.
             LossError: If an output has no rows.
         """
+        if callable(data) and not callable(function):
+            raise TypeError(
+                f"The data of predict is {kind_of(data)}. The order is predict(data, "
+                "function)."
+            )
         seed = check_seed(seed)
         self._run.begin("predict")
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
@@ -543,6 +569,7 @@ class Trainer:
         self._run.begin("verify")
         return self._verifier(batch)
 
+    @suggests_names
     @_in_own_context
     def save(self) -> None:
         """Saves the current state under its step, and waits until it is on disk.
