@@ -1,4 +1,4 @@
-"""The dtypes of parameters, computation and gradients, and the bytes of arrays."""
+"""The dtypes of parameters, computation and gradients; texts of bytes and times."""
 
 from __future__ import annotations
 
@@ -193,3 +193,18 @@ def format_bytes(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} TiB"
+
+
+def format_clock(seconds: float) -> str:
+    """Formats a duration.
+
+    Example:
+        >>> format_clock(272), format_clock(3725), format_clock(90_000)
+        ('4:32', '1:02:05', '1d 1h 00m')
+    """
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}h {minute:02}m"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

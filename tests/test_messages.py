@@ -68,7 +68,7 @@ def test_fit_header_describes_run(
     options = Checkpoint(tmp_path / "run", every=3)
     trainer = make_trainer(memory, checkpoint=options, ema_decay=0.9)
     trainer.fit(DATA, 4)
-    header, first, last = memory.messages
+    header, first, last, summary = memory.messages
     assert header.splitlines() == [
         "model        Linear, 4,160 parameters",
         "strategy     Composite(DataParallel(size=2), FSDP())",
@@ -85,13 +85,27 @@ def test_fit_header_describes_run(
     where = re.escape(f"in '{tmp_path / 'run'}'")
     assert re.fullmatch(rf"Saved step 3 {where} \(\d+\.\d s\)", first)
     assert re.fullmatch(rf"Saved step 4 {where} \(\d+\.\d s\)", last)
+    where = f"Step 4 is saved in '{tmp_path / 'run'}'."
+    assert re.fullmatch(rf"Trained 4 steps in \d:\d\d\. {re.escape(where)}", summary)
     trainer.fit(DATA, 5)  # the header appears only once
-    assert len(memory.messages) == 4
+    assert len(memory.messages) == 6
     again = Memory()
     make_trainer(again, checkpoint=options, ema_decay=0.9).fit(DATA, 6)
-    header, resumed, _ = again.messages
+    header, resumed, *_ = again.messages
     assert header.splitlines()[-1] == "step         5 of 6"
     assert resumed == f"Resumed from step 5 in '{tmp_path / 'run'}'."
+
+
+def test_summary_names_best_evaluation() -> None:
+    memory = Memory()
+    trainer = make_trainer(memory, optimizer=optax.sgd(-0.1))  # the loss rises
+    history = trainer.fit(DATA, 4, eval_data=DATA[:1], eval_every=2)
+    best = history["eval_loss"].min()
+    assert re.fullmatch(
+        rf"Trained 4 steps in \d:\d\d\. Best eval_loss {best:.4g} at step 2\. "
+        r"Not saved: the Trainer has no checkpoint=\.",
+        memory.messages[-1],
+    )
 
 
 def held(tree: Any) -> int:

@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from nnx_parallel.precision import format_bytes
+from nnx_parallel.precision import format_bytes, format_clock
 
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 16, 30
 
@@ -199,16 +199,16 @@ class _StatusLine:
 
     def _clock(self) -> str:
         if self.ended is not None:
-            return f"took {_clock(self.ended - self._began)}"
+            return f"took {format_clock(self.ended - self._began)}"
         if self.first is None:
-            return f"compiling {_clock(time.monotonic() - self._began)}"
+            return f"compiling {format_clock(time.monotonic() - self._began)}"
         first_step, first_time = self.first
         steps, seconds = self._step - first_step, self._latest - first_time
         if not steps:  # there is no speed after one step
             return ""
         # The clock counts down between steps too.
         due = self._latest + seconds / steps * (self.num_steps - self._step)
-        return f"{_clock(max(0.0, due - time.monotonic()))} left"
+        return f"{format_clock(max(0.0, due - time.monotonic()))} left"
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
@@ -258,12 +258,3 @@ def _three_digits(value: float) -> str:
     # 9.995 would be rounded to 10.00, which has four digits.
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    if days:
-        return f"{days}d {hour}h {minute:02}m"
-    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"

@@ -434,9 +434,7 @@ def explain_non_finite(
     if saved_step is None:
         saved = "no checkpoint"
     kept = f"Nothing was saved from the bad step on; there is {saved}."
-    # The batch comes first, because it is the cause of the non-finite arrays.
-    if found := _nan_in(batch):
-        return f"The step's batch has {found}. {kept}"
+    # Labels come first, because an invalid label is the cause of the non-finite arrays.
     if found := next((found for found in labels if not found.is_valid), None):
         last = found.num_classes - 1
         has = f"The step's batch has {found.name} from {found.lowest} to "
@@ -461,15 +459,17 @@ def explain_non_finite(
     # parameters are the cause.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
+    found = _nan_in(batch)
+    cause = f" The step's batch has {found}." if found else ""
     if not bad:
         return (
             f"All arrays are finite at step {step}, the last step done. {kept} Check "
-            "the batch of the bad step, and how the loss uses it."
+            f"the batch of the bad step, and how the loss uses it.{cause}"
         )
     return (
         f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
         f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
-        "optax.clip_by_global_norm, or look at the batches of these steps."
+        f"optax.clip_by_global_norm, or look at the batches of these steps.{cause}"
     )
 
 

@@ -26,6 +26,7 @@ from nnx_parallel.distributed.runtime import (
 )
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
+from nnx_parallel.precision import format_clock
 from nnx_parallel.state import TrainState
 from nnx_parallel.training.arguments import Debugging, Faults
 from nnx_parallel.training.callback import Callback
@@ -106,6 +107,7 @@ class Loop:
         self._termination = Termination(saves=self.run.checkpoints.options is not None)
         self._stop_request: str | None = None
         self._agreed_stop: str | None = None
+        self._began: tuple[int, float] | None = None  # the first step and its time
         self._first_batch: Batch | None = None
         self._recent: dict[int, Batch] = {}  # batches of steps in flight, by step
         self._steps: dict[str, Any] = {}  # compiled steps by player
@@ -209,6 +211,7 @@ class Loop:
         # The wait is inside the context of `_termination`. Outside this context, a
         # SIGTERM would end the save early.
         checkpoints.wait()
+        self._summarise()
         if not self._is_alone and self._agreed_stop is None:
             # After the last batch, any process may have received a request to stop.
             found = allgather_object("end of the fit", self._requested_stop())
@@ -218,11 +221,34 @@ class Loop:
         if self._stop_reason in _SIGNALS:
             logger.message(checkpoints.exit_message(run.step))
 
+    def _summarise(self) -> None:
+        """Logs the steps, the time, the best evaluation and where the run is saved."""
+        # The last message reports signals.
+        if self._began is None or self._stop_reason in _SIGNALS:
+            return
+        first_step, start = self._began
+        run, options = self.run, self.run.checkpoints.options
+        name, mode = "eval_loss", "min"
+        if options and options.keep_best and self.run.checkpoints.ranks_by_eval:
+            name, mode = options.keep_best, options.best_mode or mode
+        spent = format_clock(time.monotonic() - start)
+        saved = "Not saved: the Trainer has no checkpoint=."
+        if options is not None:
+            directory = self.run.checkpoints.directory
+            saved = f"Step {self.run.checkpoints.last_saved} is saved in '{directory}'."
+        parts = [
+            f"Trained {run.step - first_step:,} steps in {spent}.",
+            self._recorder.best_eval(name, mode),
+            saved,
+        ]
+        self._logger.message(" ".join(filter(None, parts)))
+
     def _report_save(self, text: str) -> None:
         if self._stop_reason not in _SIGNALS:  # the last message reports signals
             self._logger.message(text)
 
     def _train(self) -> None:
+        self._began = self.run.step, time.monotonic()
         self.run.excuse_arrays()
         self._run_steps()
         if skipped := self._recorder.skip_message():

@@ -276,6 +276,20 @@ class Recorder:
         self._evals.append(step, named)
         self.logger.log(step, named)
 
+    def best_eval(self, name: str, mode: str) -> str:
+        """Returns the best finite value of an evaluation's metric, with its step.
+
+        The text is empty if there is none. ``mode`` is ``"min"`` or ``"max"``.
+        """
+        columns = dict(self._evals.arrays())
+        steps = zip(columns.get(name, ()), columns.get("eval_step", ()), strict=False)
+        finite = [(value, step) for value, step in steps if math.isfinite(value)]
+        if not finite:
+            return ""
+        pick = min if mode == "min" else max
+        value, step = pick(finite, key=lambda pair: pair[0])
+        return f"Best {name} {value:.4g} at step {step}."
+
     def history(self) -> History:
         """Returns every metric by name, with NaN for steps that do not have it.
 
