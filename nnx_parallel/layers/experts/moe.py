@@ -360,7 +360,7 @@ class MoE(nnx.Module):
         return region(x, scores, bias, kernels, alongside, segments)
 
 
-def _of_vector(init: Initializer) -> Initializer:
+def _of_vector(init: Initializer) -> Any:
     """Returns an initializer of vectors, which draws them as one column."""
     return lambda key, shape, dtype: init(key, (*shape, 1), dtype)[:, 0]
 

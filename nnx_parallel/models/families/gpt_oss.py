@@ -101,8 +101,8 @@ GPT_OSS = replace(
         "sliding_window": 128,
         "rope_theta": 150_000.0,
     },
-    valid=LLAMA.valid
-    | {
+    valid={
+        **LLAMA.valid,
         "attention_bias": (True,),
         "swiglu_alpha": (1.702,),
         "swiglu_limit": (7.0,),

@@ -42,7 +42,7 @@ OLMOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    valid=LLAMA.valid | {"clip_qkv": (None,)},
+    valid={**LLAMA.valid, "clip_qkv": (None,)},
     read=lambda settings: llama.read(settings) | llama.read_experts(settings),
     write=_write,
     names=lambda fields: llama.names(fields, mlp=MLP),

@@ -97,7 +97,7 @@ QWEN2_MOE = replace(
         "max_window_layers": 28,
         "sliding_window": 4096,
     },
-    valid=QWEN2.valid | {"qkv_bias": (True,)},
+    valid={**QWEN2.valid, "qkv_bias": (True,)},
     read=_read_2,
     write=_write_2,
     names=_names_2,
