@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from nnx_parallel.errors import LossError
+from nnx_parallel.errors import LossError, ParallelWarning, warn_user
 from nnx_parallel.precision import sum_dtype
 
 # The record of a step is one flat dict with these names and the names of the loss's
@@ -274,18 +274,34 @@ def _by_name(aux: Any) -> dict[str, Any]:
     return named
 
 
-def _check_aux(aux: Any) -> None:
-    """Raises a `LossError` for outputs of the model next to a dict of metrics."""
-    parts = aux if isinstance(aux, tuple | list) else ()
-    dicts = [i for i, part in enumerate(parts) if isinstance(part, Mapping)]
-    shapes = [jnp.shape(x) for x in parts if isinstance(x, get_args(ArrayLike))]
-    if dicts and (found := [shape for shape in shapes if shape]):
-        raise LossError(
-            f"The loss returned (loss, aux), with an array of shape {found[0]} in aux "
-            "beside a dict. Only metrics can be returned: write 'return loss, "
-            f"aux[{dicts[0]}]'. For outputs of the model, such as logits, call "
-            "trainer.predict."
-        )
+def _without_outputs(aux: Any) -> Any:
+    """Returns aux without the arrays of a tuple or list that are not scalars.
+
+    They are outputs of the model, such as logits. If a dict is left beside them, it is
+    returned instead of the tuple. Arrays in a dict have names, so they are metrics.
+    """
+    shapes: list[tuple[int, ...]] = []
+
+    def kept(part: Any) -> Any:
+        if type(part) in (tuple, list):
+            return [kept(each) for each in part]
+        if not isinstance(part, get_args(ArrayLike)) or jnp.shape(part) == ():
+            return part
+        shapes.append(jnp.shape(part))
+        return None
+
+    found = kept(aux)
+    if not shapes:
+        return aux
+    warn_user(
+        f"The loss returned (loss, aux) with an array of shape {shapes[0]} in aux. It "
+        "is not a scalar, so it is not reported as a metric. For a metric, return "
+        "(loss, {'accuracy': accuracy.mean()}). For outputs of the model, such as "
+        "logits, call trainer.predict.",
+        ParallelWarning,
+    )
+    rest = [x for x in found or () if jax.tree.leaves(x)]
+    return rest[0] if len(rest) == 1 and isinstance(rest[0], Mapping) else found
 
 
 def split_loss_output(
@@ -294,7 +310,9 @@ def split_loss_output(
     """Checks a loss function's output and returns its loss and metrics.
 
     The output is ``loss``, ``(loss, metrics)``, or a dict of metrics with a ``"loss"``.
-    Plain scalars are returned as a `Mean` with ``weight``. A metric that is also named
+    Instead of metrics there may be a scalar, or a tuple or list of scalars, dicts of
+    metrics, and arrays; arrays are left out, with a warning. Plain scalars are returned
+    as a `Mean` with ``weight``. A metric that is also named
     ``"loss"`` is renamed to ``aux.loss``, unless it is the loss itself.
     """
     loss, metrics = output, {}
@@ -309,15 +327,7 @@ def split_loss_output(
                 "metrics), where metrics is a dict of scalars or Means. For several "
                 "values: return loss, (second, third)."
             )
-        _check_aux(output[1])
-        if shape := getattr(output[1], "shape", ()):
-            raise LossError(
-                f"The loss returned (loss, an array of shape {shape}). The second part "
-                "must be a dict of metrics, such as {'accuracy': accuracy}. Write "
-                "'return loss' if there are no metrics. For outputs of the model, such "
-                "as logits, call trainer.predict."
-            )
-        loss, metrics = output[0], _by_name(output[1])
+        loss, metrics = output[0], _by_name(_without_outputs(output[1]))
         if "loss" in metrics and (same := metrics.pop("loss")) is not loss:
             metrics["aux.loss"] = same
     mean = as_mean(loss, "The loss", weight)

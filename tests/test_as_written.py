@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from nnx_parallel import FSDP, Mean, Trainer
-from nnx_parallel.errors import LossError
+from nnx_parallel.errors import LossError, ParallelWarning
 
 BATCH = {"x": np.ones((8, 4), np.float32), "y": np.zeros((8, 2), np.float32)}
 
@@ -120,6 +120,18 @@ def test_metrics_in_pytrees_are_named_by_path(names: str, make: Any) -> None:
     assert set(names.split()) <= set(history.keys())
     for name in names.split():
         assert history[name] in ([0.5], [0.75])
+
+
+def test_outputs_beside_loss_do_not_change_the_step() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return squares(model, batch), (model(batch["x"]), {"half": 0.5})
+
+    trainer = make_trainer(loss=loss)
+    with pytest.warns(ParallelWarning, match="not reported as a metric") as record:
+        found = trainer.fit([BATCH], 1)
+    assert len(record) == 1
+    assert found["loss"] == make_trainer().fit([BATCH], 1)["loss"]
+    assert found["half"] == [0.5]
 
 
 # A wrapper that replaces one method of a model.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnx_parallel import Mean
-from nnx_parallel.errors import LossError
+from nnx_parallel.errors import LossError, ParallelWarning
 from nnx_parallel.metrics import RESERVED_METRICS, as_mean, split_loss_output
 
 
@@ -129,6 +129,27 @@ def test_other_forms_of_output(output: Any, loss: float, metrics: Any) -> None:
     assert {name: float(each.value) for name, each in found.items()} == metrics
 
 
+LOGITS = np.ones((2, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("aux", "metrics"),
+    [
+        (LOGITS, {}),
+        ((LOGITS, [LOGITS, None]), {}),
+        ((LOGITS, 1.0), {"aux.1": 1.0}),
+        ((LOGITS, {"mse": 1.0}), {"mse": 1.0}),
+        (({"mse": 1.0}, (LOGITS, LOGITS)), {"mse": 1.0}),
+        ((LOGITS, 3.0, {"mse": 1.0}), {"aux.1": 3.0, "aux.2.mse": 1.0}),
+    ],
+)
+def test_outputs_beside_loss_are_left_out(aux: Any, metrics: Any) -> None:
+    message = "with an array of shape (2, 4) in aux. It is not a scalar, so it is not"
+    with pytest.warns(ParallelWarning, match=re.escape(message)):
+        _, found = split_loss_output((2.0, aux))
+    assert {name: float(each.value) for name, each in found.items()} == metrics
+
+
 def test_loss_among_its_metrics_is_reported_once() -> None:
     loss = Mean(6.0, 3.0)
     assert split_loss_output((loss, {"loss": loss, "mse": 1.0}))[1].keys() == {"mse"}
@@ -173,16 +194,8 @@ TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or
             "values: return loss, (second, third).",
         ),
         (
-            (1.0, ({"mse": 1.0}, jnp.ones((2, 4)))),
-            "The loss returned (loss, aux), with an array of shape (2, 4) in aux "
-            "beside a dict. Only metrics can be returned: write 'return loss, aux[0]'.",
-        ),
-        (
-            (1.0, jnp.ones((2, 4))),
-            "The loss returned (loss, an array of shape (2, 4)). The second part must "
-            "be a dict of metrics, such as {'accuracy': accuracy}. Write 'return loss' "
-            "if there are no metrics. For outputs of the model, such as logits, call "
-            "trainer.predict.",
+            (1.0, ({"mse": 1.0}, {"logits": jnp.ones((2, 4))})),
+            "Metric 'aux.1.logits' has shape (2, 4) and dtype float32.",
         ),
         (
             (1.0, {"logits": jnp.ones((2, 4))}),

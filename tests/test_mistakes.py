@@ -73,7 +73,7 @@ class Tensor:
 
 
 def with_logits(model: Any, batch: Any) -> Any:
-    return loss(model, batch), of_logits(model, batch)
+    return loss(model, batch), {"logits": of_logits(model, batch)}
 
 
 def update_by_hand(trainer: Any) -> None:
@@ -120,10 +120,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "logits as a metric": (
         lambda: fit(loss=with_logits),
-        "The loss returned (loss, an array of shape (8, 4)). The second part must be a "
-        "dict of metrics, such as {'accuracy': accuracy}. Write 'return loss' if there "
-        "are no metrics. For outputs of the model, such as logits, call "
-        "trainer.predict.",
+        f"Metric 'logits' {SCALAR} A Sum(array) may have any shape.",
     ),
     "a loss that returns nothing": (
         lambda: fit(loss=lambda model, batch: None),

@@ -130,8 +130,8 @@ def test_metrics_are_means_over_whole_batch() -> None:
             "The loss returned a tuple of (",
         ),
         (
-            lambda errors: (errors.mean(), errors),
-            "The loss returned (loss, an array of shape (16,)).",
+            lambda errors: (errors.mean(), [{"errors": errors}]),
+            "Metric 'aux.0.errors' has shape (16,) and dtype float32.",
         ),
         (
             lambda errors: (errors.mean(), {"mfu": errors.mean()}),

@@ -274,6 +274,22 @@ def test_random_array_outside_variable_raises() -> None:
         make_trainer(lambda rngs, kind=kind: Forgotten(rngs, kind))
 
 
+@pytest.mark.parametrize("is_built", [False, True])
+def test_filter_may_select_arrays_outside_variables(*, is_built: bool) -> None:
+    built = Forgotten(nnx.Rngs(0))
+    kernel, gain = np.asarray(built.linear.kernel[...]), np.asarray(built.gain)
+    trainer = make_trainer(
+        built if is_built else Forgotten, wrt=lambda path, _: path[-1] == "gain"
+    )
+    assert [*flatten_pure(trainer.state.params)] == ["gain"]
+    assert trainer.state.params["gain"].sharding.spec == P("fsdp")
+    trainer.fit(make_batches(1), 1)
+    model: Any = trainer.model
+    assert isinstance(model.gain, jax.Array)
+    assert np.abs(np.asarray(model.gain) - gain).max() > 0
+    np.testing.assert_array_equal(np.asarray(model.linear.kernel[...]), kernel)
+
+
 class Nested(nnx.Module):
     """Arrays in a dict of lists, as in Flax's WeightNorm before 0.12.12."""
 

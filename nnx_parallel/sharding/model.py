@@ -25,6 +25,7 @@ from nnx_parallel.sharding.layout import NO_REASON, Layout
 from nnx_parallel.sharding.names import LOGICAL_AXES, ArrayInfo, as_tuple, dotted
 from nnx_parallel.sharding.nnx_arrays import (
     Constant,
+    Weight,
     array_info,
     check_variables,
     drop_meshes,
@@ -153,6 +154,7 @@ def abstract_model(
     source: nnx.Module | ModelFn,
     rngs: nnx.Rngs,
     names: Callable[[nnx.Module], object] | None = None,
+    wrt: Any = nnx.Param,
 ) -> nnx.Module:
     """Returns the model with ``jax.ShapeDtypeStruct`` for arrays; allocates nothing.
 
@@ -160,10 +162,11 @@ def abstract_model(
         source: A model, or a function that builds one.
         rngs: Random streams for the function; they are not advanced.
         names: A function that writes names of dims into the model's metadata.
+        wrt: Filter of what is trained. It may also select arrays outside of Variables.
 
     Raises:
-        ModelError: If an array outside of Variables is drawn from ``rngs``, or if two
-            arrays have the same dotted path.
+        ModelError: If an array outside of Variables is drawn from ``rngs`` and not
+            trained, or if two arrays have the same dotted path.
     """
     if isinstance(source, nnx.Module):
         for text, remedy in _hidden_arrays(source):
@@ -198,6 +201,7 @@ def abstract_model(
     # Values that earlier passes have sown are dropped, because every further pass would
     # add to them.
     nnx.pop(model, nnx.Intermediate)
+    _mark_weights(model, wrt)
     _check_constants(model, source, rngs)
     if names is not None:
         names(model)
@@ -391,21 +395,35 @@ def _check_names(model: nnx.Module) -> None:
         )
 
 
+def _mark_weights(model: nnx.Module, wrt: Any) -> None:
+    """Replaces each floating-point `Constant` that a filter selects by a `Weight`."""
+    is_trained = nnx.filterlib.to_predicate(wrt)
+    weights: dict[int, Weight] = {}
+    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(leaf, Constant) and is_inexact(x := leaf.get_value()):
+            weight = Weight(x)
+            # Plain NNX gives the array to the filter. Later calls in this library give
+            # it the Weight.
+            if is_trained(path, x) and is_trained(path, weight):
+                weights[id(leaf)] = weight
+    _map_attributes(model, lambda x: weights.get(id(x), x))
+
+
 def _check_constants(
     model: nnx.Module, source: nnx.Module | ModelFn, rngs: nnx.Rngs
 ) -> None:
     """Refuses, or warns about, weights that are outside of Variables by mistake.
 
-    An array outside of Variables is a constant, as in plain NNX: it is not trained.
-    Integers and single numbers are accepted. Floating-point arrays that a function
-    draws from its ``rngs`` are weights, and raise a `ModelError`, unless they are
-    marked as constants. All other arrays could be weights or constants, and give a
-    warning.
+    As in plain NNX, an array outside of Variables is a constant, unless the filter of
+    what is trained selects it. Integers and single numbers are accepted. Floating-point
+    arrays that a function draws from its ``rngs`` are weights, and raise a
+    `ModelError`, unless they are marked as constants. All other arrays could be weights
+    or constants, and give a warning.
     """
     bare = [
         path
         for path, variable in variables_of(model)
-        if isinstance(variable, Constant)
+        if type(variable) is Constant
         and (value := variable.get_value()).shape
         and is_inexact(value)
     ]

@@ -14,7 +14,11 @@ from nnx_parallel.sharding.names import ArrayInfo, MeshAxes, as_tuple, dotted, p
 
 
 class Constant(nnx.Variable):
-    """An array that a module holds outside of Variables; it is not trained."""
+    """An array that a module holds outside of Variables."""
+
+
+class Weight(Constant, nnx.Param):
+    """An array outside of Variables that the user's filter selects for training."""
 
 
 @contextlib.contextmanager

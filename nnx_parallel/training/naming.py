@@ -57,11 +57,18 @@ def named_model(
     Returns:
         The model; and its structure without the names, if they depend on the layout.
     """
+    given: Any = source, nnx.Rngs(seed)
+    is_trained = nnx.Any(*_filters(kinds["wrt"]))
     if names != "auto":
-        return abstract_model(source, nnx.Rngs(seed), names), None
-    unnamed = ModelDef.of(abstract_model(source, nnx.Rngs(seed)))
+        return abstract_model(*given, names, wrt=is_trained), None
+    unnamed = ModelDef.of(abstract_model(*given, wrt=is_trained))
     batch = _global_shapes(sample, layout)
     return name_by_loss(unnamed, losses, batch, layout, **kinds), unnamed
+
+
+def _filters(wrt: Any) -> list[Any]:
+    """Returns the filter, or the filters of all players."""
+    return [*wrt.values()] if isinstance(wrt, dict) else [wrt]
 
 
 def _global_shapes(sample: Any, layout: Layout) -> Any:
@@ -101,8 +108,7 @@ def name_by_loss(
     model = unnamed.copy()
     definition = ModelDef.of(set_default_modes(unnamed.copy()))
     arrays, variables = arrays_of(model), dict(variables_of(model))
-    trained = wrt.values() if isinstance(wrt, dict) else [wrt]
-    cast = {p for p, _ in variables_of(model, nnx.Any(nnx.Param, *trained))}
+    cast = {p for p, _ in variables_of(model, nnx.Any(nnx.Param, *_filters(wrt)))}
     used = precision or Precision()
 
     def as_used(path: Any, x: Any) -> Any:

@@ -106,13 +106,15 @@ class Trainer:
             arrays are copied, or the ``(graphdef, state)`` of a model. If the loss
             assigns values to Variables of the model, the values are kept, even if the
             Variables are trained. An array outside of Variables is a constant, as in
-            plain NNX.
+            plain NNX, unless ``wrt`` selects it.
         optimizer: An Optax transformation, or a function that takes the abstract model
             and returns a transformation (for masks and dimension numbers). It can also
             be `Players`, each with a loss and an optimizer; then leave ``loss`` out.
         loss: ``loss(model, batch)`` or ``loss(model, batch, rngs)``. It returns a
             scalar or a `Mean`, or a tuple ``(loss, metrics)`` of such a loss and a dict
             of scalars, `Mean` or `Sum`. A plain scalar counts as a mean over the rows.
+            Arrays beside the loss, as in ``(loss, logits)``, are left out, with a
+            warning.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         devices: The devices to use; by default all devices.
         num_microbatches: Number of parts of each batch whose gradients are accumulated.

@@ -39,9 +39,6 @@ class Public:
         rules: Rules of the strategy, for names that this library does not know.
         is_built: True if the Trainer gets the built model, because functions of the
             model keep arrays or layers that a trace would lose.
-        author_loss: The author's loss, if this library refuses it. ``loss`` is then
-            this loss with one changed line.
-        refusal: The error that the author's version raises, or an empty text.
     """
 
     repository: str
@@ -51,13 +48,6 @@ class Public:
     wrt: Any = nnx.Param
     rules: tuple[Rules, ...] = ()
     is_built: bool = False
-    author_loss: Callable[..., Any] | None = None
-    refusal: str = ""
-
-    @property
-    def trains(self) -> bool:
-        """True if the model trains as it is, or with the changed loss."""
-        return not self.refusal or self.author_loss is not None
 
 
 def bonsai(**models: tuple[Callable[..., nnx.Module], Callable]) -> dict[str, Public]:

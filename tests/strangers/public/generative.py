@@ -176,10 +176,6 @@ def tokenizer_loss(model: Any, batch: Any) -> Any:
     return loss, (outputs["recon"], metrics)
 
 
-def changed_loss(loss: Any, aux: Any) -> Any:
-    return loss, aux[1]
-
-
 class LatentActionModel(nnx.Module):
     """Each frame has an action token beside its patches."""
 
@@ -510,9 +506,7 @@ CASES = {
     "jasmine tokenizer": JASMINE(
         path="jasmine/models/tokenizer.py",
         build=TokenizerVQVAE,
-        loss=lambda model, batch: changed_loss(*tokenizer_loss(model, batch)),
-        author_loss=tokenizer_loss,
-        refusal="write 'return loss, aux[1]'.",
+        loss=tokenizer_loss,
     ),
     "jasmine actions": JASMINE(
         path="jasmine/models/lam.py", build=LatentActionModel, loss=action_loss

@@ -500,7 +500,6 @@ CASES = {
         build=ArrayLeaf,
         loss=regression_loss,
         wrt=is_param,
-        refusal="Wrap each where it is made: nnx.Param(x) if it is trained",
     ),
     "flax surgery": FLAX(
         path=TOYS + "09_parameter_surgery.py",

@@ -474,9 +474,7 @@ CASES = {
     "jax-ai-stack minigpt": STACK(
         path="docs/source/JAX_for_LLM_pretraining.md",
         build=MiniGPT,
-        loss=lambda model, batch: mini_loss(model, batch)[0],
-        author_loss=mini_loss,
-        refusal="Write 'return loss' if there are no metrics.",
+        loss=mini_loss,
     ),
     "jax-ai-stack diffusion": STACK(
         path="docs/source/digits_diffusion_model.md",
