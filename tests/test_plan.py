@@ -18,6 +18,8 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     Pipeline,
+    Player,
+    Players,
     TensorParallel,
 )
 from nnx_parallel.audit.collectives import axes_of_groups
@@ -68,7 +70,7 @@ def memory_of(parts: Parts, candidate: Candidate) -> tuple[int, int, int]:
     state, batch = parts.on(layout), parts.batch_on(layout, count)
     options = StepOptions(num_microbatches=count, remat=candidate.remat)
     step = make_train_step(state, parts.loss, options)
-    lowered = step.lower(state.abstract, batch)  # pyright: ignore[reportFunctionMemberAccess]
+    lowered = step.lower(state.whole.abstract, batch)  # pyright: ignore[reportFunctionMemberAccess]
     memory = lowered.compile().memory_analysis()
     arguments = memory.argument_size_in_bytes
     counted = sum(state_bytes(state, batch).values())
@@ -353,6 +355,42 @@ def test_refused_candidates_show_error(parts: Parts) -> None:
     assert "2 layers" in reasons or "layers" in reasons
 
 
+class Adversaries(nnx.Module):
+    """Two networks that are trained in turns."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.critic = nnx.Linear(16, 16, rngs=rngs)
+        self.generator = nnx.Linear(16, 16, rngs=rngs)
+
+
+def test_players_are_planned_with_the_state_of_all() -> None:
+    def judge(model: Any, batch: Any) -> jax.Array:
+        return model.critic(model.critic(model.generator(batch["x"]))).mean()
+
+    def follow(model: Any, batch: Any) -> jax.Array:
+        return -model.generator(batch["x"]).mean()
+
+    players = Players(
+        critic=Player(optax.adam(1e-3), judge),
+        generator=Player(optax.sgd(0.1, momentum=0.9), follow),
+    )
+    trainer, batch = Trainer(Adversaries, players, loggers=()), {"x": shape(64, 16)}
+    strategy = FSDP(min_size=0)
+    given: Any = {"topology": CPUS, "batch": batch, "compile": 0}
+    found = plan(trainer, candidates=strategy, **given)
+    assert found.notes[0].startswith("figures are of a step of the player 'critic'")
+    assert found.num_params == 2 * (16 * 16 + 16)
+    other = plan(trainer, player="generator", candidates=strategy, **given)
+    costs: Any = [each.entries[0].costs for each in (found, other)]
+    assert costs[0].flops > costs[1].flops
+    assert costs[0].memory["optimizer state"] == costs[1].memory["optimizer state"]
+    parts = Parts.of(trainer, batch).of_player("generator")
+    counted, arguments, _ = memory_of(parts, Candidate(strategy=strategy))
+    assert counted == arguments
+    with pytest.raises(PlanError, match="Did you mean 'critic'"):
+        plan(trainer, player="critics", **given)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -362,6 +400,10 @@ def test_refused_candidates_show_error(parts: Parts) -> None:
         ({"candidates": ["fsdp"]}, "Each must be a Candidate or a Strategy"),
         ({"compile": "none"}, "compile='none' must be an int of at least 0, or 'all'."),
         ({"compile": -1}, "compile=-1 must be an int of at least 0, or 'all'."),
+        (
+            {"player": "critic"},
+            "player='critic' is unknown. The Trainer has one loss.",
+        ),
         ({"compile": True}, "compile=True must be an int of at least 0, or 'all'."),
     ],
 )

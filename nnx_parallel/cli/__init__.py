@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     planning = commands.add_parser(
         "plan",
         help="find the best strategy for a script on given devices",
-        description="Runs a script up to Trainer.fit, and finds the fastest strategy "
+        description="Runs a script up to its training, and finds the fastest strategy "
         "that fits the devices. Nothing is trained or allocated, and the "
         "devices need not be present. The exit code is 1 if nothing fits, "
         "2 if there is no plan.",

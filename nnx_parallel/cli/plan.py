@@ -1,4 +1,7 @@
-"""Plans a script's training: runs the script up to `Trainer.fit`, in a new process.
+"""Plans a script's training: runs the script up to its training, in a new process.
+
+That is the call of `Trainer.fit`, of ``trainer.train_step`` in a loop of the script, or
+the first update of an optimizer.
 
 Nothing is allocated. The Trainer gets stand-ins for the devices of the topology, and it
 would build its state only in `fit`.
@@ -26,7 +29,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel.cli.script import Reached, line_of, run_script
+from nnx_parallel.cli.names import Names, scopes_of
+from nnx_parallel.cli.script import Reached, line_of, main_module, run_script
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
@@ -61,10 +65,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fixed = "fixed values, such as tensor=8, remat=full or microbatches=4"
     add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)
     shapes = "an array of the global batch, such as 'tokens=int32[512,8193]'; by "
-    shapes += "default the shapes of the first batch of the data"
+    shapes += "default the shapes of the first batch of the data; or, for a script "
+    shapes += "without a Trainer, the name of a batch in the script"
     add(
         "--batch", action="append", default=[], metavar="NAME=DTYPE[SHAPE]", help=shapes
     )
+    add("--player", metavar="NAME", help="the player whose steps are planned")
+    plain = "for a script without a Trainer: the name of its "
+    add("--model", metavar="NAME", help=f"{plain}model, or of the model's class")
+    add("--tx", metavar="NAME", help=f"{plain}optimizer")
+    add("--loss", metavar="NAME", help=f"{plain}loss, a function of model and batch")
     how_many = "number of best candidates to compile, or all (default: %(default)s)"
     add("--compile", default="4", metavar="N", help=how_many)
     at_once = "number of simultaneous compilations (default: %(default)s)"
@@ -72,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--cache", metavar="DIRECTORY", help="directory for results of the compiler")
     add("--json", metavar="FILE", help="write the plan as JSON too")
     add("--html", metavar="FILE", help="write the plan as an HTML page too")
-    add("script", help="the Python script that calls Trainer.fit")
+    add("script", help="the Python script that trains")
     # `main` stores the arguments after `--` here, so that options may follow the
     # script.
     parser.set_defaults(arguments=[])
@@ -139,9 +149,13 @@ class Refused(BaseException):
 
 
 def parts_of_script(
-    script: str, arguments: Sequence[str], topology: Topology, batch: Any = None
+    script: str,
+    arguments: Sequence[str],
+    topology: Topology,
+    batch: Any = None,
+    names: Names | None = None,
 ) -> Parts:
-    """Runs a script up to `Trainer.fit`; returns the parts of its Trainer.
+    """Runs a script up to its training; returns the parts of a step.
 
     Args:
         script: Path of the script.
@@ -149,45 +163,61 @@ def parts_of_script(
         topology: The Trainer's devices.
         batch: Shapes of a global batch; ``None`` uses the shapes of the first batch of
             the script's data.
+        names: Names of variables in a script without a Trainer.
 
     Raises:
-        PlanError: If the script has no Trainer, trains without calling `Trainer.fit`,
-            opens a connection, or fails.
+        PlanError: If the script has no Trainer and there are no names, trains without
+            its Trainer, opens a connection, or fails.
     """
     path = Path(script)
     if not path.is_file():
         raise PlanError(f"Script {script!r} does not exist.")
     built: list[Trainer] = []
+    module, stopped = main_module(path), None
     try:
         with _watching(topology, built):
-            run_script(path, arguments)
-            found = f"'{script}' ran to its end"
-            if built and batch is not None:
-                return Parts.of(built[-1], batch)
+            run_script(path, arguments, module)
     except Reached as reached:
         return _with_batch(reached, batch, script)
     except Refused as refused:
-        found = f"'{script}' {refused}{line_of(refused, path)}"
-        raise PlanError(
-            f"{found} before it calls Trainer.fit. A plan runs the script up to that "
-            "call, to see its Trainer, and the script must do nothing else before it: "
-            "move this after `trainer.fit(...)`, or put the Trainer into another "
-            "script."
-        ) from None
+        stopped = refused
     except SystemExit as error:
-        where = line_of(error, path)
-        found = f"'{script}' exited with code {error.code}{where}"
+        stopped = error
     except Exception as error:
         where = line_of(error, path)
         raise PlanError(
-            f"'{script}' failed before it called Trainer.fit{where}: "
+            f"'{script}' failed before it trained{where}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    has = "built a Trainer and did not call fit" if built else "built no Trainer"
-    raise PlanError(
-        f"{found}, and {has}. plan needs a script that calls Trainer(...).fit(...) "
-        "when it is run; pass the script's arguments after --"
-        f"{', or --batch for your loop' if built else ''}."
+    if names is not None and not built:
+        return names.parts_in(
+            scopes_of(vars(module), stopped, path), topology, batch, script
+        )
+    if built and batch is not None:
+        return Parts.of(built[-1], batch)
+    raise PlanError(_why_not(script, stopped, path, is_built=bool(built)))
+
+
+def _why_not(
+    script: str, stopped: BaseException | None, path: Path, *, is_built: bool
+) -> str:
+    """Explains why a script cannot be planned."""
+    if isinstance(stopped, Refused):
+        return (
+            f"'{script}' {stopped}{line_of(stopped, path)} before it calls "
+            "Trainer.fit. A plan runs the script up to that call, to see its Trainer, "
+            "and the script must do nothing else before it: move this after "
+            "`trainer.fit(...)`, or put the Trainer into another script. For a script "
+            "without a Trainer, name its variables: --model, --tx, --loss, --batch."
+        )
+    found = "ran to its end"
+    if isinstance(stopped, SystemExit):
+        found = f"exited with code {stopped.code}{line_of(stopped, path)}"
+    has = "built a Trainer and did not call fit" if is_built else "built no Trainer"
+    return (
+        f"'{script}' {found}, and {has}. plan needs a script that calls "
+        "Trainer(...).fit(...) when it is run; pass the script's arguments after --"
+        f"{', or --batch for your loop' if is_built else ''}."
     )
 
 
@@ -283,15 +313,31 @@ def _replacements(
 
     yield Trainer, "__init__", init
     yield Trainer, "fit", fit
+    # The script may have a loop of its own.
+    yield Trainer, "train_step", property(_PlannedStep)
+    yield Trainer, "state", property(lambda self: vars(self)["_run"].plan.abstract)
+    yield Trainer, "shard_batch", lambda self, batch: batch
     for name in ("restore", "load_weights"):
         yield Trainer, name, skip
     for name in ("evaluate", "predict"):
         yield Trainer, name, _refusing(f"calls trainer.{name}")
-    for name in ("state", "model", "ema_model", "eval_model", "train_step"):
+    for name in ("model", "ema_model", "eval_model"):
         yield Trainer, name, property(_refusing(f"reads trainer.{name}"))
     yield jax.distributed, "initialize", skip
     yield nnx.Optimizer, "update", _refusing("trains by nnx.Optimizer.update")
     yield optax, "apply_updates", _refusing("trains by optax.apply_updates")
+
+
+class _PlannedStep:
+    """Replaces ``trainer.train_step``; a call ends the script."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def __call__(self, state: Any, batch: Any, *rest: Any) -> None:
+        raise Reached(self._trainer, [batch])
+
+    lower = trace = __call__
 
 
 def _refusing(what: str) -> Callable[..., Any]:
@@ -322,14 +368,16 @@ def plan_script(settings: dict[str, Any]) -> int:
         # written.
         count = _check_settings(settings)
         topology = Topology.parse(settings["topology"])
-        batch = parse_batch(settings["batch"]) or None
+        names = Names.of(settings)
+        is_named = names is not None and names.batch is not None
+        batch = None if is_named else parse_batch(settings["batch"]) or None
         check_fix(fix := parse_fix(settings["fix"]))
-        parts = parts_of_script(
-            settings["script"], settings["arguments"], topology, batch
-        )
+        given = settings["script"], settings["arguments"]
+        parts = parts_of_script(*given, topology, batch, names)
         found = plan(
             parts,
             topology=topology,
+            player=settings["player"],
             fix=fix,
             compile=count,
             num_processes=settings["processes"],

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Reached(BaseException):
-    """Ends a script at its call of `fit`.
+    """Ends a script at the place where it trains.
 
     It is a `BaseException`, because a script may catch every `Exception`.
     """
@@ -19,11 +19,25 @@ class Reached(BaseException):
         self.trainer, self.data = trainer, data
 
 
-def run_script(path: Path, arguments: Sequence[str]) -> None:
-    """Runs a script as ``python path arguments`` would run it."""
-    code = compile(path.read_bytes(), str(path), "exec")
+def main_module(path: Path) -> types.ModuleType:
+    """Returns an empty module for a script that is run."""
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
+    return module
+
+
+def run_script(
+    path: Path, arguments: Sequence[str], module: types.ModuleType | None = None
+) -> None:
+    """Runs a script as ``python path arguments`` would run it.
+
+    Args:
+        path: The script.
+        arguments: Its arguments.
+        module: The module that gets the script's global variables.
+    """
+    code = compile(path.read_bytes(), str(path), "exec")
+    module = module or main_module(path)
     # This keeps objects alive that a model or loss refers to, and lets them be sent to
     # other processes.
     sys.modules["__main__"] = module

@@ -231,7 +231,7 @@ def compile_here(
     batch = parts.batch_on(layout, candidate.num_microbatches)
     options = options_of(parts, candidate)
     step: Any = make_train_step(plan, parts.loss, options)
-    lowered = step.lower(plan.abstract, batch)
+    lowered = step.lower(plan.whole.abstract, batch)
     seconds = {"trace": time.monotonic() - start}
     given = options.compiler_options
     file = cache / f"{_key(lowered, topology, layout.mesh, given)}.json"

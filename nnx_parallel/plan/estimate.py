@@ -46,7 +46,7 @@ def state_bytes(plan: StatePlan, batch: Any) -> dict[str, int]:
         plan: Placement of the training state.
         batch: Shapes of a global batch with shardings (`Parts.batch_on`).
     """
-    state = plan.abstract
+    state = plan.whole.abstract
     rest = (state.step, state.variables, state.key, state.ema, state.loss_scale)
     owned = {
         "parameters": state.params,
@@ -193,7 +193,7 @@ class Estimate:
         offload = self.candidate.offload
         if offload is None or not offload.optimizer:
             return 0.0
-        leaves = jax.tree.leaves(self.plan.abstract.opt_state)
+        leaves = jax.tree.leaves(self.plan.whole.abstract.opt_state)
         return float(sum(_shard_bytes(x) for x in leaves if x.ndim))
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -42,9 +42,9 @@ class Parts:
 
     Attributes:
         model: The model's structure, with shapes for arrays.
-        tx: The Optax transformation.
+        tx: The Optax transformation; with players, a dict of them by player.
         loss: The loss.
-        wrt: Filter of the Variables that are trained.
+        wrt: Filter of the Variables that are trained; with players, a dict like ``tx``.
         precision: The dtypes.
         ema_decay: Decay of a moving average, or ``None``.
         strategy: The Trainer's strategy.
@@ -53,10 +53,12 @@ class Parts:
         offload: ``Backend.offload`` of the Trainer, or ``None``.
         derives_names: True if the names of ``model`` must still be derived from the
             loss. They depend on the layout (`named_on`).
+        losses: The losses of all players by name; empty if there is only one loss.
+        player: The player whose step is planned, with the loss ``loss``.
     """
 
     model: ModelDef
-    tx: Optimizer
+    tx: Optimizer | dict[str, Optimizer]
     loss: LossFn
     wrt: Any
     precision: Precision
@@ -66,6 +68,8 @@ class Parts:
     batch: Any
     offload: Offload | None = None
     derives_names: bool = False
+    losses: Mapping[str, LossFn] = field(default_factory=dict)
+    player: str = ""
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
@@ -82,19 +86,14 @@ class Parts:
                 f"plan got {kind_of(trainer)}. Pass a Trainer, built on any devices: "
                 "plan(Trainer(model, optimizer, loss), ...)."
             )
-        if programs.players:
-            raise PlanError(
-                "plan cannot plan Players yet. Plan the player with the most "
-                "parameters: a Trainer of the same model with its optimizer, loss and "
-                "wrt."
-            )
         plan: StatePlan = run.plan
         unnamed = held.get("_unnamed")
         return cls(
             model=unnamed or plan.model,
             derives_names=unnamed is not None,
-            tx=plan.tx,
+            tx={name: share.tx for name, share in plan.shares.items()} or plan.tx,
             loss=programs.loss,
+            losses=programs.players.losses if programs.players else {},
             wrt=run.wrt,
             precision=plan.precision,
             ema_decay=plan.ema_decay,
@@ -125,6 +124,15 @@ class Parts:
         """Returns a copy of the abstract model, whose metadata may be changed."""
         return self.model.copy()
 
+    @property
+    def trained(self) -> Any:
+        """Filter of the Variables that are trained, by any player."""
+        return nnx.Any(*self.wrt.values()) if isinstance(self.wrt, dict) else self.wrt
+
+    def of_player(self, name: str) -> Parts:
+        """Returns the parts of one player's step."""
+        return replace(self, player=name, loss=self.losses[name])
+
     def with_rows(self, num_rows: int) -> Parts:
         """Returns the parts with a different number of rows in a batch."""
         arrays, shared, join = partition(self.batch)
@@ -146,7 +154,8 @@ class Parts:
         if not self.derives_names:
             return self
         kinds = {"wrt": self.wrt, "precision": self.precision}
-        model = name_by_loss(self.model, [self.loss], self.batch, layout, **kinds)
+        losses = [*self.losses.values()] or [self.loss]
+        model = name_by_loss(self.model, losses, self.batch, layout, **kinds)
         return replace(self, model=ModelDef.of(model), derives_names=False)
 
     def on(self, layout: Layout, offload: Offload | None = None) -> StatePlan:
@@ -155,7 +164,7 @@ class Parts:
         Stand-ins for absent devices cannot say which memory they reach. So ``offload``
         is only for devices that a compiler describes.
         """
-        return plan_state(
+        plan = plan_state(
             self.named_on(layout).rebuilt(),
             layout,
             self.tx,
@@ -164,6 +173,7 @@ class Parts:
             ema_decay=self.ema_decay,
             offload=offload,
         )
+        return plan.view(self.player) if self.player else plan
 
     def batch_on(self, layout: Layout, num_microbatches: int) -> Any:
         """Returns the batch's shapes with their shardings.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from flax import nnx
 
-from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.errors import ParallelError, PlanError, suggest
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.plan.candidates import (
@@ -21,7 +21,7 @@ from nnx_parallel.plan.candidates import (
     own_candidate,
 )
 from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
-from nnx_parallel.plan.costs import Facts
+from nnx_parallel.plan.costs import Facts, count_model_flops
 from nnx_parallel.plan.estimate import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
@@ -49,6 +49,7 @@ def plan(
     *,
     topology: str | Topology,
     batch: Any = None,
+    player: str | None = None,
     candidates: Candidate | Strategy | Sequence[Candidate | Strategy] | None = None,
     fix: Mapping[str, Any] | None = None,
     compile: int | Literal["all"] = 4,
@@ -70,6 +71,8 @@ def plan(
         topology: The devices to run on: ``"v5p:4x4x4"``, ``"2*v5e:16x16"``,
             ``"h100:64"``, ``"cpu:8"``, or a `Topology` of your hardware.
         batch: A global batch as passed to `Trainer.fit`, or its shapes.
+        player: With `Players`, the player whose step is planned; by default the player
+            whose step has the most FLOPs. The state has the arrays of all players.
         candidates: One candidate or several to compare; by default all that can divide
             the devices, the model and the batch. A `Strategy` is tried with the
             Trainer's microbatches and remat.
@@ -91,8 +94,8 @@ def plan(
         The `Plan`.
 
     Raises:
-        PlanError: If there is no batch; if the topology, a fixed value or ``compile``
-            is invalid; or if no strategy divides the rows over the devices.
+        PlanError: If there is no batch; if the topology, a fixed value, ``compile`` or
+            ``player`` is invalid; or if no strategy divides the rows over the devices.
 
     Example:
         >>> import jax, optax
@@ -115,6 +118,7 @@ def plan(
     is_count = isinstance(compile, int) and not isinstance(compile, bool)
     if compile != "all" and not (is_count and compile >= 0):
         raise PlanError(f"compile={compile!r} must be an int of at least 0, or 'all'.")
+    parts = _of_player(parts, player)
     if candidates is None:
         found = enumerate_candidates(parts, where, fix)
     else:
@@ -133,7 +137,7 @@ def plan(
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
     alive = plausible(entries, where)
     seconds = {"formulas": time.monotonic() - started}
-    notes = _notes(entries)
+    notes = _notes(parts, entries)
     if compile:
         count = len(alive) if compile == "all" else compile
         started = time.monotonic()
@@ -154,9 +158,30 @@ def plan(
     return _conclude(parts, where, assumed, entries, alive, notes, seconds)
 
 
-def _notes(entries: Sequence[Entry]) -> list[str]:
-    """Returns notes on assumptions that `Assumptions` does not have."""
+def _of_player(parts: Parts, player: str | None) -> Parts:
+    """Returns the parts of a player's step; unchanged if there is only one loss."""
+    names = [*parts.losses]
+    if player is not None and player not in names:
+        valid = f"Valid values: {names}." if names else "The Trainer has one loss."
+        raise PlanError(
+            f"player={player!r} is unknown. {valid}{suggest(player, names)}"
+        )
+    if not names or (parts.player and player is None):
+        return parts
+    by_name = {name: parts.of_player(name) for name in names}
+    most = player or max(names, key=lambda name: count_model_flops(by_name[name]))
+    return by_name[most]
+
+
+def _notes(parts: Parts, entries: Sequence[Entry]) -> list[str]:
+    """Returns notes on the player, and on assumptions that `Assumptions` lacks."""
     notes = []
+    if parts.player:
+        others = [name for name in parts.losses if name != parts.player]
+        notes.append(
+            f"figures are of a step of the player {parts.player!r}, and the state is "
+            f"of all players; player= plans a step of another: {others}"
+        )
     if any(e.candidate.offload for e in entries):
         low, high = (rate / 1e9 for rate in HOST)
         notes.append(f"assumed: {low:g} to {high:g} GB/s between a device and its host")
@@ -432,10 +457,11 @@ def _conclude(
     best = ranked[0] if ranked and ranked[0].fits(topology) else None
     ranked = [replace(e, why=explain(e, best, topology)) for e in ranked]
     model = parts.rebuilt()
+    trained = [v.get_value() for _, v in variables_of(model, parts.trained)]
     return Plan(
         topology=topology,
         model_name=type(model).__name__,
-        num_params=sum(v.get_value().size for _, v in variables_of(model, parts.wrt)),
+        num_params=sum(x.size for x in trained),
         num_rows=parts.num_rows,
         dtype=parts.compute_dtype,
         entries=tuple(ranked),
