@@ -21,7 +21,7 @@ from nnx_parallel.plan.candidates import (
     own_candidate,
 )
 from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
-from nnx_parallel.plan.costs import Facts, count_model_flops
+from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.estimate import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
@@ -34,6 +34,7 @@ from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.sharding.offload import Offload
 from nnx_parallel.state import StatePlan
 from nnx_parallel.strategies.base import Strategy
+from nnx_parallel.training.model_flops import count_model_flops, one_device
 from nnx_parallel.training.trainer import Trainer
 
 # Except for the state, a step may need as little as this share of the estimated memory.
@@ -168,9 +169,12 @@ def _of_player(parts: Parts, player: str | None) -> Parts:
         )
     if not names or (parts.player and player is None):
         return parts
-    by_name = {name: parts.of_player(name) for name in names}
-    most = player or max(names, key=lambda name: count_model_flops(by_name[name]))
-    return by_name[most]
+    whole = parts.on(one_device())
+
+    def flops(name: str) -> float:
+        return count_model_flops(whole.view(name), parts.losses[name], parts.batch)
+
+    return parts.of_player(player or max(names, key=flops))
 
 
 def _notes(parts: Parts, entries: Sequence[Entry]) -> list[str]:
