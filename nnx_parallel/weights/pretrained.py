@@ -1,4 +1,4 @@
-"""A model with weights from files; each device reads only its shards."""
+"""A model with weights from files, which are read into their shards."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ from nnx_parallel.weights.shards import Shards
 class Pretrained:
     """A function from ``nnx.Rngs`` to a model whose parameters come from safetensors.
 
-    Pass it as the model to a Trainer, or to a strategy's ``init``. Then each device's
-    shards are read directly from the files, under any strategy. No process holds more
-    than its shards and the slice that it is reading. A direct call returns the complete
-    model on one device. ``names`` must have all parameters, and all statistics of
-    `nnx.BatchNorm`. Variables of other types keep the model's initial values.
+    Pass it as the model to a Trainer, or to a strategy's ``init``. Then the arrays are
+    read into their shards, under any strategy. In a run of several processes, all
+    processes together read each byte once, and exchange it. No process holds more than
+    its shards and the arrays of the file that it is reading. A direct call returns the
+    complete model on one device. ``names`` must have all parameters, and all statistics
+    of `nnx.BatchNorm`. Variables of other types keep the model's initial values.
 
     Args:
         build: Function that builds the model, as for a Trainer.

@@ -11,7 +11,7 @@ read. They are the same, bit for bit, as the values that transformers computes w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ _OF_FP8 = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _OF_FP4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
 """The value of each code of 4 bits; the first bit is the sign."""
+with np.errstate(over="ignore"):
+    _OF_EXPONENT = np.exp2(np.arange(-127, 129, dtype=np.float32))
+"""The scale of each exponent in MXFP4."""
 
 
 def _multiply(
@@ -52,12 +55,16 @@ def _multiply(
     numbers = (np.arange(n) // size for n, size in zip(shape, block, strict=True))
     grid = np.meshgrid(*numbers, indexing="ij", sparse=True)
     blocks = [pick(np.broadcast_to(x, shape)) for x in grid]
-    # The scales of a few million elements exist at once.
-    step = max(1, 2**22 // max(1, math.prod(values.shape[1:])))
-    for first in range(0, len(values), step):
-        rows = slice(first, first + step)
+    for rows in _row_slices(values):
         values[rows] *= scales[tuple(x[rows] for x in blocks)]
     return values
+
+
+def _row_slices(values: np.ndarray) -> Iterator[slice]:
+    """Yields slices of a few million elements. Only their scales exist at once."""
+    step = max(1, 2**22 // max(1, math.prod(values.shape[1:])))
+    for first in range(0, len(values), step):
+        yield slice(first, first + step)
 
 
 @dataclass(frozen=True)
@@ -106,9 +113,9 @@ class BlockScaled(Tensor):
 class Packed(Tensor):
     """An array of MXFP4, whose elements have 4 bits, with scales that are powers of 2.
 
-    The array has shape ``(experts, in, out)`` and its elements are codes of FP4, in
-    uint8. In the file, `packed` has two codes in each byte, and experts are stored as
-    ``(out, in)``.
+    The array has shape ``(experts, in, out)``. An element is uint16: its lower byte has
+    the code of FP4, and its upper byte the exponent of the scale. In the file, `packed`
+    has two codes in each byte, and experts are stored as ``(out, in)``.
 
     Attributes:
         packed: uint8 ``(experts, out, in / 32, 16)``; a byte has the first of its two
@@ -136,7 +143,8 @@ class Packed(Tensor):
             )
         experts, outs, groups, _ = shape
         values = (experts, groups * _GROUP, outs)
-        return cls(packed.file, packed.dtype, values, packed.start, packed, exponents)
+        dtype = np.dtype(np.uint16)
+        return cls(packed.file, dtype, values, packed.start, packed, exponents)
 
     @property
     def value_dtype(self) -> np.dtype:
@@ -144,27 +152,30 @@ class Packed(Tensor):
         return np.dtype(jnp.bfloat16)
 
     def view(self) -> np.ndarray:
-        """Returns the codes of all elements, uint8 ``(experts, in, out)``."""
-        return _unpack(self.packed.view())
+        """Returns all elements."""
+        return _unpack(self.packed.view(), self.exponents.view())
 
     def read_rows(self, first: int, last: int) -> np.ndarray:
-        """Returns the codes of a range of experts."""
-        return _unpack(self.packed.read_rows(first, last))
+        """Reads the elements of a range of experts."""
+        ends = first, last
+        return _unpack(self.packed.read_rows(*ends), self.exponents.read_rows(*ends))
 
     def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
         """Returns the picked values, in float32."""
-        scales = np.exp2(self.exponents.view().astype(np.float32) - 127)
-        values = _OF_FP4[pick(elements)]
-        block = (1, _GROUP, 1)
-        return _multiply(values, scales.swapaxes(1, 2), pick, self.shape, block)
+        picked = pick(elements)
+        values = _OF_FP4[picked & 15]
+        for rows in _row_slices(values):
+            values[rows] *= _OF_EXPONENT[picked[rows] >> 8]
+        return values
 
 
-def _unpack(packed: np.ndarray) -> np.ndarray:
-    """Splits bytes ``(experts, out, groups, 16)`` into codes ``(experts, in, out)``."""
-    codes = np.empty((*packed.shape, 2), np.uint8)
-    np.bitwise_and(packed, 15, out=codes[..., 0])
-    np.right_shift(packed, 4, out=codes[..., 1])
-    return codes.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
+def _unpack(packed: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    """Joins codes and exponents; returns elements ``(experts, in, out)``."""
+    elements = np.empty((*packed.shape, 2), np.uint16)
+    np.bitwise_and(packed, 15, out=elements[..., 0])
+    np.right_shift(packed, 4, out=elements[..., 1])
+    elements |= exponents[..., None, None].astype(np.uint16) << 8
+    return elements.reshape(*packed.shape[:2], -1).swapaxes(1, 2)
 
 
 def read_quantization(config: Mapping[str, Any]) -> BlockSize | None:
