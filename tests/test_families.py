@@ -497,6 +497,11 @@ BAD = [
         {"rope_scaling": {**LLAMA_31, "original_max_position_embeddings": None}},
         "has a setting with a wrong type",
     ),
+    ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "1 layer_types for"),
+    (
+        {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping=50.0, which GPT does not support",
+    ),
     ({"mlp_only_layers": [0]}, "mlp_only_layers.*must be \\[\\], or absent"),
     ({"quantization_config": {"bits": 4}}, "quantization_config.*must be None"),
 ]
@@ -608,6 +613,13 @@ def test_model_is_exported_as_family_of_its_files() -> None:
     kinds = {"layer_types": ["sliding_attention", "full_attention"]}
     ministral = hf_config("mistral") | {"model_type": "ministral", **kinds}
     assert kinds.items() <= config_to_hf(config_from_hf(ministral)).items()
+
+
+def test_exporting_gemma3_with_a_soft_cap_of_attention_raises() -> None:
+    """transformers would ignore the soft cap."""
+    config = replace(config_from_hf(hf_config("gemma3")), softcap=50.0)
+    with pytest.raises(ValueError, match=r"softcap is 50\.0"):
+        config_to_hf(config)
 
 
 def test_unknown_preset_lists_presets() -> None:

@@ -328,6 +328,17 @@ def test_damaged_files_raise(
         FSDP(min_size=1).init(Pretrained(scaled, target, SCALED), nnx.Rngs(0))
 
 
+def test_files_that_the_index_does_not_name_are_not_read(folder: Path) -> None:
+    """Checks Mistral's second copy, variants in another dtype, and adapters."""
+    expected = open_tensors(folder)
+    first = folder / "model-00001-of-00002.safetensors"
+    beside = ("consolidated", "model.fp16-00001-of-00002", "adapter_model")
+    for name in beside:
+        shutil.copy(first, folder / f"{name}.safetensors")
+    (folder / "model.safetensors.index.fp16.json").write_text("{}")
+    assert open_tensors(folder) == expected
+
+
 @pytest.mark.parametrize(
     ("places", "message"),
     [

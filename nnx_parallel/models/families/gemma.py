@@ -16,10 +16,8 @@ _NORMS = {
 }
 
 
-def _types(settings: Values) -> list[str]:
+def _types(count: int, period: int) -> list[str]:
     # The last layer of each period is global, which means that it sees all keys.
-    count = settings["num_hidden_layers"]
-    period = settings["sliding_window_pattern"] or count + 1
     types = ["sliding_attention"] * count
     types[period - 1 :: period] = ["full_attention"] * (count // period)
     return types
@@ -27,7 +25,8 @@ def _types(settings: Values) -> list[str]:
 
 def _read(settings: Values) -> Values:
     scale = settings["query_pre_attn_scalar"] ** -0.5
-    return llama.read(settings, _types(settings)) | {"attention_scale": scale}
+    types = _types(settings["num_hidden_layers"], 2)
+    return llama.read(settings, types) | {"attention_scale": scale}
 
 
 def _write(fields: Values) -> dict[str, Any]:
@@ -103,7 +102,6 @@ GEMMA2 = replace(
         "num_key_value_heads": 4,
         "query_pre_attn_scalar": 256,
         "sliding_window": 4096,
-        "sliding_window_pattern": 2,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
@@ -123,7 +121,8 @@ GEMMA2 = replace(
 
 def _read_3(settings: Values) -> Values:
     local_theta = settings["rope_local_base_freq"]
-    found = llama.read_by_kind(settings, _types(settings), local_theta)
+    types = _types(settings["num_hidden_layers"], settings["sliding_window_pattern"])
+    found = llama.read_by_kind(settings, types, local_theta)
     return found | {"attention_scale": settings["query_pre_attn_scalar"] ** -0.5}
 
 
@@ -162,7 +161,7 @@ GEMMA3 = replace(
         "rope_local_base_freq": 10_000.0,
     },
     # transformers has this setting for the class, but does not use it.
-    valid=GEMMA2.valid | {"attn_logit_softcapping": (None,)},
+    valid={**GEMMA2.valid, "attn_logit_softcapping": (None,)},
     read=_read_3,
     write=_write_3,
     presets={

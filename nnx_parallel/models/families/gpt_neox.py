@@ -47,12 +47,13 @@ def _names(fields: Values) -> list[Entry]:
 
 def _read(settings: Values) -> dict[str, Any]:
     act, is_parallel = settings["hidden_act"], settings["use_parallel_residual"]
-    # Older files have other names for the base and for the share of features.
+    # Files have other names for the base and for the share of features, beside the
+    # rotation.
     older = {
         "rope_theta": settings["rotary_emb_base"],
         "partial_rotary_factor": settings["rotary_pct"],
     }
-    return llama.read({**older, **settings}, is_partial=True) | {
+    return llama.read({**settings, **older}, is_partial=True) | {
         "exact_gelu": _GELU[act],
         "block": "parallel" if is_parallel else "sequential",
         "separate_norms": is_parallel,

@@ -121,7 +121,9 @@ def read_by_kind(
     """
     given = settings.get("rope_parameters") or {}
     older = settings.get("rope_scaling") or {}
-    whole = {**(given.get("full_attention") or {}), **older}
+    # So transformers does not use the older name of `rope_type` in `rope_scaling`.
+    plain = {"rope_type": "default"}
+    whole = {**(given.get("full_attention") or plain), **older}
     found = _read_rotation(whole, settings)
     local = _read_rotation(
         given.get("sliding_attention") or {}, {**settings, "rope_theta": local_theta}
@@ -338,6 +340,11 @@ def _read_windows(settings: Values, types: Sequence[str]) -> dict[str, Any]:
         raise ValueError(
             f"config.json has layer_types {sorted(unknown)}, which GPT does not "
             f"support. Supported layer_types: {', '.join(_KINDS)}."
+        )
+    if len(types) != (count := settings["num_hidden_layers"]):
+        raise ValueError(
+            f"config.json has {len(types)} layer_types for {count} layers. It must "
+            "have one for each layer."
         )
     kinds = tuple(_KINDS[each] for each in types)
     if set(kinds) == {"global"}:

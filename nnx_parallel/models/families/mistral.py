@@ -14,6 +14,11 @@ def _read(settings: Values) -> dict[str, Any]:
     return llama.read(settings, ["sliding_attention"] * settings["num_hidden_layers"])
 
 
+def _read_alike(settings: Values) -> dict[str, Any]:
+    # In these families, transformers ignores `layer_types`.
+    return _read({**settings, "layer_types": None})
+
+
 def _write(fields: Values) -> dict[str, Any]:
     found = {"sliding_window": None, **llama.write(fields)}
     found.pop("layer_types", None)  # not needed, because all layers have the window
@@ -29,7 +34,7 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     marks=("window",),
     defaults={**LLAMA.defaults, "num_key_value_heads": 8, "sliding_window": 4096},
-    read=_read,
+    read=_read_alike,
     write=_write,
     presets={
         "mistral-7b": sized(_SIZES, "32 4096 32 8 14336", window=4095),
@@ -41,6 +46,7 @@ MINISTRAL = replace(
     MISTRAL,
     model_type="ministral",
     architecture="MinistralForCausalLM",
+    read=_read,
     write=llama.write,
     presets={},
 )
@@ -109,6 +115,14 @@ _MIXTRAL = {**_SIZES, "rope_theta": 1e6}
 _2_OF_8 = Experts(num_experts=8, top_k=2, mlp_dim=14_336, balance_loss=0.02)
 _WIDER = replace(_2_OF_8, mlp_dim=16_384)
 
+
+def _read_experts(settings: Values) -> dict[str, Any]:
+    # transformers ignores settings of other mixtures.
+    others = ("moe_intermediate_size", "norm_topk_prob")
+    known = {name: x for name, x in settings.items() if name not in others}
+    return _read_alike(settings) | llama.read_experts(known)
+
+
 MIXTRAL = replace(
     LLAMA,
     model_type="mixtral",
@@ -122,7 +136,7 @@ MIXTRAL = replace(
         "num_experts_per_tok": 2,
         "rope_theta": 1e6,
     },
-    read=lambda settings: _read(settings) | llama.read_experts(settings),
+    read=_read_experts,
     write=lambda fields: _write(fields) | llama.write_experts(fields),
     names=lambda fields: llama.names(fields, mlp=_MLP),
     presets={

@@ -14,7 +14,7 @@ def read(settings: Values) -> dict[str, Any]:
         return llama.read(settings)
     count = settings["num_hidden_layers"]
     # The first layers are global, which means that they see all keys.
-    whole = max(0, min(settings.get("max_window_layers", count), count))
+    whole = max(0, min(settings["max_window_layers"], count))
     types = ["full_attention"] * whole + ["sliding_attention"] * (count - whole)
     return llama.read(settings, types)
 
@@ -33,7 +33,12 @@ QWEN2 = replace(
     architecture="Qwen2ForCausalLM",
     parts={**LLAMA.parts, "qkv_bias": True},
     marks=("qkv_bias",),
-    defaults={**LLAMA.defaults, "num_key_value_heads": 32},
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
     read=read,
     write=write,
     presets={

@@ -115,6 +115,13 @@ _QWEN_3 = _QWEN_15 | {"seq_len": 40_960, "head_dim": 128}
 _8_OF_128 = Experts(num_experts=128, top_k=8, mlp_dim=768, balance_loss=0.001)
 _WIDER = replace(_8_OF_128, mlp_dim=1536)
 
+
+def _read_3(settings: Values) -> dict[str, Any]:
+    # All layers have the window. transformers ignores `layer_types`.
+    alike = {**settings, "max_window_layers": 0, "layer_types": None}
+    return qwen.read(alike) | llama.read_experts(settings)
+
+
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
@@ -126,9 +133,10 @@ QWEN3_MOE = replace(
         "num_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
+        "sliding_window": 4096,
         "norm_topk_prob": False,
     },
-    read=lambda settings: qwen.read(settings) | llama.read_experts(settings),
+    read=_read_3,
     write=write,
     names=lambda fields: llama.names(fields, mlp=MLP),
     presets={

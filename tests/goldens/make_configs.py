@@ -1,0 +1,277 @@
+"""Makes ``configs.json``: files ``config.json``, and what transformers reads in them.
+
+Each line has ``given``, the content of a file, and ``resolved``, the values with which
+transformers builds the model: sizes, the frequencies and amplitude of the rotation of
+each layer, windows, scales and soft caps. Files are drawn at random from the settings
+below. Files that transformers refuses are left out.
+
+The tests do not run this script. To make the file again: ``pip install torch
+transformers``, then ``python make_configs.py``.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.modeling_utils import PreTrainedModel
+
+FILE = Path(__file__).parent / "configs.json"
+NUM_FILES = 12
+
+LEFT_OUT = object()
+"""A setting that the file does not have."""
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+ROTATIONS = [
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 3e4},
+    {"rope_type": "linear", "factor": 4.0},
+    {"type": "linear", "factor": 2.0, "rope_theta": 2e4},
+    LLAMA_3,
+    {**LLAMA_3, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "attention_factor": 1.5},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "default", "partial_rotary_factor": 0.5},
+    {},
+    None,
+]
+BY_KIND = [
+    {"full_attention": {"rope_type": "linear", "factor": 4.0}},
+    {"full_attention": {"rope_theta": 7e4}, "sliding_attention": {"rope_theta": 3e3}},
+    {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+]
+TYPES = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+# The settings of all families, with their values.
+COMMON: dict[str, list[Any]] = {
+    "rope_theta": [LEFT_OUT, 5e5, 1e6, 50_000],
+    "rope_scaling": [LEFT_OUT, LEFT_OUT, *ROTATIONS],
+    "rope_parameters": [LEFT_OUT, LEFT_OUT, *ROTATIONS],
+    "original_max_position_embeddings": [LEFT_OUT] * 5 + [32],
+    "rms_norm_eps": [LEFT_OUT, 1e-4],
+    "tie_word_embeddings": [LEFT_OUT, True, False],
+    "head_dim": [LEFT_OUT, 8, 16],
+    "num_key_value_heads": [LEFT_OUT, 1, 2, 2],
+    "attention_bias": [LEFT_OUT] * 6 + [False, True],
+    "layer_types": [LEFT_OUT, LEFT_OUT, TYPES],
+    "sliding_window": [LEFT_OUT, LEFT_OUT, 16, None],
+}
+QWEN = {
+    "use_sliding_window": [LEFT_OUT, True, True, False],
+    "max_window_layers": [LEFT_OUT, 0, 2, 9],
+}
+EXPERTS = {"num_experts_per_tok": [LEFT_OUT, 2, 3], "norm_topk_prob": [LEFT_OUT, True]}
+QWEN_EXPERTS = {
+    **QWEN,
+    **EXPERTS,
+    "num_experts": [8],
+    "moe_intermediate_size": [24],
+}
+GEMMA = {
+    "query_pre_attn_scalar": [LEFT_OUT, 8, 20],
+    "attn_logit_softcapping": [LEFT_OUT, LEFT_OUT, None, 20.0],
+    "final_logit_softcapping": [LEFT_OUT, None, 10.0],
+    "sliding_window_pattern": [LEFT_OUT, LEFT_OUT, 3],
+    "rope_local_base_freq": [LEFT_OUT, 2e4],
+}
+LAYER_NORM = {
+    "layer_norm_epsilon": [LEFT_OUT, 1e-4],
+    "n_inner": [LEFT_OUT, None, 48],
+    "scale_attn_weights": [LEFT_OUT] * 8 + [True, False],
+    "scale_attn_by_inverse_layer_idx": [LEFT_OUT] * 8 + [True],
+    "tie_word_embeddings": [LEFT_OUT, True, False],
+}
+NEOX = {
+    "layer_norm_eps": [LEFT_OUT, 1e-4],
+    "rotary_pct": [LEFT_OUT, 0.5, 1.0],
+    "rotary_emb_base": [LEFT_OUT, 20_000],
+}
+FAMILIES: dict[str, dict[str, list[Any]]] = {
+    "gpt2": {**LAYER_NORM},
+    "llama": COMMON,
+    "mistral": COMMON,
+    "ministral": COMMON,
+    "mixtral": {
+        **COMMON,
+        **EXPERTS,
+        "num_local_experts": [8],
+        "moe_intermediate_size": [LEFT_OUT, 24],
+    },
+    "qwen2": {**COMMON, **QWEN},
+    "qwen3": {**COMMON, **QWEN},
+    "qwen2_moe": {
+        **COMMON,
+        **QWEN_EXPERTS,
+        "shared_expert_intermediate_size": [16],
+    },
+    "qwen3_moe": {**COMMON, **QWEN_EXPERTS},
+    "gemma": COMMON,
+    "gemma2": {**COMMON, **GEMMA},
+    "gemma3_text": {
+        **COMMON,
+        **GEMMA,
+        "rope_parameters": [*COMMON["rope_parameters"], *BY_KIND, *BY_KIND],
+    },
+    "olmo2": COMMON,
+    "olmo3": {
+        **COMMON,
+        "rope_parameters": [*COMMON["rope_parameters"], *BY_KIND, *BY_KIND],
+    },
+    "smollm3": {
+        **COMMON,
+        "use_sliding_window": [LEFT_OUT, True],
+        "no_rope_layer_interval": [LEFT_OUT, 2],
+        "no_rope_layers": [LEFT_OUT, [1, 1, 0, 0]],
+    },
+    "olmoe": {**COMMON, **EXPERTS, "num_experts": [8]},
+    "phi3": {**COMMON, "partial_rotary_factor": [LEFT_OUT, 0.5]},
+    "granite": {
+        **COMMON,
+        "embedding_multiplier": [LEFT_OUT, 12.0],
+        "residual_multiplier": [LEFT_OUT, 0.5],
+        "logits_scaling": [LEFT_OUT, 8.0],
+        "attention_multiplier": [LEFT_OUT, 0.25],
+    },
+    "gpt_neox": {**COMMON, **NEOX},
+}
+
+
+def draw(kind: str, rng: random.Random) -> dict[str, Any]:
+    """Draws the content of a file."""
+    sizes = SIZES
+    if kind == "gpt2":
+        sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
+        sizes |= {"n_positions": 256}
+    drawn = {name: rng.choice(values) for name, values in FAMILIES[kind].items()}
+    # At most four settings differ from a plain file, so that few files are refused.
+    changed = rng.sample(sorted(drawn), min(4, len(drawn)))
+    needed = [name for name, values in FAMILIES[kind].items() if len(values) == 1]
+    given = {**sizes, **{name: drawn[name] for name in [*changed, *needed]}}
+    return {
+        "model_type": kind,
+        **{name: value for name, value in given.items() if value is not LEFT_OUT},
+    }
+
+
+def rounded(x: float) -> float:
+    """Rounds to 7 digits."""
+    return float(f"{x:.7g}")
+
+
+def rotations(model: PreTrainedModel, kinds: list[str]) -> list[Any]:
+    """Returns each layer's frequencies, followed by the amplitude, or ``None``."""
+    base = model.base_model
+    if (rotary := getattr(base, "rotary_emb", None)) is None:
+        return [None] * len(kinds)
+    found = []
+    for index, kind in enumerate(kinds):
+        is_by_kind = hasattr(rotary, f"{kind}_inv_freq")
+        start = f"{kind}_" if is_by_kind else ""
+        values = getattr(rotary, f"{start}inv_freq")
+        amplitude = getattr(rotary, f"{start}attention_scaling")
+        attention = getattr(base.layers[index], "self_attn", None)
+        if not getattr(attention, "use_rope", True):
+            values, amplitude = torch.zeros(1), 1.0
+        found.append([*map(rounded, [*values.tolist(), amplitude])])
+    return found
+
+
+def resolve(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with which transformers builds the model."""
+    given = json.loads(json.dumps(given))  # transformers changes nested settings
+    kind = given.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **given)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # some settings fail only in a call
+        model(torch.zeros((1, 4), dtype=torch.long), use_cache=False)
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
+    layers = getattr(model.base_model, "layers", None) or model.base_model.h
+    of_layers = rotations(model, kinds)
+    different = [x for i, x in enumerate(of_layers) if x not in of_layers[:i]]
+    found: dict[str, Any] = {"rotations": different}
+    found["rotation_of_layers"] = [different.index(x) for x in of_layers]
+    attentions = [
+        getattr(each, "self_attn", None)
+        or getattr(each, "attention", None)
+        or each.attn
+        for each in layers
+    ]
+    by_config = kind in ("mistral", "mixtral", "qwen3_moe", "phi3")
+    found["windows"] = [
+        (config.sliding_window if by_config else getattr(a, "sliding_window", None))
+        or None
+        for a in attentions
+    ]
+    if kind != "gpt2":
+        found["scale"] = rounded(attentions[0].scaling)
+    # Gemma 3 keeps the soft cap of attention, but does not pass it on.
+    cap = None if kind == "gemma3_text" else "attn_logit_softcapping"
+    found["softcap"] = getattr(config, cap, None) if cap else None
+    found["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
+    names = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
+    found["epsilon"] = next(getattr(config, n) for n in names if hasattr(config, n))
+    found["tied"] = config.tie_word_embeddings
+    found["num_params"] = sum(p.numel() for p in model.parameters())
+    routers = [m for m in model.modules() if hasattr(m, "top_k")]
+    if routers:
+        router = routers[0]
+        # Mixtral always divides the weights by their sum.
+        normalise = getattr(router, "norm_topk_prob", kind == "mixtral")
+        found["experts"] = [router.top_k, bool(normalise)]
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        if kind == "granite":
+            found[name] = getattr(config, name)
+    return found
+
+
+def main() -> None:
+    """Writes the file."""
+    rng = random.Random(0)
+    transformers.logging.set_verbosity_error()
+    lines = []
+    for kind in sys.argv[1:] or FAMILIES:
+        count = refused = 0
+        seen: list[dict] = []
+        while count < NUM_FILES and refused < 200:
+            given = draw(kind, rng)
+            if given in seen:
+                refused += 1
+                continue
+            seen.append(given)
+            try:
+                resolved = resolve(given)
+            except Exception as error:
+                refused += 1
+                print(kind, type(error).__name__, str(error)[:80], file=sys.stderr)  # noqa: T201
+                continue
+            lines.append(json.dumps({"given": given, "resolved": resolved}))
+            count += 1
+    versions = {m.__name__: m.__version__ for m in (torch, transformers)}
+    head = f'{{"versions": {json.dumps(versions)},\n"files": [\n'
+    FILE.write_text(head + ",\n".join(lines) + "\n]}\n")
+
+
+if __name__ == "__main__":
+    main()
