@@ -9,7 +9,7 @@ The exchange is an all-to-all of bytes on the mesh, which no cast or sum can cha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
@@ -72,7 +72,7 @@ class SharedReader:
         links = _links(group[0].sharding.device_set)
         names = group[0].names
         needs = _needs(group, self.tensors[names[next(iter(names))]].shape)
-        last: Callable[[], None] = int  # does nothing
+        last: Callable[[], object] = int  # does nothing
         for indices in _rounds(names, self.tensors):
             plans = {}
             for index in indices:
@@ -330,11 +330,12 @@ class _Links:
         for row, process in zip(sent, self.processes, strict=True):
             message = messages.get(process, b"")
             row.view(np.uint8)[: len(message)] = np.frombuffer(message, np.uint8)
-        array = jax.make_array_from_callback(
-            (len(self.processes), *sent.shape),
-            self.sharding,
-            lambda index: sent[None, :, index[2]],
-        )
+
+        def send(index: Any) -> np.ndarray:
+            return sent[None, :, index[2]]
+
+        shape = (len(self.processes), *sent.shape)
+        array = jax.make_array_from_callback(shape, self.sharding, send)
         return _all_to_all(self.sharding.mesh)(array)
 
     def messages(self, received: Any) -> dict[int, np.ndarray]:
@@ -351,8 +352,8 @@ class _Links:
         }
 
 
-def _links(devices: set[jax.Device]) -> _Links:
-    rows: dict[int, list[jax.Device]] = defaultdict(list)
+def _links(devices: Iterable[Any]) -> _Links:
+    rows: dict[int, list] = defaultdict(list)
     for device in sorted(devices, key=lambda d: (d.process_index, d.id)):
         rows[device.process_index].append(device)
     width = min(map(len, rows.values()))

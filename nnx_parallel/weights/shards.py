@@ -79,9 +79,11 @@ class Shards:
     def assemble(self) -> jax.Array:
         """Returns our array, once the shards are filled."""
         shape = self.array.shape
-        return jax.make_array_from_callback(
-            shape, self.sharding, lambda index: self.blocks[bounds_of(index, shape)]
-        )
+
+        def block(index: Any) -> np.ndarray:
+            return self.blocks[bounds_of(index, shape)]
+
+        return jax.make_array_from_callback(shape, self.sharding, block)
 
 
 def bounds_of(index: Iterable[slice], shape: Sequence[int]) -> Bounds:

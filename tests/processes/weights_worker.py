@@ -17,9 +17,9 @@ read: list[int] = []
 read_rows = Tensor.read_rows
 
 
-def count(tensor: Tensor, first: int, last: int) -> np.ndarray:
+def count(self: Tensor, first: int, last: int) -> np.ndarray:
     """Counts the bytes that this process reads from the files."""
-    rows = read_rows(tensor, first, last)
+    rows = read_rows(self, first, last)
     read.append(rows.nbytes)
     return rows
 
