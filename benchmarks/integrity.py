@@ -21,9 +21,9 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.timing import Ratio, Table, interleave
 from nnx_parallel import FSDP, Trainer
 from nnx_parallel.checkpoint import CheckpointManager, manager
-from nnx_parallel.checkpoint.checksum import checksums, start_checksums
 from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.sharding.checksum import checksums, start_checksums
 from nnx_parallel.training.diagnostics import check_replicas
 
 CONFIG = GPTConfig.tiny(embed_dim=256, num_layers=4, num_heads=4, seq_len=128)

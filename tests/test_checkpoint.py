@@ -24,7 +24,6 @@ from nnx_parallel.checkpoint import (
     Checkpoint,
     CheckpointManager,
     CheckpointReader,
-    checksum,
 )
 from nnx_parallel.checkpoint.checksum import PendingChecksums, read_checksums
 from nnx_parallel.checkpoint.files import PART
@@ -38,6 +37,7 @@ from nnx_parallel.errors import (
     CheckpointSaveError,
     ProcessError,
 )
+from nnx_parallel.sharding import checksum
 from tests.waiting import wait_until
 
 

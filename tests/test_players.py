@@ -33,7 +33,6 @@ from nnx_parallel import (
     audit,
     plan,
 )
-from nnx_parallel.checkpoint.checksum import data_of
 from nnx_parallel.errors import (
     CheckpointMismatchError,
     DonatedArrayError,
@@ -43,6 +42,7 @@ from nnx_parallel.errors import (
     PlanError,
 )
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.sharding.checksum import data_of
 from nnx_parallel.training import loop
 from nnx_parallel.training.verification import replay
 from tests.parity.runs import to_host

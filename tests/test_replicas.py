@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import Callback, Checkpoint, Faults, Trainer, make_mesh
 from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader
-from nnx_parallel.checkpoint.checksum import checksums
 from nnx_parallel.errors import CheckpointSaveError, ReplicaError
+from nnx_parallel.sharding.checksum import checksums
 from nnx_parallel.training.diagnostics import check_replicas
 
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from nnx_parallel.checkpoint.checksum import Checksums, checksums, digest
+from nnx_parallel.checkpoint.checksum import digest
 from nnx_parallel.checkpoint.files import (
     METADATA,
     PART,
@@ -35,6 +35,7 @@ from nnx_parallel.errors import (
     CheckpointMismatchError,
 )
 from nnx_parallel.files import MAX_BYTES, parse_object
+from nnx_parallel.sharding.checksum import Checksums, checksums
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.state import TrainState

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from nnx_parallel.checkpoint.checksum import PendingChecksums, start_checksums
+from nnx_parallel.checkpoint.checksum import PendingChecksums
 from nnx_parallel.checkpoint.contents import (
     BASE,
     Base,
@@ -65,6 +65,7 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.precision import array_bytes
+from nnx_parallel.sharding.checksum import start_checksums
 from nnx_parallel.state import TrainState
 
 

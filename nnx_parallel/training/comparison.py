@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nnx_parallel.checkpoint.checksum import data_of
 from nnx_parallel.distributed.agreement import allgather_object
+from nnx_parallel.sharding.checksum import data_of
 from nnx_parallel.sharding.names import path_of
 
 MAX_NOISE = 0.1

@@ -22,11 +22,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from nnx_parallel.checkpoint.checksum import (
-    Place,
-    raise_if_copies_differ,
-    start_hashes,
-)
 from nnx_parallel.data.prefetch import check_data
 from nnx_parallel.distributed.agreement import (
     allgather_object,
@@ -43,6 +38,11 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.precision import array_bytes
+from nnx_parallel.sharding.checksum import (
+    Place,
+    raise_if_copies_differ,
+    start_hashes,
+)
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure, is_inexact, variables_of

@@ -17,7 +17,6 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint.checksum import hash_each
 from nnx_parallel.data.rows import (
     constrain_rows,
     is_marked,
@@ -47,6 +46,7 @@ from nnx_parallel.optimizers.steps import (
 )
 from nnx_parallel.precision import Precision, cast_floating, sum_dtype
 from nnx_parallel.programs import TracedFunction, is_call, reached, trace, variables_in
+from nnx_parallel.sharding.checksum import hash_each
 from nnx_parallel.sharding.constrain import in_context, noticing_idle_claims, using
 from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution

@@ -28,12 +28,12 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.checkpoint.checksum import data_of, start_hashes
 from nnx_parallel.data.rows import partition
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import ParallelError, ReplayError, VerificationError
 from nnx_parallel.layers.stack.stack import Stack
+from nnx_parallel.sharding.checksum import data_of, start_hashes
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten, nest
 from nnx_parallel.sharding.names import dotted

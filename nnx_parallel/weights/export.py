@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from nnx_parallel.distributed.agreement import meet
-from nnx_parallel.durable import make_directory, publish
+from nnx_parallel.durable import make_directory, move, publish, sync
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather
@@ -35,6 +35,7 @@ from nnx_parallel.weights.names import (
     Rule,
     groups_of,
     join_parts,
+    own_names,
     rules_of,
 )
 
@@ -113,6 +114,55 @@ def save_pretrained(
     save_arrays(directory, *made, write_texts, max_file_bytes)
 
 
+def save_safetensors(path: str | Path, model: nnx.Module, *, dtype: Any = None) -> None:
+    """Writes a model's weights to one file, under the names that the model gives them.
+
+    A name is the dotted path of an array, such as ``blocks.layer.mlp.up.kernel``.
+    ``Pretrained(build, path)`` reads the file onto any mesh. The file has all
+    parameters, adapters too, and the statistics of `nnx.BatchNorm`. It appears complete
+    or not at all. In a run of several processes, all processes must call this function,
+    and process 0 writes.
+
+    Args:
+        path: The file, which must not exist.
+        model: The model, such as ``trainer.eval_model``.
+        dtype: Dtype that floating-point arrays are cast to; ``None`` does not cast.
+
+    Raises:
+        WeightsError: If the file exists, or if safetensors has no such dtype.
+
+    Example:
+        >>> import tempfile
+        >>> from nnx_parallel.weights import Pretrained
+        >>> build = lambda rngs: nnx.Linear(2, 3, rngs=rngs)
+        >>> path = Path(tempfile.mkdtemp()) / "linear.safetensors"
+        >>> save_safetensors(path, build(nnx.Rngs(0)))
+        >>> sorted(Pretrained(build, path).tensors)
+        ['bias', 'kernel']
+    """
+    target = Path(path)
+    if os.path.lexists(target):
+        raise WeightsError(f"{str(target)!r} exists. It is not overwritten.")
+    params = nnx.to_flat_state(nnx.state(model, WEIGHTS))
+    arrays = {dotted(path): leaf.get_value() for path, leaf in params}
+    shapes = {path: x.shape for path, x in arrays.items()}
+    described, makes = describe_arrays(
+        rules_of(own_names(shapes), shapes), arrays, dtype
+    )
+    if jax.process_count() > 1:
+        meet("save_safetensors")
+    temporary = target.with_name(f".{target.name}.partial")
+    writes = jax.process_index() == 0
+    if writes:
+        make_directory(target.parent)
+    _write_file(temporary, described, makes, writes)
+    if writes:
+        sync(temporary)
+        move(temporary, target)
+    if jax.process_count() > 1:
+        meet("save_safetensors: saved")
+
+
 def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry]:
     """Returns the given table of names, or the table of the model."""
     if names is not None:
@@ -159,13 +209,7 @@ def save_arrays(
         shutil.rmtree(temporary, ignore_errors=True)
         make_directory(temporary)
     for file, contents in files.items():
-        tensors = (makes[name]() for name, _, _ in contents)
-        if writes:
-            with (temporary / file).open("wb") as out:
-                write_tensors(out, contents, tensors)
-        else:  # this process only takes part in gathering the shards
-            for _ in tensors:
-                pass
+        _write_file(temporary / file, contents, makes, writes)
     if writes:
         if len(files) > 1:
             total = {"total_size": sum(map(num_bytes, described))}
@@ -176,6 +220,19 @@ def save_arrays(
         publish(temporary, target)
     if jax.process_count() > 1:
         meet(f"weights saved ({stem})")
+
+
+def _write_file(
+    path: Path, contents: list[Described], makes: Mapping[str, Make], writes: bool
+) -> None:
+    """Writes arrays to a file; a process that does not write only helps to gather."""
+    tensors = (makes[name]() for name, _, _ in contents)
+    if writes:
+        with path.open("wb") as out:
+            write_tensors(out, contents, tensors)
+    else:
+        for _ in tensors:
+            pass
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

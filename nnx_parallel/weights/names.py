@@ -44,7 +44,7 @@ WEIGHTS = (nnx.Param, nnx.BatchStat)
 
 _PART = re.compile(
     r"(?:part (\d+) of (\d+): *|(\w+) (\d+):(\d+) of (\d+): *)?"
-    r"(.+?) *-> *([^,]+)(?:, *(.+))?"
+    r"(.*?) *-> *([^,]*)(?:, *(.+))?"
 )
 _GROUP = re.compile(r"\([^)]*\)|\w+")
 
@@ -233,6 +233,14 @@ def numbered_rules(entries: Sequence[Entry], paths: Collection[str]) -> list[Rul
         ]
         rules += fitting or [rule]
     return rules
+
+
+def own_names(shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
+    """Returns the table for files with our names and dims, from the shapes by path."""
+    dims = {
+        path: " ".join(f"d{i}" for i in range(len(x))) for path, x in shapes.items()
+    }
+    return [(path, path, f"{each} -> {each}") for path, each in dims.items()]
 
 
 def with_numbers(name: str, match: re.Match[str]) -> str:

@@ -27,6 +27,7 @@ from nnx_parallel.weights.names import (
     check_numbers,
     check_tensors,
     numbered_rules,
+    own_names,
     rules_of,
 )
 from nnx_parallel.weights.quantised import BlockSize, join_scales
@@ -46,7 +47,9 @@ class Pretrained:
     Args:
         build: Function that builds the model, as for a Trainer.
         path: A folder of safetensors files, with or without an index, or a single file.
-        names: The table of names; see `nnx_parallel.weights.names`.
+        names: The table of names; see `nnx_parallel.weights.names`. ``None`` if the
+            files have the names that the model gives its arrays, as `save_safetensors`
+            writes them.
         dtype: Dtype that parameters are cast to. ``"keep"`` keeps the dtype that each
             array has in the files. ``None`` takes the dtype that ``build`` gives.
         ignored: A regex for names of arrays in the files that the model does not need.
@@ -81,18 +84,21 @@ class Pretrained:
         self,
         build: Callable[[nnx.Rngs], nnx.Module],
         path: str | Path,
-        names: Sequence[Entry],
+        names: Sequence[Entry] | None = None,
         *,
         dtype: Any = None,
         ignored: str | None = None,
         block_size: BlockSize | None = None,
         new: str | None = None,
     ) -> None:
-        self.build, self.path, self.names = build, Path(path), tuple(names)
+        self.build, self.path = build, Path(path)
         self.new = new
         self.dtype = dtype if dtype in (None, "keep") else jnp.dtype(dtype)
         self.ignored = ignored
         self.tensors = join_scales(open_tensors(self.path), block_size)
+        if names is None:
+            names = own_names({name: x.shape for name, x in self.tensors.items()})
+        self.names = tuple(names)
 
     def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns the model with its weights, unsharded, on the default device.

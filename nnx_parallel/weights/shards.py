@@ -74,7 +74,7 @@ class Shards:
             part = tensor.read(pick, elements)
             check_finite(self.names[index], tensor, part)
             at = (i - first for i, (first, _) in zip(index, bounds, strict=False))
-            _copy(part, block[tuple(at)])
+            _copy(part, block[*at, ...])  # a view, even without dims
 
     def assemble(self) -> jax.Array:
         """Returns our array, once the shards are filled."""
