@@ -185,6 +185,12 @@ DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+def test_config_that_fits_llama_and_phi_is_written_as_llama() -> None:
+    config = GPTConfig.tiny_llama()
+    assert config_to_hf(config)["model_type"] == "llama"
+    assert config_to_hf(GPTConfig.preset("phi4-14b"))["model_type"] == "phi3"
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [*SETTINGS, *(pytest.param(*x, marks=pytest.mark.deep) for x in DEEP_SETTINGS)],

@@ -55,8 +55,10 @@ from nnx_parallel.models.rotary import LongRopeScaling, Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (
-    *(gpt2, llama, mistral, qwen, qwen_moe, gemma),
-    *(gpt_neox, olmo, smollm3, granite, phi3, gpt_oss, olmoe),
+    # A model that does not come from files and fits two families equally well is
+    # written as the later one (`nearest`): as Llama, not as Phi-3.
+    *(gpt2, phi3, llama, mistral, qwen, qwen_moe, gemma),
+    *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe),
 )
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
