@@ -355,7 +355,7 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "directory in Trainer(checkpoint=...).",
     ),
     "predict": (
-        lambda: make().predict(loss, [BATCH]),
+        lambda: CALL.predict(make(), loss, [BATCH]),
         TypeError,
         "The data of predict is a function. The order is predict(data, function).",
     ),

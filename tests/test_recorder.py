@@ -193,7 +193,7 @@ def test_log_every_affects_only_loggers() -> None:
 
 
 def throughput(**options: Any) -> Throughput:
-    settings = {"num_rows": 8, "num_tokens": 64, "num_devices": 2}
+    settings: dict[str, Any] = {"num_rows": 8, "num_tokens": 64, "num_devices": 2}
     settings |= {"model_flops": 8e12, "hardware_flops": 5e12}
     return Throughput(**(settings | {"device": jax.devices()[0]} | options))
 

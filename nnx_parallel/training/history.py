@@ -45,7 +45,8 @@ class History(dict[str, np.ndarray]):
         raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
     def __repr__(self) -> str:
-        if not len(steps := self.get("step", ())):
+        steps = self.get("step", np.empty(0))
+        if not steps.size:
             return "History(no steps)"
         losses = [
             n for n in self if n.removeprefix("eval_").rpartition("/")[2] == "loss"
