@@ -70,6 +70,7 @@ def gpt_loss(model: GPT, batch: Mapping[str, jax.Array], place: Place) -> jax.Ar
     def run_block(x: jax.Array, arrays: Any) -> tuple[jax.Array, None]:
         block = nnx.merge(block_def, arrays)
         assert isinstance(block, Block)
+        assert block.attention_norm is not None
         assert block.mlp_norm is not None
         attended, _ = block.attention(place(block.attention_norm(x)), 0, None)
         x = place(x + place(attended))

@@ -460,8 +460,8 @@ def test_close_deletes_files_that_a_failed_save_writes_late(options):
         time.sleep(0.3)
         threading.Thread(target=write, name="asyncio_0").start()
 
-    threads = {"send_signals": [], "receive_signals": []}
-    future._SignalingThread(target=begin, **threads).start()
+    writer = vars(future)["_SignalingThread"]
+    writer(target=begin, send_signals=[], receive_signals=[]).start()
     manager.close()
     assert is_written.wait(10)
     assert not late.parent.exists()

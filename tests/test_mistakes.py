@@ -5,7 +5,7 @@ Each error states the mistake, the rule and a valid value, before a step is comp
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -369,7 +369,11 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "model is a Param. It must be the module that has it.",
     ),
-    "audit": (lambda: audit(Net), TypeError, "audit got the class Net. It takes a"),
+    "audit": (
+        lambda: audit(cast("Any", Net)),
+        TypeError,
+        "audit got the class Net. It takes a",
+    ),
     "models": (
         lambda: nnx_parallel.GPT,
         ImportError,

@@ -159,6 +159,7 @@ def test_residual_outputs_start_smaller_with_depth() -> None:
 def test_parallel_block_adds_attention_and_mlp() -> None:
     block = Block(replace(GPT2, block="parallel"), rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(0), (2, 8, GPT2.embed_dim))
+    assert block.attention_norm is not None
     normed = block.attention_norm(x)
     attended, _ = block.attention(normed, 0, None)
     found: Any = block(x)

@@ -400,7 +400,7 @@ def test_start_of_run_names_enough_microbatches(
     schedule: Schedule, count: int, text: str
 ) -> None:
     strategy = Pipeline(2, schedule)
-    trainer = make_trainer(Model, once, strategy, num_microbatches=count)
+    trainer: Any = make_trainer(Model, once, strategy, num_microbatches=count)
     shown = trainer._repr_html_()
     assert text in shown
     assert ("pipeline</td>" in shown) == bool(text)

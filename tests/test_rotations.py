@@ -64,4 +64,4 @@ def test_amplitude_applies_to_features_that_rotate() -> None:
 )
 def test_invalid_yarn_raises(change: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        YarnScaling(**{"factor": 2.0, "original_len": 64, **change})  # type: ignore[arg-type]
+        YarnScaling(**{"factor": 2.0, "original_len": 64, **change})

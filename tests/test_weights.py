@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 from safetensors.flax import save_file
 
 from nnx_parallel import FSDP
@@ -236,7 +237,7 @@ def test_slices_of_a_dim_in_the_middle() -> None:
 def test_direct_call_computes_no_initial_weights(folder: Path) -> None:
     def traced(rngs: nnx.Rngs) -> nnx.Module:
         model = Scaled(rngs=rngs)
-        assert isinstance(model.layers[0].kernel.get_value(), jax.core.Tracer)
+        assert isinstance(model.layers[0].kernel.get_value(), Tracer)
         return model
 
     rngs, drawn = nnx.Rngs(0), nnx.Rngs(0)

@@ -69,7 +69,7 @@ class Names:
                 f"each with the name of a variable. Missing: {', '.join(missing)}."
             )
         is_named = len(words) == 1 and "=" not in words[0]
-        names = given | {"batch": words[0] if is_named else None}
+        names: dict[str, Any] = given | {"batch": words[0] if is_named else None}
         for key, name in names.items():
             if name and not name.isidentifier():
                 raise PlanError(
@@ -98,7 +98,7 @@ class Names:
         )
         if self.batch is not None:
             batch = _value_of("batch", self.batch, scopes, script)
-        wrt = {"wrt": tx.wrt} if isinstance(tx, nnx.Optimizer) else {}
+        wrt: dict[str, Any] = {"wrt": tx.wrt} if isinstance(tx, nnx.Optimizer) else {}
         try:
             trainer = Trainer(
                 model,

@@ -648,6 +648,7 @@ def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange
     variables = dict(zip(jax.tree.leaves(of_batch), leaves, strict=True))
     for eqn, (lows, highs) in zip(lookups, read(batch), strict=True):
         array, indices = eqn.invars
+        table: Any = array.aval
         names = (
             (f"batch{jax.tree_util.keystr(keys)}", x)
             for var, (keys, x) in variables.items()
@@ -655,7 +656,7 @@ def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange
         )
         name, x = next(names, ("an index", np.zeros(1)))
         for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
-            size = array.aval.shape[dim] + 1 - eqn.params["slice_sizes"][dim]
+            size = table.shape[dim] + 1 - eqn.params["slice_sizes"][dim]
             found = LabelRange(int(lows[i]), int(highs[i]), size, name)
             if not found.is_valid:
                 # JAX has added the size to negative labels.

@@ -57,11 +57,11 @@ def named_model(
     Returns:
         The model; and its structure without the names, if they depend on the layout.
     """
-    given: Any = source, nnx.Rngs(seed)
+    rngs = nnx.Rngs(seed)
     is_trained = nnx.Any(*_filters(kinds["wrt"]))
     if names != "auto":
-        return abstract_model(*given, names, wrt=is_trained), None
-    unnamed = ModelDef.of(abstract_model(*given, wrt=is_trained))
+        return abstract_model(source, rngs, names, wrt=is_trained), None
+    unnamed = ModelDef.of(abstract_model(source, rngs, wrt=is_trained))
     batch = _global_shapes(sample, layout)
     return name_by_loss(unnamed, losses, batch, layout, **kinds), unnamed
 

@@ -104,7 +104,7 @@ class Tensor:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             file.seek(self.start + first * (self.num_bytes // self.shape[0]))
-            left = memoryview(rows.reshape(-1).view(np.uint8))
+            left = rows.reshape(-1).view(np.uint8).data
             while left and (count := file.readinto(left)):
                 left = left[count:]
         if left:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flax import nnx
 
@@ -55,7 +55,7 @@ def reshard(model: Model, mesh: MeshLike) -> Model:
         abstract = abstract_model(model, nnx.Rngs(0))
         placements = place_model(abstract, layout)
         copies = placed_copies(arrays, stored_shardings(placements, layout))
-        copied = ModelDef.of(abstract).merge(copies)
+        copied: Any = ModelDef.of(abstract).merge(copies)
     before, after = (
         checksums({"model": {dotted(path): x for path, x in each.items()}})["model"]
         for each in (arrays, copies)

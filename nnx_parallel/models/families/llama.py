@@ -219,11 +219,11 @@ def _read_yarn(rope: Values, seq_len: int) -> YarnScaling:
         attention_factor=rope.get("attention_factor"),
     )
     # Each weight multiplies the logarithm in the default of `attention_factor`.
-    weights = rope.get("mscale"), rope.get("mscale_all_dim")
-    if scaling.attention_factor is not None or not all(weights):
+    upper, lower = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scaling.attention_factor is not None or not (upper and lower):
         return scaling
     rise = scaling.amplitude - 1
-    ratio = (1 + weights[0] * rise) / (1 + weights[1] * rise)
+    ratio = (1 + upper * rise) / (1 + lower * rise)
     return replace(scaling, attention_factor=ratio)
 
 
