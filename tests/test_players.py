@@ -31,7 +31,6 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
     audit,
-    plan,
 )
 from nnx_parallel.errors import (
     CheckpointMismatchError,
@@ -39,7 +38,6 @@ from nnx_parallel.errors import (
     NonFiniteLossError,
     ParallelWarning,
     PipelineError,
-    PlanError,
 )
 from nnx_parallel.layers import Dense, Stack
 from nnx_parallel.sharding.checksum import data_of
@@ -644,8 +642,6 @@ def test_wrong_players_raise() -> None:
         + ".*selects no Variable.*in the parts \\['critic', 'generator'\\]",
     ):
         make_trainer(optimizer=Players(value=Player(TX["critic"], critic_loss)))
-    with pytest.raises(PlanError, match="plan cannot plan Players yet"):
-        plan(make_trainer(), topology="cpu:8", batch=DATA[0])
 
 
 class Norms(nnx.Module):
