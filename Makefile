@@ -36,7 +36,7 @@ setup: $(VENV)/.dev  ## install the library and all development tools
 test: $(VENV)/.dev  ## run all tests but slow, deep and fault tests; about 13 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
-test-deep: $(VENV)/.dev  ## run more combinations than `make test`; half an hour
+test-deep: $(VENV)/.dev  ## run more combinations than `make test`; 45 minutes
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## run tests with processes that die, hang, are killed; 8 minutes
