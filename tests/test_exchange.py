@@ -1,18 +1,23 @@
 """Which process reads which rows of a file, and the shards that come from rows."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import FSDP, Composite, TensorParallel
 from nnx_parallel.models import GPT
 from nnx_parallel.sharding.model import arrays_of
 from nnx_parallel.sharding.names import dotted
+from nnx_parallel.weights import Pretrained, save_pretrained
 from nnx_parallel.weights.exchange import SharedReader, divide
 from nnx_parallel.weights.files import Tensor
-from nnx_parallel.weights.names import numbered_rules
+from nnx_parallel.weights.names import Rule, numbered_rules
 from nnx_parallel.weights.shards import Shards
 from tests.folders import GOLDENS
 
@@ -38,6 +43,31 @@ def test_shards_from_rows_equal_shards_from_memory_maps(family: str) -> None:
         reader.read([shards])
         found = np.asarray(shards.assemble())
         assert found.tobytes() == np.asarray(array).tobytes(), rule.ours
+    reader.finish()
+
+
+class Scales(nnx.Module):
+    """A model whose parameters have no dims in files."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.scale = nnx.Param(rngs.params.uniform(()))
+        self.of_layers = nnx.Param(rngs.params.uniform((3,)))
+
+
+def test_arrays_without_dims_are_read(tmp_path: Path) -> None:
+    names = [("scale", "scale", "->"), ("of_layers", "h.{}.scale", "->")]
+    model: Any = Scales(nnx.Rngs(0))
+    save_pretrained(tmp_path / "scales", model, names=names)
+    source = Pretrained(Scales, tmp_path / "scales", names)
+    assert source.tensors["h.0.scale"].shape == ()
+    reader = SharedReader(source.tensors)
+    sharding = NamedSharding(FSDP().layout().mesh, P())
+    for name, rule in zip(("scale", "of_layers"), map(Rule.of, names), strict=True):
+        x = getattr(model, name).get_value()
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        shards = Shards(rule, shape)
+        reader.read([shards])
+        np.testing.assert_array_equal(shards.assemble(), x)
     reader.finish()
 
 

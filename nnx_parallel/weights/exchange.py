@@ -203,7 +203,8 @@ def _fill(
         if not plan.boxes[own]:
             continue
         # Only pages that are written take memory.
-        elements = np.empty(plan.tensor.shape, plan.tensor.dtype)
+        tensor = plan.tensor
+        elements = np.empty((tensor.num_rows, *tensor.shape[1:]), tensor.dtype)
         bits = bits_of(elements)
         for process in links.processes:
             for first, box in plan.pieces(process, own):
@@ -216,7 +217,7 @@ def _fill(
                 piece = messages[process][start:end].view(out.dtype)
                 out[...] = piece.reshape(out.shape)
         for shards in group:
-            shards.fill(index, plan.tensor, elements)
+            shards.fill(index, tensor, elements.reshape(tensor.shape))
 
 
 def _rounds(
@@ -273,7 +274,7 @@ def _box(
         once = (slice(None) if stride else slice(1) for stride in found.strides)
         found = found[tuple(once)]
         bounds.append((int(found.min()), int(found.max()) + 1))
-    return tuple(bounds)
+    return tuple(bounds) or ((0, 1),)  # an array without dims has one row
 
 
 def _at(index: Index, needs: set[tuple[Bounds, Bounds]]) -> list[Bounds]:
@@ -297,7 +298,7 @@ def divide(
     if are_rows and all(end <= start for (_, end, _), (start, *_) in pairwise(wanted)):
         return [(process, first, last) for first, last, process in wanted]
     first, last = wanted[0][0], max(last for _, last, _ in wanted)
-    num_bytes = tensor.num_bytes * (last - first) // tensor.shape[0]
+    num_bytes = tensor.num_bytes * (last - first) // tensor.num_rows
     count = min(len(readers), max(1, num_bytes // _MIN_BYTES))
     ends = [first + (last - first) * i // count for i in range(count + 1)]
     return [

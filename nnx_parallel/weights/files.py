@@ -81,6 +81,11 @@ class Tensor:
         """Number of bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dim. An array without dims has one row."""
+        return self.shape[0] if self.shape else 1
+
     def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
         """Returns the picked values of the array, given its elements."""
         return pick(elements)
@@ -103,7 +108,7 @@ class Tensor:
         with open(self.file, "rb", buffering=0, opener=open_regular) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            file.seek(self.start + first * (self.num_bytes // self.shape[0]))
+            file.seek(self.start + first * (self.num_bytes // self.num_rows))
             left = rows.reshape(-1).view(np.uint8).data
             while left and (count := file.readinto(left)):
                 left = left[count:]
