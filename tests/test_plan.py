@@ -24,6 +24,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.audit.collectives import axes_of_groups
 from nnx_parallel.errors import PlanError
+from nnx_parallel.layers import lora
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import (
     HARDWARE,
@@ -133,6 +134,26 @@ def test_model_flops_are_six_per_parameter_and_token() -> None:
     plan = parts.on(one_device())
     found = count_model_flops(plan, parts.loss, parts.batch) / (8 * seq)
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_model_flops_leave_out_gradients_of_frozen_kernels() -> None:
+    width, rank, rows, layers = 32, 2, 8, 3
+
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        blocks = (nnx.Linear(width, width, rngs=rngs) for _ in range(layers))
+        return nnx.Sequential(*blocks)
+
+    trainer = Trainer(
+        lora(build, targets="layers", rank=rank),
+        optax.sgd(0.1),
+        lambda model, x: jnp.mean(model(x) ** 2),
+        wrt=nnx.LoRAParam,
+        loggers=(),
+    )
+    parts = Parts.of(trainer, shape(rows, width))
+    found = count_model_flops(parts.on(one_device()), parts.loss, parts.batch)
+    kernels, factors = 2 * rows * width**2, 2 * rows * 2 * width * rank
+    assert found == layers * (2 * kernels + 3 * factors)
 
 
 def test_flops_count_loops_branches_and_convolutions() -> None:

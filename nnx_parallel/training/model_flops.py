@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jex
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from nnx_parallel.layers.stack.scan import Remat, default_remat
@@ -21,6 +22,8 @@ from nnx_parallel.metrics import split_loss_output
 from nnx_parallel.programs import inline, needed
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
+from nnx_parallel.sharding.model import flatten, nest
+from nnx_parallel.sharding.nnx_arrays import is_inexact, variables_of
 from nnx_parallel.state import StatePlan, plan_state
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.training.arguments import LossFn
@@ -51,8 +54,9 @@ def on_one_device(plan: StatePlan, wrt: Any) -> StatePlan:
 def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
     """Counts the model's FLOPs for a batch: three times its forward pass.
 
-    A recomputation does not count. The masked scores of attention count. MFU is
-    computed from this number [1].
+    A recomputation does not count. The masked scores of attention count. Gradients that
+    no trained parameter needs do not count, such as gradients of the kernels beside
+    adapters. MFU is computed from this number [1].
 
     Args:
         plan: The arrays, on `one_device`.
@@ -69,8 +73,35 @@ def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
     objective, given = loss_of_arrays(plan, loss, batch)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trace of the step shows them
-        forward = jax.make_jaxpr(objective)(*given).jaxpr
-    return 3 * count_jaxpr_flops(forward)
+        forward = count_jaxpr_flops(jax.make_jaxpr(objective)(*given).jaxpr)
+        return 3 * forward - _unneeded_flops(plan, objective, given)
+
+
+def _unneeded_flops(
+    plan: StatePlan, objective: Callable[..., Any], given: tuple
+) -> float:
+    """Counts the FLOPs of gradients that only frozen parameters need."""
+    params, variables, *rest = given
+    trained, others = flatten(params), flatten(variables)
+    paths = {path for path, _ in variables_of(plan.model.copy(), nnx.Param)}
+    frozen = {p: x for p, x in others.items() if p in paths and is_inexact(x)}
+    if not frozen:
+        return 0.0
+
+    def flops(chosen: dict) -> float:
+        fixed = {p: x for p, x in (trained | others).items() if p not in chosen}
+
+        def mean(chosen_arrays: list, fixed_arrays: list, *rest: Any) -> Any:
+            pairs = zip((*chosen, *fixed), (*chosen_arrays, *fixed_arrays), strict=True)
+            arrays = dict(pairs)
+            split = ({p: arrays[p] for p in group} for group in (trained, others))
+            return objective(*map(nest, split), *rest)
+
+        arrays = ([*each.values()] for each in (chosen, fixed))
+        gradient = jax.make_jaxpr(jax.grad(mean))(*arrays, *rest)
+        return count_jaxpr_flops(gradient.jaxpr)
+
+    return flops(trained | frozen) - flops(trained)
 
 
 def loss_of_arrays(
