@@ -1,11 +1,11 @@
 """Reading weights from files: bytes from disk, memory and seconds.
 
-A checkpoint in the shape of Llama 3.2 1B is read over 8 simulated devices, in 1, 2 and
-4 processes, and by `safetensors.flax.load_file`, which gives whole arrays on one
-device. Each reading is a run of new processes. A process has its own copy of the
-folder, because on a cluster the processes do not share a cache of files, and the cache
-is emptied first. The system counts the bytes. Memory is the increase of a process's
-peak; on simulated devices the shards are in the host's memory too.
+This library reads a checkpoint in the shape of Llama 3.2 1B over 8 simulated devices,
+in 1, 2 and 4 processes. `safetensors.flax.load_file` reads it as whole arrays on one
+device. Each reading is a run of new processes. On a cluster, processes do not share a
+cache of files, so each process has a copy of the folder. The cache is emptied first.
+The system counts the bytes. Memory is the increase of a process's peak. On simulated
+devices the shards are in the host's memory too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def measure(rounds: int = 3, tiny: bool = False) -> Table:
     for (reader, processes), *figures in zip(RUNS, *runs, strict=True):
         name = f"{reader}, {processes} process{'es' if processes > 1 else ''}"
         disk = np.median([[x["disk"] for x in each] for each in figures], axis=0)
-        table.add(f"{name}: read by all, of the file", float(disk.sum()) / size)
-        table.add(f"{name}: read by one, at most", float(disk.max()) / size)
+        table.add(f"{name}: from disk, all processes", float(disk.sum()) / size)
+        table.add(f"{name}: from disk, one process", float(disk.max()) / size)
         for key, unit in (("memory", size), ("seconds", 1)):
             most = np.median([max(x[key] for x in each) for each in figures])
             table.add(f"{name}: {key}", float(most) / unit)

@@ -153,7 +153,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def home_of(name: str) -> str:
-    """Returns the package of layers or models that has a public name, or an empty text.
+    """Returns the package, layers or models, that has this public name, or "".
 
     The packages are imported here, because they import this module.
     """

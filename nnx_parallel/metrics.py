@@ -277,8 +277,9 @@ def _by_name(aux: Any) -> dict[str, Any]:
 def _without_outputs(aux: Any) -> Any:
     """Returns aux without the arrays of a tuple or list that are not scalars.
 
-    They are outputs of the model, such as logits. If a dict is left beside them, it is
-    returned instead of the tuple. Arrays in a dict have names, so they are metrics.
+    These arrays are outputs of the model, such as logits. If only one dict remains, the
+    dict is returned instead of the tuple. Arrays in a dict have names, so they are
+    metrics.
     """
     shapes: list[tuple[int, ...]] = []
 
@@ -310,10 +311,10 @@ def split_loss_output(
     """Checks a loss function's output and returns its loss and metrics.
 
     The output is ``loss``, ``(loss, metrics)``, or a dict of metrics with a ``"loss"``.
-    Instead of metrics there may be a scalar, or a tuple or list of scalars, dicts of
-    metrics, and arrays; arrays are left out, with a warning. Plain scalars are returned
-    as a `Mean` with ``weight``. A metric that is also named
-    ``"loss"`` is renamed to ``aux.loss``, unless it is the loss itself.
+    In place of ``metrics`` there may be a scalar, or a tuple or list of scalars, dicts
+    of metrics, and arrays. Arrays are left out, with a warning. Plain scalars are
+    returned as a `Mean` with ``weight``. A metric that is also named ``"loss"`` is
+    renamed to ``aux.loss``, unless it is the loss itself.
     """
     loss, metrics = output, {}
     if isinstance(output, Mapping) and "loss" in output:

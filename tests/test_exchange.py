@@ -1,4 +1,4 @@
-"""Which process reads which rows of a file, and the shards that come from rows."""
+"""Processes divide the rows of a file, and fill shards with rows of all processes."""
 
 from pathlib import Path
 from typing import Any

@@ -469,7 +469,7 @@ def test_rotations_of_local_and_global_layers_are_read_as_in_transformers() -> N
         found = config_from_hf({**given, **change})
         assert (found.rope_theta, found.local_rope_theta) == (5e4, 7e3)
         assert found.rope_scaling == RopeScaling(factor=4.0)
-    # transformers does not use a rotation that is not for a kind of layer.
+    # transformers ignores a rotation that is not below the name of a kind of layer.
     found = config_from_hf({**given, "rope_parameters": {**linear, "rope_theta": 3e4}})
     assert (found.rope_theta, found.rope_scaling) == (5e4, None)
     with pytest.raises(ValueError, match="stretches the rotation of sliding_attention"):

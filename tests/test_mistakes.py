@@ -367,7 +367,7 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "variable": (
         lambda: make(model=Net(nnx.Rngs(0)).layer.kernel),
         TypeError,
-        "model is a Param. It must be the module that has it.",
+        "model is a Param. Pass the module that has this Variable.",
     ),
     "audit": (
         lambda: audit(cast("Any", Net)),

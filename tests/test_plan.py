@@ -399,7 +399,7 @@ def test_players_are_planned_with_the_state_of_all() -> None:
     strategy = FSDP(min_size=0)
     given: Any = {"topology": CPUS, "batch": batch, "compile": 0}
     found = plan(trainer, candidates=strategy, **given)
-    assert found.notes[0].startswith("figures are of a step of the player 'critic'")
+    assert found.notes[0].startswith("figures describe a step of the player 'critic'")
     assert found.num_params == 2 * (16 * 16 + 16)
     other = plan(trainer, player="generator", candidates=strategy, **given)
     costs: Any = [each.entries[0].costs for each in (found, other)]

@@ -206,7 +206,7 @@ def named_parts(**changed: Any) -> Parts:
         ({"model": "a.b"}, "--model 'a.b' is not a name. It must be the name of a"),
         (
             {"model": "nett"},
-            "--model 'nett' is no variable of 'train.py' when it begins to train. It "
+            "--model 'nett' is not a variable of 'train.py' when training begins. It "
             "must be a model, or a class or function that takes rngs and returns one. "
             "Did you mean 'net'? Valid values: ['net'].",
         ),

@@ -378,7 +378,7 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
         ),
         (
             [("layers.0.bias", "b", "rows 0:16 of 24: rows -> rows"), *SCALED],
-            r"'b' has the entries 0:16 of 24 of rows, for `layers.0.bias`\. The entri",
+            r"'b' is cut along rows into 0:16 of 24, for `layers.0.bias`\. The slices",
         ),
         (
             [
@@ -386,7 +386,7 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
                 ("layers.1.bias", "b", "rows 14:24 of 24: rows -> rows"),
                 *SCALED[::2],
             ],
-            r"'b' has the entries 0:16 of 24, 14:24 of 24 of rows",
+            r"'b' is cut along rows into 0:16 of 24, 14:24 of 24, for",
         ),
         (
             [
@@ -394,7 +394,7 @@ def test_invalid_index_raises(places: Any, message: str, folder: Path) -> None:
                 ("layers.1.bias", "b", "rows 14:24 of 24: rows -> rows"),
                 *SCALED[::2],
             ],
-            r"takes the entries 0:14 of rows, but by its shape \(16,\) and its pattern",
+            r"takes the entries 0:14 of rows, but the array, of shape \(16,\), has",
         ),
         ([*SCALED, ("layers.2.bias", "b", "a -> a")], "has `layers.2.bias`, which the"),
         ([("layers.0.kernel", "w"), *SCALED[1:]], "must be three strings"),

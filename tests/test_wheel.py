@@ -88,7 +88,7 @@ def test_quickstart_runs_with_wheel(clean_python: Path, tmp_path: Path) -> None:
 
 
 def test_import_makes_few_calls(clean_python: Path, tmp_path: Path) -> None:
-    """The import makes at most 15 % of the dependencies' calls of functions.
+    """The import makes at most 15 % as many calls as the imports of dependencies.
 
     Calls are counted because every run has the same number of them.
     ``python -m benchmarks imports`` measures the time.

@@ -93,8 +93,8 @@ np.testing.assert_allclose(
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
 # - `step, s` is a range. At best, matmuls, memory traffic and transfers run at the same time. At worst,
 #   they run one after the other, and each is slower. The assumptions are printed below the table.
-# - MFU: the model's FLOPs (three forward passes, without recomputation), divided by the FLOPs of the
-#   chips' peak in that time.
+# - MFU: the model's FLOPs (three forward passes, without recomputation), divided by the FLOPs that the
+#   chips could do in that time, at their peak.
 #
 # Memory by owner:
 

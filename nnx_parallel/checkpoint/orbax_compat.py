@@ -87,7 +87,7 @@ def _make_context() -> ocp.Context:
 
 
 def wait_for_writers(seconds: float) -> None:
-    """Waits until the threads that a failed save has started have ended.
+    """Waits for the end of all threads that a failed save has started.
 
     Orbax writes each group of arrays in a separate thread. When one thread fails, the
     others may still make directories and files. Each of them also starts threads for

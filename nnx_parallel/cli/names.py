@@ -130,9 +130,9 @@ def _value_of(key: str, name: str, scopes: Sequence[Scope], script: str) -> Any:
         return values[0]
     known = {n: x for s in reversed(scopes) for n, x in s.items() if n[0] != "_"}
     valid = [n for n, x in known.items() if _is_proposed(key, x)]
-    found = f"is {kind_of(values[0])}" if values else f"is no variable of '{script}'"
+    found = f"is {kind_of(values[0])}" if values else f"is not a variable of '{script}'"
     raise PlanError(
-        f"--{key} {name!r} {found} when it begins to train. It must be {_KINDS[key]}."
+        f"--{key} {name!r} {found} when training begins. It must be {_KINDS[key]}."
         f"{suggest(name, valid)} Valid values: {valid}."
     )
 
@@ -153,7 +153,7 @@ def _is_suitable(key: str, value: Any) -> bool:
 
 
 def _is_proposed(key: str, value: Any) -> bool:
-    """Returns True if a value most likely is what an option needs."""
+    """Returns True if the user probably means this value for an option."""
     match key:
         case "model":
             of = value if isinstance(value, type) else type(value)

@@ -1,9 +1,9 @@
 """Plans a script's training: runs the script up to its training, in a new process.
 
-That is the call of `Trainer.fit`, of ``trainer.train_step`` in a loop of the script, or
-the first update of an optimizer.
+Training begins at the call of `Trainer.fit`, at the call of ``trainer.train_step`` in a
+loop of the script, or at the first update of an optimizer.
 
-Nothing is allocated. The Trainer gets stand-ins for the devices of the topology, and it
+Nothing is allocated. The Trainer gets stand-ins for the devices of the topology. It
 would build its state only in `fit`.
 """
 
@@ -166,8 +166,8 @@ def parts_of_script(
         names: Names of variables in a script without a Trainer.
 
     Raises:
-        PlanError: If the script has no Trainer and there are no names, trains without
-            its Trainer, opens a connection, or fails.
+        PlanError: If the script has no Trainer and ``names`` is missing, or if the
+            script trains without its Trainer, opens a connection, or fails.
     """
     path = Path(script)
     if not path.is_file():

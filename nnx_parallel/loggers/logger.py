@@ -30,8 +30,7 @@ class Logger(Protocol):
 
     Metrics are scalars on the host, such as ``loss``, ``grad_norm``, ``learning_rate``,
     ``step_seconds``, ``tokens_per_second`` (of all devices), ``mfu``, ``hfu``,
-    ``eval_loss``. Steps count from 1:
-    the first update is step 1.
+    ``eval_loss``. The first update is step 1.
 
     A logger with an attribute ``logs_layers = True`` also gets metrics of each layer,
     such as ``expert_loads/blocks.layer.mlp/0``.

@@ -55,8 +55,8 @@ from nnx_parallel.models.rotary import LongRopeScaling, Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (
-    # A model that does not come from files and fits two families equally well is
-    # written as the later one (`nearest`): as Llama, not as Phi-3.
+    # A model that does not come from files may fit two families equally well. Then it
+    # is written as the later one (`nearest`), for instance as Llama and not as Phi-3.
     *(gpt2, phi3, llama, mistral, qwen, qwen_moe, gemma),
     *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe),
 )
@@ -106,8 +106,8 @@ class GPTConfig:
             queries and keys [3].
         rotary_dim: Number of features of a head that rotate, from the first [12];
             ``None`` means ``head_dim``.
-        rotated_layers: True for layers with rotation, a pattern that repeats [11];
-            ``None`` means all layers.
+        rotated_layers: A pattern that repeats over the layers, with True for layers
+            that rotate queries and keys [11]; ``None`` means all layers.
         rope_theta: Base of the rotation's wavelengths.
         rope_scaling: Stretching of these wavelengths, a `RopeScaling`, `YarnScaling` or
             `LongRopeScaling`; ``None`` does not stretch them.
@@ -135,7 +135,7 @@ class GPTConfig:
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
         window: Number of earlier keys that a query sees, in addition to the key of its
             token; ``None`` means all earlier keys.
-        layer_kinds: The kinds of the layers, a pattern that repeats. ``"local"`` layers
+        layer_kinds: A pattern of kinds that repeats over the layers. ``"local"`` layers
             have the window, and ``"global"`` layers see all keys [6]. With ``None``,
             all layers have the window.
         softcap: Bound of attention's scores; ``None`` means no bound.
@@ -149,9 +149,9 @@ class GPTConfig:
             layers have an MLP. Its kernels have biases only with `Experts.use_bias`.
         dense_layers: Number of layers at the start that have an MLP of width
             ``mlp_dim`` instead of experts [9].
-        family: The ``model_type`` of the files from which the model was read, and of
-            exported files if it matches the other fields; ``None`` means the most
-            similar type. It does not change the model.
+        family: The ``model_type`` of the files from which the model was read. Exported
+            files have the same type if this type can represent the other fields. With
+            ``None`` they have the most similar type. The model does not depend on it.
 
     Raises:
         ValueError: If a value is out of range, or if a number does not divide another

@@ -92,8 +92,8 @@ class YarnScaling:
         fast: Limit, in turns per ``original_len`` tokens; faster frequencies stay.
         slow: Limit, in turns per ``original_len`` tokens; slower frequencies are
             divided by ``factor``.
-        truncate: True to round the index of the frequency at each limit, away from the
-            other limit.
+        truncate: True to round the index of the frequency at each limit to an integer,
+            away from the other limit.
         attention_factor: Factor of rotated queries and of rotated keys. ``None`` means
             ``0.1 * ln(factor) + 1``, but 1 if ``factor`` is less than 1.
         growth: Growth of scores with the position, as in Ministral 3: a query at
@@ -171,9 +171,9 @@ class YarnScaling:
 class LongRopeScaling:
     """Slower rotation with a divisor for each frequency, as in Phi-4-mini [5].
 
-    The divisors depend on the length of the rows of a batch or, in generation, of the
-    cache. If it is at most ``original_len``, the divisors are ``short``. Otherwise they
-    are ``long``.
+    The divisors depend on the length of a batch's rows or, in generation, on the length
+    of the cache. Up to the length ``original_len``, the divisors are ``short``. For
+    greater lengths they are ``long``.
 
     Attributes:
         short: The divisor of each frequency in short sequences.

@@ -99,9 +99,10 @@ class PipelineSchedule(Execution):
         return describe_stacks(model, self.stack, self._parts(mesh))
 
     def describe_waits(self, mesh: Mesh, num_microbatches: int) -> str:
-        """Returns a bubble of more than a quarter, and the `num_microbatches` to write.
+        """Returns a bubble of more than a quarter, and a better `num_microbatches`.
 
-        It is four microbatches per stage.
+        The better value is four microbatches per stage. The text is empty if the bubble
+        is smaller, or if no better value is known.
         """
         size = mesh.shape[self.axis]
         better = 4 * size

@@ -183,8 +183,8 @@ def _notes(parts: Parts, entries: Sequence[Entry]) -> list[str]:
     if parts.player:
         others = [name for name in parts.losses if name != parts.player]
         notes.append(
-            f"figures are of a step of the player {parts.player!r}, and the state is "
-            f"of all players; player= plans a step of another: {others}"
+            f"figures describe a step of the player {parts.player!r}; the state has "
+            f"the arrays of all players; player= plans a step of another one: {others}"
         )
     if any(e.candidate.offload for e in entries):
         low, high = (rate / 1e9 for rate in HOST)

@@ -450,7 +450,7 @@ def _check_model(model: object) -> None:
         return
     if isinstance(model, nnx.Variable):  # it can be called if its value can
         raise TypeError(
-            f"model is {kind_of(model)}. It must be the module that has it."
+            f"model is {kind_of(model)}. Pass the module that has this Variable."
         )
     # Linen is not imported here, because a Linen module has already imported it.
     linen = getattr(sys.modules.get("flax.linen"), "Module", ())

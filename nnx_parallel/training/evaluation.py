@@ -284,8 +284,8 @@ class Programs:
     def model_flops(self, batch: Batch, wrt: Any) -> float | None:
         """Returns the model's FLOPs for a batch (`count_model_flops`).
 
-        Returns ``None`` if one device could not run the loss, or if players take turns,
-        whose losses need different FLOPs.
+        Returns ``None`` if one device could not run the loss. It also does so with
+        `Players`, whose losses need different FLOPs.
         """
         if self.players is not None:
             return None
@@ -612,7 +612,7 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
 
 
 def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange]:
-    """Yields the ranges of indices that follow only from a batch.
+    """Yields the range of indices of each lookup whose indices depend only on a batch.
 
     An index beyond the end of an array gives NaN, for instance in `jnp.take` and
     `jnp.take_along_axis`.

@@ -223,7 +223,7 @@ class Loop:
 
     def _summarise(self) -> None:
         """Logs the steps, the time, the best evaluation and where the run is saved."""
-        # The last message reports signals.
+        # After a signal, the last message reports the signal instead.
         if self._began is None or self._stop_reason in _SIGNALS:
             return
         first_step, start = self._began

@@ -54,7 +54,7 @@ def on_one_device(plan: StatePlan, wrt: Any) -> StatePlan:
 def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
     """Counts the model's FLOPs for a batch: three times its forward pass.
 
-    A recomputation does not count. The masked scores of attention count. Gradients that
+    Recomputation does not count. The masked scores of attention count. Gradients that
     no trained parameter needs do not count, such as gradients of the kernels beside
     adapters. MFU is computed from this number [1].
 

@@ -55,7 +55,7 @@ def named_model(
         kinds: The other arguments of `name_by_loss`.
 
     Returns:
-        The model; and its structure without the names, if they depend on the layout.
+        The model. If its names depend on the layout, also its structure without names.
     """
     rngs = nnx.Rngs(seed)
     is_trained = nnx.Any(*_filters(kinds["wrt"]))

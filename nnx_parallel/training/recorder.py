@@ -99,7 +99,7 @@ class Throughput:
             num_tokens=count_tokens(batch),
             model_flops=model_flops,
             hardware_flops=flops,
-            # A local device, because `memory_stats` fails for devices of others.
+            # `memory_stats` fails for devices of other processes.
             device=mesh.local_devices[0],
             num_devices=mesh.size,
         )
@@ -279,7 +279,7 @@ class Recorder:
     def best_eval(self, name: str, mode: str) -> str:
         """Returns the best finite value of an evaluation's metric, with its step.
 
-        The text is empty if there is none. ``mode`` is ``"min"`` or ``"max"``.
+        The text is empty if no value is finite. ``mode`` is ``"min"`` or ``"max"``.
         """
         columns = dict(self._evals.arrays())
         steps = zip(columns.get(name, ()), columns.get("eval_step", ()), strict=False)

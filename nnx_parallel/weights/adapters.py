@@ -47,11 +47,12 @@ _WITHOUT_EFFECT = {
     *("peft_version", "inference_mode", "lora_dropout", "runtime_config"),
     # PEFT stores factors in one order, whichever order the kernel has.
     "fan_in_fan_out",
-    # Only one value of another setting, which is checked, makes PEFT use these.
+    # PEFT uses each of these only with a certain value of another setting. That
+    # setting is checked.
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config"),
     *("corda_config", "lora_ga_config"),
 }
-"""Settings that do not change what the adapters in a file compute."""
+"""Settings that do not change the outputs of the adapters in a file."""
 
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights as they are."""
@@ -135,8 +136,8 @@ def _check_settings(config: Mapping[str, Any]) -> None:
     if (start.lower() if isinstance(start, str) else start) not in _STARTS:
         raise WeightsError(
             f"adapter_config.json has init_lora_weights={start!r}, which this library "
-            "does not support, because PEFT may change the weights of the base model "
-            f"with it. Supported values: {', '.join(map(repr, _STARTS))}. For pissa, "
+            "does not support: with this value PEFT may change the weights of the base "
+            f"model. Supported values: {', '.join(map(repr, _STARTS))}. For pissa, "
             "olora, corda and lora_ga, PEFT's save_pretrained("
             "path_initial_model_for_weight_conversion=...) writes adapters that fit "
             "the unchanged base model."
@@ -284,7 +285,7 @@ def _write_settings(
         group = {module for module, each in strengths.items() if each == strength}
         for end in _shortest_ends(group, strengths.keys() - group):
             ranks[end], alphas[end] = strength[0], math.prod(strength)
-    # A module of PyTorch contains other modules or arrays.
+    # Modules of PyTorch are the starts of the names of arrays.
     modules = {start for name in names for start in _starts(name)}
     return {
         "peft_type": "LORA",
@@ -303,7 +304,7 @@ def _write_settings(
 
 
 def _shortest_ends(modules: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns ends of names that match all of some modules, and none of the others.
+    """Returns ends of names that match all ``modules`` and none of the ``others``.
 
     PEFT adapts each module whose name has one of these ends. For ``["dense"]``, it
     would adapt all layers of a ViT with this name, in the attention and in the MLP.

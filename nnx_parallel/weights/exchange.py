@@ -94,7 +94,7 @@ class SharedReader:
         self._agree({})
 
     def _attempt(self, function: Callable[[], Any]) -> Any:
-        """Calls a function, unless an error waits; keeps its error."""
+        """Calls a function and keeps its error; does nothing after an earlier error."""
         if self._error is None:
             try:
                 return function()
@@ -103,7 +103,7 @@ class SharedReader:
         return None
 
     def _agree(self, messages: Mapping[int, bytes]) -> int:
-        """Returns the size of the largest message; raises the errors of all."""
+        """Returns the size of the largest message on any process; raises all errors."""
         text, error = None, self._error
         if error is not None:
             text = str(error)
@@ -129,11 +129,12 @@ def _describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which process reads which rows of an array in files, and which parts it needs.
+    """The rows of an array in files that each process reads, and the parts it needs.
 
     Attributes:
         tensor: The array in files.
-        ranges: The process that reads, the first row, and the end of the rows.
+        ranges: For each range of rows, its reader (a process), its first row, and its
+            end.
         boxes: The blocks of the array that each process needs.
     """
 
@@ -241,7 +242,8 @@ def _needs(
 ) -> dict[int, set[tuple[Bounds, Bounds]]]:
     """Returns the blocks that each process needs.
 
-    A block has bounds along the dims of layers and experts, and in the arrays in files.
+    A block has bounds along the dims of layers and experts, and bounds along the dims
+    of each array in files.
     """
     needs: dict[int, set[tuple[Bounds, Bounds]]] = defaultdict(set)
     for shards in group:
@@ -263,7 +265,7 @@ def _box(
     """Returns the smallest block of their array that has all elements of ours."""
     bounds = []
     for dim, size in enumerate(theirs):
-        # An array of the numbers along one of their dims, which takes no memory.
+        # Each element of this array is its index along one dim. It takes no memory.
         shape = [1] * len(theirs)
         shape[dim] = size
         numbers = np.arange(size).reshape(shape)
@@ -286,8 +288,9 @@ def divide(
 ) -> list[tuple[int, int, int]]:
     """Divides the rows of an array between the processes that need some of it.
 
-    If each process needs complete rows that no other process needs, it reads these.
-    Small arrays are read by one process; ``turn`` chooses another for each array.
+    If all processes need complete rows, and no row is needed by two of them, each
+    process reads its rows. A small array is read by one process. ``turn`` chooses this
+    process, so that several processes read small arrays.
     """
     readers = sorted(process for process, found in boxes.items() if found)
     wanted = sorted((*box[0], p) for p in readers for box in boxes[p])

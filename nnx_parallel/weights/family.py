@@ -72,14 +72,14 @@ def family_of(config: Any, families: Sequence[Family]) -> Family:
     """Returns the family in whose format a model is written.
 
     This is the family of the files from which the model was read, if it can still
-    represent the model, and else the `nearest` family.
+    represent the model, and otherwise the `nearest` family.
     """
     fields = config.fields
     for family in families:
         if family.model_type == fields.get("family"):
             try:
                 _write(config, family)
-            except (ValueError, AttributeError):  # a field lost the value that it needs
+            except (ValueError, AttributeError):  # the family cannot represent a field
                 break
             return family
     return nearest(fields, families)
@@ -88,8 +88,9 @@ def family_of(config: Any, families: Sequence[Family]) -> Family:
 def nearest(fields: Values, families: Sequence[Family]) -> Family:
     """Returns the family with the same ``positions`` and the most true `marks`.
 
-    If several families have equally many, the last of them is chosen. So a new family
-    needs marks that no other family has, unless its models equal those of another one.
+    If several families have equally many true marks, the last of them is chosen. So a
+    new family needs marks that no other family has, unless another family has the same
+    models.
     """
     alike = [
         family
@@ -180,7 +181,7 @@ def _check_counts(settings: Values, family: Family) -> None:
 
 
 _UNCHECKED = {"dropout", "attention", "remat", "z_loss", "family"}
-"""Fields that only training uses, which files do not store, and the family."""
+"""Fields that files do not store: the family, and fields that only training uses."""
 
 
 def write_settings(config: Any, families: Sequence[Family]) -> dict[str, Any]:

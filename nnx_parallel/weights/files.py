@@ -5,11 +5,12 @@ A file has three parts with no bytes between them. The first is the length of th
 names to dtype, shape and offsets. The third is the data of the arrays. See
 https://github.com/huggingface/safetensors#format.
 
-The package safetensors (0.8) is not used, for four reasons. It does not tell where an
-array is in the file, and reads ranges through a memory map: for an eighth of the rows
-of arrays of 11.5 MB it reads 5.8 times the bytes of the range from disk (`read_rows`:
-1.0). With NumPy it reads no FP8. Its errors do not name the array or the sizes that
-disagree. It writes only arrays that are in memory together.
+The package safetensors (0.8) is not used, for four reasons. First, it does not tell
+where an array is in the file, and it reads ranges through a memory map. To read an
+eighth of the rows of arrays of 11.5 MB, the map reads 5.8 times the bytes of the range
+from disk, and `read_rows` reads 1.0 times. Second, it does not read FP8 with NumPy.
+Third, its errors do not name the array or the sizes that disagree. Fourth, it writes
+only arrays that are in memory together.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ An entry is ``(our path, their name, pattern)``, such as
 - The pattern, in the notation of einops, rearranges their array to ours. It names every
   dim of our array, except the dims of layers and experts.
 - ``part 1 of 3: `` before the pattern means that their array holds three of our arrays,
-  along the first dim of the pattern's result, and that ours is number 1, counted from
-  0.
-- ``rows 0:32 of 48: `` before the pattern, whose dims include ``rows``, means that ours
-  is a slice of their array, whose dim ``rows`` has 48 entries. So an array in files may
-  hold parts of unequal sizes, such as the kernels of queries, keys and values:
+  along the first dim of the pattern's result. Ours is number 1, counted from 0.
+- ``rows 0:32 of 48: `` before the pattern means that ours is a slice of their array.
+  The dim ``rows`` of the pattern has 48 entries in their array, and the first 32 are
+  ours. So an array in files may hold parts of unequal sizes, such as the kernels of
+  queries, keys and values:
   ``heads 0:32 of 48: (heads size) embed -> embed heads size``.
 - If one of our dims joins several of their dims, as in
   ``embed c p q -> (p q c) embed``, the sizes of their dims follow the pattern:
@@ -113,8 +113,9 @@ class Rule:
         if found is None:
             raise WeightsError(
                 f"The pattern of `{ours}` is {pattern!r}. It must be an einops "
-                "pattern, 'their dims -> our dims', which may follow 'part 1 of 3: ' "
-                "or, if the dims include rows, 'rows 0:32 of 48: '."
+                "pattern, 'their dims -> our dims'. It begins with 'part 1 of 3: ' "
+                "for a part of their array, and with 'rows 0:32 of 48: ' for a slice "
+                "of the dim rows."
             )
         part, count, dim, *ends, left, right, given = found.groups()
         sizes = tuple((n, int(x)) for n, x in re.findall(r"(\w+)=(\d+)", given or ""))
@@ -282,17 +283,17 @@ def rules_of(entries: Sequence[Entry], shapes: Mapping[str, Any]) -> dict[str, R
         if (span := rule.span) and sizes.get(span.dim) != span.last - span.first:
             raise WeightsError(
                 f"The pattern of `{path}` takes the entries {span.first}:{span.last} "
-                f"of {span.dim}, but by its shape {tuple(shapes[path])} and its "
-                f"pattern it has {sizes.get(span.dim, 'no')} entries of {span.dim}."
+                f"of {span.dim}, but the array, of shape {tuple(shapes[path])}, has "
+                f"{sizes.get(span.dim, 'no')} entries of {span.dim} by its pattern."
             )
     return rules
 
 
 def _check_parts(group: Sequence[Rule]) -> None:
-    """Checks that rules that share their array cover it exactly once.
+    """Checks that the rules for one array in files cover the array exactly once.
 
     Raises:
-        WeightsError: If they do not.
+        WeightsError: If an element of the array belongs to no rule, or to several.
     """
     first, ours = group[0], ", ".join(f"`{rule.ours}`" for rule in group)
     if first.span is None:
@@ -312,9 +313,9 @@ def _check_parts(group: Sequence[Rule]) -> None:
     if len(kinds) > 1 or starts != [0, *(span.last for span in spans)]:
         found = ", ".join(f"{span.first}:{span.last} of {span.size}" for span in spans)
         raise WeightsError(
-            f"{first.theirs!r} has the entries {found} of {first.span.dim}, for "
-            f"{ours}. The entries must follow each other from 0 to the size, and the "
-            "left sides of the patterns must be equal."
+            f"{first.theirs!r} is cut along {first.span.dim} into {found}, for {ours}. "
+            "The slices must follow each other from 0 to the size, and the left sides "
+            "of the patterns must be equal."
         )
 
 
@@ -399,7 +400,8 @@ def rename_tensors(
     """
     table = [theirs for _, theirs, _ in entries if theirs.startswith(prefix)]
     first = table[0].removeprefix(prefix).replace("{}", "0") if table else ""
-    # By start of the names without the head: start of the names with the head.
+    # A key is a start of names that files may have. Its value is the start in a file
+    # that the class with a head writes.
     starts = {
         "": "",
         prefix: prefix,

@@ -51,7 +51,7 @@ def _multiply(
 
     ``block`` is the size of a block along each dim of an array of this shape.
     """
-    # Each element has the numbers of its block. These arrays take no memory.
+    # These arrays give the block of each element, and take no memory.
     numbers = (np.arange(n) // size for n, size in zip(shape, block, strict=True))
     grid = np.meshgrid(*numbers, indexing="ij", sparse=True)
     blocks = [pick(np.broadcast_to(x, shape)) for x in grid]
@@ -61,7 +61,7 @@ def _multiply(
 
 
 def _row_slices(values: np.ndarray) -> Iterator[slice]:
-    """Yields slices of a few million elements. Only their scales exist at once."""
+    """Yields slices of a few million elements, to hold few scales in memory at once."""
     step = max(1, 2**22 // max(1, math.prod(values.shape[1:])))
     for first in range(0, len(values), step):
         yield slice(first, first + step)

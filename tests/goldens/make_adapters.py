@@ -20,7 +20,8 @@ import transformers
 HERE = Path(__file__).parent
 _TWO = ["q_proj", "down_proj"]
 
-# By name of the folder: name of the base model's folder, and settings of PEFT.
+# A key is the name of a folder. A value has the name of the base model's folder, and
+# settings of PEFT.
 TARGETS = {
     "llama": ("llama", {"r": 3, "lora_alpha": 6, "target_modules": _TWO}),
     "gemma3": (

@@ -1,8 +1,9 @@
 """Makes `quantised/`: tiny models with quantised arrays, and their values.
 
-Each folder has ``model.safetensors`` and ``config.json``. ``values.json`` has two
-checksums (CRC-32) for each array that transformers computes from the folder, in float32
-and in bfloat16, by the array's name in a folder that is not quantised.
+Each folder has ``model.safetensors`` and ``config.json``. transformers computes arrays
+from the folder, and ``values.json`` has two checksums (CRC-32) for each of them: in
+float32 and in bfloat16. Its keys are the names of the arrays in a folder that is not
+quantised.
 
 The tests do not run this script. To make the folders again: ``pip install torch
 transformers accelerate``, then ``python make_quantised.py``.

@@ -295,8 +295,8 @@ def _multiply(sizes: Array, rows: Array, kernel: Array, bias: Array | None) -> A
     out = jax.lax.ragged_dot(rows, kernel, sizes)
     if bias is None:
         return out
-    # Each row is a product with one 1. A gather of biases would have a scatter-add as
-    # its gradient, which TPUs and GPUs run row by row.
+    # A product with a one-hot row selects the bias of the row's expert. The gradient of
+    # a gather would be a scatter-add, which TPUs and GPUs run row by row.
     index, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(sizes)[None]
     is_of = (index < ends) & (index >= ends - sizes[None])  # (rows, experts)
     exact = jax.lax.Precision.HIGHEST

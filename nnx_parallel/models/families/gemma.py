@@ -160,7 +160,7 @@ GEMMA3 = replace(
         "rope_theta": 1e6,
         "rope_local_base_freq": 10_000.0,
     },
-    # transformers has this setting for the class, but does not use it.
+    # transformers defines this soft cap for Gemma 3, but ignores its value.
     valid={**GEMMA2.valid, "attn_logit_softcapping": (None,)},
     read=_read_3,
     write=_write_3,

@@ -47,8 +47,8 @@ def _names(fields: Values) -> list[Entry]:
 
 def _read(settings: Values) -> dict[str, Any]:
     act, is_parallel = settings["hidden_act"], settings["use_parallel_residual"]
-    # Files have other names for the base and for the share of features, beside the
-    # rotation.
+    # Files store the base and the share of rotated features outside of the rotation's
+    # settings, and under other names.
     older = {
         "rope_theta": settings["rotary_emb_base"],
         "partial_rotary_factor": settings["rotary_pct"],

@@ -121,7 +121,8 @@ def read_by_kind(
     """
     given = settings.get("rope_parameters") or {}
     older = settings.get("rope_scaling") or {}
-    # So transformers does not use the older name of `rope_type` in `rope_scaling`.
+    # transformers sets `rope_type` first, and then ignores its older name `type` in
+    # `rope_scaling`.
     plain = {"rope_type": "default"}
     whole = {**(given.get("full_attention") or plain), **older}
     found = _read_rotation(whole, settings)
@@ -239,7 +240,7 @@ def _read_longrope(rope: Values, seq_len: int) -> LongRopeScaling:
 
 
 def _long_amplitude(ratio: float, original_len: int) -> float:
-    """Returns the default of LongRoPE for this ratio of lengths."""
+    """Returns LongRoPE's default of `attention_factor` for this ratio of lengths."""
     rise = math.log(ratio) / math.log(original_len) if ratio > 1 else 0.0
     return math.sqrt(1 + rise)
 

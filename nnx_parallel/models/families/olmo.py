@@ -16,7 +16,10 @@ _NORMS = {
 
 
 _THETA = 500_000.0
-"""The base of the rotation of OLMo 3 in local layers, and of all published models."""
+"""The base of the rotation in local layers of OLMo 3.
+
+All published models use this base in all layers.
+"""
 
 
 def _names(fields: Values) -> list[Entry]:
