@@ -217,7 +217,7 @@ def _why_not(
     return (
         f"'{script}' {found}, and {has}. plan needs a script that calls "
         "Trainer(...).fit(...) when it is run; pass the script's arguments after --"
-        f"{', or --batch for your loop' if is_built else ''}."
+        f"{'; for a loop that you write, pass --batch' if is_built else ''}."
     )
 
 

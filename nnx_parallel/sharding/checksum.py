@@ -248,8 +248,8 @@ def hash_each(mesh: Mesh, arrays: Sequence[jax.Array], specs: Sequence[P]) -> ja
 
     @partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
     def hash_all(*shards: jax.Array) -> jax.Array:
-        # Small shards of one kind are hashed together: a program of 2,000 reductions
-        # takes longer to start them than to run them.
+        # Small shards of one kind are hashed together: in a program of 2,000
+        # reductions, starting them takes longer than running them.
         alike: dict[Any, list[int]] = defaultdict(list)
         for i, (x, spec) in enumerate(zip(shards, specs, strict=True)):
             kind = (x.shape, x.dtype, spec) if x.nbytes < _SMALL_BYTES else i

@@ -162,7 +162,7 @@ def abstract_model(
         source: A model, or a function that builds one.
         rngs: Random streams for the function; they are not advanced.
         names: A function that writes names of dims into the model's metadata.
-        wrt: Filter of what is trained. It may also select arrays outside of Variables.
+        wrt: Filter of trained Variables; it may also select arrays outside of them.
 
     Raises:
         ModelError: If an array outside of Variables is drawn from ``rngs`` and not
@@ -402,8 +402,8 @@ def _mark_weights(model: nnx.Module, wrt: Any) -> None:
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
         if isinstance(leaf, Constant) and is_inexact(x := leaf.get_value()):
             weight = Weight(x)
-            # Plain NNX gives the array to the filter. Later calls in this library give
-            # it the Weight.
+            # Plain NNX passes the array to the filter. Later calls in this library pass
+            # the Weight.
             if is_trained(path, x) and is_trained(path, weight):
                 weights[id(leaf)] = weight
     _map_attributes(model, lambda x: weights.get(id(x), x))
@@ -415,7 +415,7 @@ def _check_constants(
     """Refuses, or warns about, weights that are outside of Variables by mistake.
 
     As in plain NNX, an array outside of Variables is a constant, unless the filter of
-    what is trained selects it. Integers and single numbers are accepted. Floating-point
+    trained arrays selects it. Integers and single numbers are accepted. Floating-point
     arrays that a function draws from its ``rngs`` are weights, and raise a
     `ModelError`, unless they are marked as constants. All other arrays could be weights
     or constants, and give a warning.
