@@ -136,6 +136,21 @@ def test_model_flops_are_six_per_parameter_and_token() -> None:
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize("use_bias", [False, True])
+def test_model_flops_of_experts_leave_out_their_biases(use_bias: bool) -> None:
+    config = GPTConfig.tiny_experts(activation="clamped_swiglu")
+    assert config.experts is not None
+    experts = dataclasses.replace(config.experts, use_bias=use_bias)
+    config = dataclasses.replace(config, experts=experts)
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), next_token_loss, loggers=()
+    )
+    parts = Parts.of(trainer, {"tokens": shape(8, 33, dtype="int32")})
+    plan = parts.on(one_device())
+    found = count_model_flops(plan, parts.loss, parts.batch)
+    assert found == 8 * 32 * config.flops_per_token(32)
+
+
 def test_model_flops_leave_out_gradients_of_frozen_kernels() -> None:
     width, rank, rows, layers = 32, 2, 8, 3
 

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 
+from nnx_parallel.layers.experts.dispatch import LOOKUP
 from nnx_parallel.layers.stack.scan import Remat, default_remat
 from nnx_parallel.mesh import StandIn
 from nnx_parallel.metrics import split_loss_output
@@ -130,7 +131,8 @@ def count_jaxpr_flops(jaxpr: Any) -> float:
     """Counts FLOPs of products and convolutions of a jaxpr, in all trips of loops.
 
     A conditional counts as its most expensive branch, and a loop of unknown length as
-    one iteration. Equations that no output needs do not count.
+    one iteration. Equations that no output needs do not count, and neither do lookups
+    that are written as products.
 
     Example:
         >>> import jax.numpy as jnp
@@ -150,6 +152,8 @@ def count_jaxpr_flops(jaxpr: Any) -> float:
 
 def _eqn_flops(eqn: jex.JaxprEqn) -> float:
     name, params = eqn.primitive.name, eqn.params
+    if LOOKUP in str(eqn.source_info.name_stack):
+        return 0.0
     if rule := _PRODUCTS.get(name):
         return rule(eqn)
     inner = list(jex.jaxprs_in_params(params))

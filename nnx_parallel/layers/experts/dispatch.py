@@ -234,6 +234,10 @@ collect.defvjp(
 combine.defvjp(lambda *saved: (combine(*saved), saved), _combine_backward)
 
 
+LOOKUP = "lookup_by_product"
+"""Scope of products with rows of zeros and a 1, which a model's FLOPs leave out."""
+
+
 class Biases(NamedTuple):
     """The biases of a device's experts; each is ``(experts, out)``."""
 
@@ -300,7 +304,8 @@ def _multiply(sizes: Array, rows: Array, kernel: Array, bias: Array | None) -> A
     index, ends = jnp.arange(len(rows))[:, None], jnp.cumsum(sizes)[None]
     is_of = (index < ends) & (index >= ends - sizes[None])  # (rows, experts)
     exact = jax.lax.Precision.HIGHEST
-    return out + jnp.matmul(is_of.astype(bias.dtype), bias, precision=exact)
+    with jax.named_scope(LOOKUP):
+        return out + jnp.matmul(is_of.astype(bias.dtype), bias, precision=exact)
 
 
 class Routed(NamedTuple):
