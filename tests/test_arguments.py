@@ -535,10 +535,10 @@ def test_invalid_path_names_raise() -> None:
 
 def test_line_search_optimizer_raises() -> None:
     rule = (
-        "An optimizer gets the gradients and, if it accepts them, value= (the loss) "
-        "and grad=. A sharded step cannot compute the loss again within an update "
-        "(value_fn=, grad_fn=), as line searches do. Use the optimizer without a line "
-        "search, such as optax.lbfgs(1e-2, linesearch=None)."
+        "An optimizer gets the gradients. It also gets value= (the loss) and grad= if "
+        "it accepts these arguments. A sharded step cannot compute the loss again "
+        "within an update (value_fn=, grad_fn=), as line searches do. Use the "
+        "optimizer without a line search, such as optax.lbfgs(1e-2, linesearch=None)."
     )
     found = "^The optimizer needs arguments that a step cannot give: "
     found += ".*missing 1 required .*"

@@ -268,8 +268,8 @@ CASES = [
         128,
         8,
         "implementation='splash' cannot compute this attention: it runs on tpu and the "
-        "devices are cpu. Pass implementation=None, to use a kernel only where it "
-        "fits, or 'xla'.",
+        "devices are cpu. Pass implementation='xla', or None to use a kernel only "
+        "where it fits.",
     ),
     (
         "splash",

@@ -154,7 +154,7 @@ def test_changed_shape_of_shared_entry_raises() -> None:
         ({"mask": Shared(TABLES["mask"])}, "of type dict holds no arrays with rows"),
         (
             {"graph": Shared(TABLES)},
-            "The rows of one large graph are the nodes that the loss counts: {'graph': "
+            "one large graph, its rows are the nodes that count in the loss: {'graph': "
             "Shared(graph), 'nodes': np.arange(num_nodes)}.",
         ),
         (

@@ -262,7 +262,7 @@ class Forgotten(nnx.Module):
 
 
 def test_random_array_outside_variable_raises() -> None:
-    message = "The model draws random numbers that are in no Variable: ['gain']. They"
+    message = "The model has randomly initialized arrays in no Variable: ['gain']. They"
     for use in (make_trainer, FSDP().describe):
         with pytest.raises(ModelError, match=re.escape(message)):
             use(Forgotten)

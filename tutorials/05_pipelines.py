@@ -233,9 +233,9 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # ## Layers that do not divide
 #
 # DeepSeek-V3 has 61 layers: 3 dense ones, then 58 with experts. They form two stacks.
-# `Pipeline` spreads the larger one over its stages; the other runs before it, where all
-# devices share the rows of a microbatch. Four stages share 58 layers as 15, 15, 14 and
-# 14, and all wait for the slowest in each tick:
+# `Pipeline` spreads the larger stack over its stages. The smaller stack runs before the
+# pipeline, with the rows of a microbatch split over all devices. Four stages share 58
+# layers as 15, 15, 14 and 14, and all wait for the slowest in each tick:
 
 # %%
 table = OneFOneB().table(S, M)

@@ -196,8 +196,8 @@ assert (directory / "killed" / "4").is_dir()
 # ## Restarts
 #
 # The same command resumes from the checkpoint. With `--max-restarts 1` the launcher also restarts
-# all processes once when one fails. Here process 1 dies again after step 5, and the launcher
-# restarts the run, which then ends at step 12:
+# all processes, at most once, after one has failed. Here process 1 dies again after step 5. The
+# launcher restarts the run, which then ends at step 12:
 
 # %%
 restarted_code = launch("killed", "SIGKILL", max_restarts=1)

@@ -103,7 +103,7 @@ free_history = free.fit(batches(STEPS), STEPS)
 def loads(trainer):
     """Returns each expert's tokens divided by the mean, (layers, experts), for 64 rows."""
     model = trainer.model
-    model.train()  # it counts while it trains
+    model.train()  # tokens are counted only in training mode
     (tokens,) = batches(1, num_rows=64)
     model(tokens[:, :-1])
     counts = np.asarray(model.blocks.layer.mlp.counts)
@@ -215,8 +215,8 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # - `ragged`: a ragged all-to-all sends each row to the device of its expert, and another sends the
 #   result back. JAX has no ragged all-to-all for CPUs, so it is not run here.
 #
-# The table shows the numbers that a device sends for each token and layer, divided by the model's
-# width, over `n` devices and with `k` experts per token:
+# The table shows how many numbers a device sends per token and layer, in units of the model's
+# width, for `n` devices and `k` experts per token:
 #
 # | | forward | backward | additionally with `remat` |
 # |---|---|---|---|
@@ -234,7 +234,8 @@ alone = make_trainer(BALANCED, ExpertParallel(SIZE))
 batch = alone.shard_batch(tokens)
 report = audit(alone.train_step.lower(alone.state, batch).compile())
 own = 16 * LENGTH // SIZE  # tokens of a device
-collected = SIZE * own * config.embed_dim * 4 * config.num_layers  # n of n - 1 are sent
+# `audit` counts n shards; n - 1 of them are sent.
+collected = SIZE * own * config.embed_dim * 4 * config.num_layers
 for kind in ("all-gather", "reduce-scatter"):
     print(f"{kind:14} {report.bytes(kind):9,} bytes, in theory {2 * collected:9,}")
 

@@ -145,8 +145,8 @@ def axes_of_groups(
     """Returns the mesh axes along which the devices of each group differ.
 
     Args:
-        groups: Positions of devices in the order of the mesh; ``None`` if they are
-            unknown, which returns all axes.
+        groups: Positions of devices in the order of the mesh. ``None`` if they are
+            unknown: then all axes are returned.
         sizes: Sizes of the mesh's axes, outermost first.
 
     Example:

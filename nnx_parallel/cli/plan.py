@@ -166,8 +166,10 @@ def parts_of_script(
         names: Names of variables in a script without a Trainer.
 
     Raises:
-        PlanError: If the script has no Trainer and ``names`` is missing, or if the
-            script trains without its Trainer, opens a connection, or fails.
+        PlanError: If the script does not exist or fails. If it has no Trainer and
+            ``names`` is ``None``. If it has a Trainer and ``batch`` is ``None``, and it
+            ends, trains in another way, or opens a connection before it trains with
+            the Trainer.
     """
     path = Path(script)
     if not path.is_file():

@@ -50,7 +50,8 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
     without_shared = join(with_rows, [None] * len(shared))
     named = _named_leaves(without_shared)
     for name, x in named.items():
-        # With two rows, a key would be taken for one number in each row.
+        # In a batch of two rows, a raw PRNGKey (two uint32) would be taken for one
+        # number per row.
         if x.dtype == np.uint32 and x.shape == (2,):
             raise DataError(
                 f"{name} of batch {index} is uint32 of shape (2,), like a raw PRNGKey. "
@@ -63,8 +64,8 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
         raise DataError(
             f"Batch {index} of type {type(batch).__name__} holds no arrays"
             f"{' with rows' * bool(leaves)}. A batch is a pytree of arrays whose dim 0 "
-            "is the rows. The rows of one large graph are the nodes that the loss "
-            "counts: {'graph': Shared(graph), 'nodes': np.arange(num_nodes)}."
+            "is the rows. If it is one large graph, its rows are the nodes that count "
+            "in the loss: {'graph': Shared(graph), 'nodes': np.arange(num_nodes)}."
         )
     if len(set(rows.values())) > 1:
         found = ", ".join(f"{name}: {count}" for name, count in rows.items())
@@ -419,10 +420,10 @@ def _processes_by_part(layout: Layout) -> list[list[int]]:
         parts[tuple(sorted(rows[process]))].append(process)
     if sum(map(len, parts)) != num_parts or len(set(map(len, parts))) > 1:
         raise MeshShapeError(
-            f"Mesh {dict(layout.mesh.shape)} gives processes parts of the batch that "
-            "overlap without being equal. The devices of a process must hold equal "
-            "parts: let the product of the batch's axes within a process divide its "
-            f"{jax.local_device_count()} devices."
+            f"Mesh {dict(layout.mesh.shape)} divides the batch so that the parts of "
+            "two processes overlap but are not equal. The devices of a process must "
+            "hold equal parts: let the product of the batch's axes within a process "
+            f"divide its {jax.local_device_count()} devices."
         )
     return [parts[part] for part in sorted(parts)]
 

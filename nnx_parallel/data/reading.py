@@ -415,9 +415,9 @@ class DataState:
 
     Rows are counted from the step at which the run began to read its present data.
 
-    A later fit may bring data as another object. It counts as the same data if its
-    first batch, and its length if it has one, are the same. Then the fit continues
-    where the run was. If a fit in the same process brings other data, that data is read
+    A later fit may get a new data object. This object counts as the same data if its
+    first batch is the same, and its length too if it has one. Then the fit continues
+    where the run was. If a fit in the same process gets other data, that data is read
     from its start. After a restart, or with the same object, the data must be the same;
     anything else is an error.
 
@@ -452,7 +452,7 @@ class DataState:
     _cursor: Cursor | None = field(default=None, init=False)
 
     def pass_over(self, data: Any, num_steps: int, step: int) -> None:
-        """Records a fit of ``data`` to ``num_steps`` that an earlier process completed.
+        """Records that an earlier process completed a fit of ``data`` to ``num_steps``.
 
         The position belongs to this data, unless a later fit to more steps moved it.
         """
@@ -462,7 +462,7 @@ class DataState:
         self._passed = num_steps
 
     def passed_steps(self, num_steps: int) -> int:
-        """Returns the last step of a fit of ``num_steps`` that a restart skips.
+        """Returns the last step of a fit of ``num_steps``, if a restart skips this fit.
 
         Returns 0 if a restart does not skip it.
         """

@@ -178,7 +178,7 @@ class LongRopeScaling:
     Attributes:
         short: The divisor of each frequency in short sequences.
         long: The divisor of each frequency in long sequences.
-        original_len: Length in tokens of the longest short sequence.
+        original_len: Largest length in tokens at which a sequence counts as short.
         attention_factor: Factor of rotated queries and of rotated keys.
 
     Raises:

@@ -3,7 +3,7 @@
 An optimizer is an Optax transformation that is written for one device. The modules are:
 
 - `steps` applies the update of an optimizer. Start reading here.
-- `by_layer` shows an optimizer each layer of a `Stack` as a separate array.
+- `by_layer` presents each layer of a `Stack` to an optimizer as a separate array.
 - `muon` computes Muon's updates of matrices that the mesh splits.
 - `matrices` gathers such matrices for `muon` and `by_matrix`.
 - `offload` updates an optimizer whose state stays in host memory.

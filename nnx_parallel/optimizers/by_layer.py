@@ -267,7 +267,10 @@ def _unstack(tree: Any, like: Any, stacked: frozenset[Path]) -> Any:
 
 
 _MOST = 128
-"""Largest dim in the comparison; Adafactor does not factor smaller dims."""
+"""Largest dim of the small arrays that `warn_of_stacked_updates` compares.
+
+It is 128 because Adafactor does not factor smaller dims.
+"""
 
 _TOLERANCE = 1e-4
 """Smallest difference that is reported, as a share of an array's largest update.
@@ -405,7 +408,7 @@ class _Trial:
         )
 
     def run(self, scale: float) -> list[Any]:
-        """Returns the updates of two steps, from the first step that is not all zeros.
+        """Returns the updates of two steps, from the first with any nonzero update.
 
         At the start of a warm-up, all updates are 0.
         """

@@ -67,7 +67,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Group:
-    """The properties that arrays share whose matrices travel together.
+    """The common properties of arrays whose matrices travel together.
 
     Attributes:
         split: Mesh axes that split each matrix.

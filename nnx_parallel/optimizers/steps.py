@@ -154,10 +154,11 @@ def update_with(
             raise
         raise OptimizerError(
             f"The optimizer needs arguments that a step cannot give: {error}. An "
-            "optimizer gets the gradients and, if it accepts them, value= (the loss) "
-            "and grad=. A sharded step cannot compute the loss again within an update "
-            "(value_fn=, grad_fn=), as line searches do. Use the optimizer without a "
-            "line search, such as optax.lbfgs(1e-2, linesearch=None)."
+            "optimizer gets the gradients. It also gets value= (the loss) and grad= if "
+            "it accepts these arguments. A sharded step cannot compute the loss again "
+            "within an update (value_fn=, grad_fn=), as line searches do. Use the "
+            "optimizer without a line search, such as optax.lbfgs(1e-2, "
+            "linesearch=None)."
         ) from error
 
 

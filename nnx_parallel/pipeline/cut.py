@@ -2,9 +2,10 @@
 
 The loss is traced once, to a jaxpr in which the stack's call is a single equation. An
 equation belongs to the prologue if the stack's inputs depend on it, and to the epilogue
-if the loss's outputs depend on it. A value that both need is computed in both if it
-depends only on the parameters (a cast, a gathered table) or on no parameter (masks,
-labels). Otherwise the prologue keeps the value for the epilogue (a skip connection).
+if the loss's outputs depend on it other than through the stack. A value that both need
+is computed in both if it depends only on the parameters (a cast, a gathered table) or
+on no parameter (masks, labels). Otherwise the prologue keeps the value for the epilogue
+(a skip connection).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -196,7 +197,7 @@ class PartitionedJaxpr:
         )
 
     def with_cotangents(self, activations: Sequence[Any]) -> list:
-        """Returns the activations whose cotangents are sent back."""
+        """Returns those activations that have a cotangent, which is sent back."""
         return list(compress(activations, self.differentiated))
 
     def prologue(self, arrays: Arrays, item: Any) -> tuple[list, list, Arrays]:
@@ -296,8 +297,8 @@ class PartitionedJaxpr:
                 raise PipelineError(
                     f"The loss reads or assigns `{dotted(path)}`, a variable of the "
                     "Stack's layers, after the Stack has run. Under a Pipeline the "
-                    "variable stays on its stage: return the value that the loss needs "
-                    "as an output of the blocks."
+                    "variable stays on its stage: let the blocks return the value that "
+                    "the loss needs as a part of their output."
                 )
 
     def _split_constants(

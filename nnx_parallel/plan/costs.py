@@ -77,8 +77,8 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     Raises:
         Exception: Any error that the loss raises when it is traced.
     """
-    # cuDNN cannot be traced where it is missing. Plain operations keep about as many
-    # bytes as it does.
+    # A call of cuDNN cannot be traced where cuDNN is missing. Instead plain operations
+    # are traced: they keep about as many bytes.
     traced = "described" if platform == "gpu" else platform
     parts = parts.with_rows(_ROWS)
     plan = parts.on(one_device(traced))
@@ -149,7 +149,7 @@ class Facts:
 
 
 def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
-    """Yields the outputs of a traced VJP that depend on rows."""
+    """Yields those outputs of a traced VJP that depend on rows."""
     inputs = {*kept.invars, *kept.constvars}
     for var in dict.fromkeys(variables_in(kept.outvars)):
         aval: Any = var.aval
@@ -165,7 +165,10 @@ def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
 
 
 def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
-    """Returns positions and width of the rows that a scan over layers carries."""
+    """Returns the number of positions and the width of the rows that a scan carries.
+
+    The scan is the first one over the layers of a `Stack`.
+    """
     modules = (module for _, module in nnx.iter_modules(parts.rebuilt()))
     lengths = {m.num_layers for m in modules if isinstance(m, Stack)}
     for eqn, _ in walk(kept):
@@ -181,7 +184,10 @@ def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:
 
 
 def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
-    """Returns positions and width of a row, from the most common residual shape."""
+    """Returns the number of positions and the width of a row.
+
+    Both come from the most common shape of residuals.
+    """
     shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
         # A value whose last dim has size one is a statistic, such as a norm's mean.

@@ -162,7 +162,7 @@ class Estimate:
 
     @functools.cached_property
     def _split_sizes(self) -> list[tuple[int, set[int]]]:
-        """For each name, how many devices split its dims, and the dims' sizes."""
+        """For each name, the number of devices that split its dims, and their sizes."""
         claims, named = self.layout.claims, sizes_by_name(self.plan.model.infos)
         counts = {name: self.size(as_tuple(a)) for name, a in claims.logical.items()}
         # A dim as wide as the residual stream cannot be recognised by its size.
@@ -175,7 +175,10 @@ class Estimate:
 
     @functools.cached_property
     def _split_sequence(self) -> tuple[int, int]:
-        """Number of devices that split positions: by all axes, and without `tensor`."""
+        """Numbers of devices over which the sequence is split.
+
+        The first counts all axes that split it, the second all of these but `tensor`.
+        """
         along = as_tuple(self.layout.claims.activations.get("seq"))
         others = tuple(axis for axis in along if axis != "tensor")
         return self.size(along), self.size(others)

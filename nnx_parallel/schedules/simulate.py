@@ -43,7 +43,8 @@ def live_ranges(ticks: Ticks) -> dict[str, LiveRanges]:
     - ``cotangents``: a chunk's output cotangent, from its arrival to the backward
       input slot.
     - ``pending``: values that the weight gradient still needs, from the backward input
-      slot to the backward weight slot. It is empty for a table that is not split.
+      slot to the backward weight slot. It is empty if a stage computes both gradients
+      in one slot.
     - ``flights``: an in-flight microbatch, from its entry into the pipeline to its
       last slot in the first virtual stage (the last forward slot in evaluation).
     """

@@ -104,7 +104,7 @@ class ModelDef:
         return unwrap_constants(nnx.merge(self.graphdef, state))
 
     def copy(self) -> nnx.Module:
-        """Builds an abstract model, whose metadata callers may change."""
+        """Builds an abstract model. Callers may change its metadata."""
         return nnx.merge(self.graphdef, self.state, copy=True)
 
     @cached_property
@@ -430,7 +430,7 @@ def _check_constants(
     is_built = isinstance(source, nnx.Module)
     if drawn := [] if is_built or not bare else _drawn(source, rngs, bare):
         raise ModelError(
-            f"The model draws random numbers that are in no Variable: {drawn}. They "
+            f"The model has randomly initialized arrays in no Variable: {drawn}. They "
             "would silently not be trained. Wrap each where it is made: nnx.Param(x) "
             "if it is trained, nnx.Variable(x) if it is a constant."
         )

@@ -243,9 +243,10 @@ class _Convolution:
             size = self._mesh.shape[axis]
             if batch and axis not in batch and not self._sums_rows:
                 continue  # computing twice is cheaper than sending
-            # Axes of the batch split rows first. Other axes split groups first: often
-            # they already split the channels (a layer under tensor parallelism), and
-            # splitting a replicated array along any dim costs nothing.
+            # Axes of the batch split rows first. Other axes split groups first. Often
+            # they already split the channels (a layer under tensor parallelism).
+            # Otherwise the array is replicated over them, and splitting it along any
+            # dim costs nothing.
             for which in (0, 1) if axis in batch or not batch else (1, 0):
                 if size > 1 and lengths[which] % size == 0:
                     lengths[which] //= size

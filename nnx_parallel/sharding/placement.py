@@ -96,7 +96,7 @@ _ROWS, _COLUMNS = 8, 128
 def cheapest_dim(
     dims: Sequence[int], shape: Sequence[int], size: int
 ) -> tuple[int, bool]:
-    """Chooses the dim whose gather over ``size`` devices copies the least.
+    """Chooses the dim along which a gather over ``size`` devices copies the least.
 
     Args:
         dims: The candidates; ``size`` divides each of them.
@@ -129,7 +129,7 @@ def cheapest_dim(
 def choose_other_dim(
     info: ArrayInfo, taken: DimAxes, axes: tuple[str, ...], mesh: Mesh, min_size: int
 ) -> tuple[int | None, str]:
-    """Chooses the dim that axes of stages split in place of the layers.
+    """Chooses a dim for the axes of stages to split, instead of the dim `layers`.
 
     Args:
         info: The array, with the layers as dim 0.

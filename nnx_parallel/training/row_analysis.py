@@ -129,7 +129,10 @@ class _Call:
         return self.eqn.primitive.name
 
     def growth(self, index: int = 0, *, of_input: bool = False) -> list[float | None]:
-        """Returns the power of the number of rows with which each dim's size grows."""
+        """Returns, for each dim, the p with which its size grows as ``num_rows**p``.
+
+        It is ``None`` if there is no such p.
+        """
         a, b = (
             _shape((e.invars if of_input else e.outvars)[index])
             for e in (self.eqn, self.other)

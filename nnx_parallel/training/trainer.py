@@ -117,9 +117,9 @@ class Trainer:
             warning.
         strategy: Placement of all arrays; by default `DataParallel` over all devices.
         devices: The devices to use; by default all devices.
-        num_microbatches: Number of parts of each batch whose gradients are accumulated.
-            A loss that compares rows, such as a contrastive loss, sees only the rows in
-            the same microbatch.
+        num_microbatches: Number of parts into which a step divides its batch, to add up
+            their gradients. A loss that compares rows, such as a contrastive loss, sees
+            only the rows in the same microbatch.
         global_batch_size: Number of rows, over all processes, that each training batch
             must have.
         seed: Seed of the parameters and of every random stream; 32 bits.
@@ -552,8 +552,8 @@ class Trainer:
         not change. The step is compared with a second run of the same program; with a
         run of its two halves; with the step without the library's compiler options and
         overlap; and with the step on one device, or on the fewest devices with enough
-        memory. Arrays are compared relative to their size, up to a multiple of the
-        effect of one rounding, which is measured.
+        memory. The difference of an array, relative to its magnitude, may be a multiple
+        of the effect of one rounding. `verify` measures this effect.
 
         Args:
             batch: A host batch, as `fit` takes it. If `fit` gets

@@ -198,7 +198,7 @@ def replay(
         ReplayError: On all processes, before the update, if any bit differs.
     """
     compute, update = programs.split_step
-    first = compute(state, batch)[1]  # only one set of gradients is kept
+    first = compute(state, batch)[1]  # the hashes, without the gradients
     computed, second = compute(state, batch)
     hashes = (hashes_of(programs.plan, x) for x in (first, second))
     if found := differing(*hashes):

@@ -74,7 +74,7 @@ class Tensor:
 
     @property
     def value_dtype(self) -> np.dtype:
-        """The dtype of a model that keeps the precision of the values."""
+        """The dtype in which a model can hold the values without loss of precision."""
         return self.dtype
 
     @property
@@ -104,8 +104,8 @@ class Tensor:
             WeightsError: If the file ends before the last row.
         """
         rows = np.empty((last - first, *self.shape[1:]), self.dtype)
-        # A page fault in a memory map, and a system that reads ahead, read megabytes of
-        # rows that other processes read too.
+        # The file is read without a memory map and without read-ahead, because each of
+        # them would read megabytes of rows that belong to other processes.
         with open(self.file, "rb", buffering=0, opener=open_regular) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

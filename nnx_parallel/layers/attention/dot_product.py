@@ -83,8 +83,8 @@ def choose_kernel(
     if reasons:
         raise AttentionKernelError(
             f"implementation={wanted!r} cannot compute this attention: "
-            f"{'; '.join(reasons)}. Pass implementation=None, to use a kernel only "
-            "where it fits, or 'xla'."
+            f"{'; '.join(reasons)}. Pass implementation='xla', or None to use a kernel "
+            "only where it fits."
         )
     return kernel
 

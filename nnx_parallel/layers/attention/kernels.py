@@ -277,7 +277,7 @@ def splash_refusals(call: AttentionCall) -> Iterator[str]:
 
 
 def _late_queries(call: AttentionCall) -> Iterator[str]:
-    """Yields a reason if some queries may be too far from every key for the window."""
+    """Yields a reason if the window of some queries may contain no key."""
     queries, keys = call.lengths
     if call.window is not None and queries > keys:
         lengths = f"{queries} queries and {keys} keys"

@@ -188,8 +188,8 @@ class MoE(nnx.Module):
 
         Returns:
             The outputs, with the shape of x, and the losses, float32 ``(batch, seq)``,
-            which are 0 for padding. Add the mean of the losses over all tokens except
-            padding to the model's loss.
+            which are 0 for padding. Average the losses over all tokens that are not
+            padding, and add this mean to the model's loss.
 
         Raises:
             ExpertsError: If x or segments have a wrong shape.

@@ -1,4 +1,4 @@
-"""Gathers parameters that are stored in shards at the places where a loss uses them.
+"""Gathers a parameter, which is stored in shards, wherever a loss uses it.
 
 The loss is traced. A parameter stays in shards through casts, slices, calls and loops,
 until an equation computes with it. The parameter is gathered just before that equation.
@@ -247,7 +247,7 @@ def _places_inside(eqn: jex.JaxprEqn, given: list) -> dict[str, list]:
 def _body(
     jaxpr: Any, inner: list[Placement | None], checkpoint: Callable | None
 ) -> Callable:
-    """Makes a function of a jaxpr's inputs that gathers parameters at use.
+    """Makes a function that computes a jaxpr, and gathers parameters at use.
 
     ``inner`` lists the placement of each input, or ``None`` if it is not in shards.
     """

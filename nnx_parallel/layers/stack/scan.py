@@ -121,7 +121,8 @@ def _with_inputs_on_host(policy: Callable) -> Callable:
 class StackCall:
     """One call of a `Stack`, with all data that a function needs to run the layers."""
 
-    # One layer: (gathered params, others, x, args, slot) -> (x, others, slot).
+    # One layer: (gathered params, others, x, args, slot) -> (x, others, out). `slot` is
+    # the layer's entry of `scanned`, or None. `out` is what it returns beside `x`.
     inner: Callable[..., tuple[Any, dict, Any]]
     params: dict  # by path, each with a leading `layers` dim
     others: dict  # the other variables by path, with a leading `layers` dim
