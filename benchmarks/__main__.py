@@ -24,6 +24,7 @@ NAMES = {
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
     "published": "predicted speeds of TPUs against published ones; compiled, not run",
     "weights": "a checkpoint of 2 GB read by 1, 2 and 4 processes: bytes, memory",
+    "families": "logits of folders by transformers under strategies, beside its logits",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",
