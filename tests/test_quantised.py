@@ -120,6 +120,16 @@ def test_wrong_arrays_of_mxfp4_raise(blocks: Any, scales: Any, tmp_path: Path) -
         Pretrained(build, tmp_path, [])
 
 
+@pytest.mark.parametrize("dtype", [None, "keep", "bfloat16"])
+def test_integers_without_scales_raise(dtype: Any, tmp_path: Path) -> None:
+    save_file({"w": jnp.ones((5, 7), jnp.int8)}, tmp_path / "model.safetensors")
+    build = lambda rngs: nnx.Linear(7, 5, use_bias=False, rngs=rngs)  # noqa: E731
+    source = Pretrained(build, tmp_path, [("kernel", "w", "o i -> i o")], dtype=dtype)
+    message = "'w' has dtype int8 in the files, but `kernel` has dtype float32"
+    with pytest.raises(WeightsError, match=message):
+        source(nnx.Rngs(0))
+
+
 def test_elements_that_are_not_finite_raise(tmp_path: Path) -> None:
     scales = jnp.full((2, 2), jnp.nan)
     with pytest.raises(WeightsError, match=r"'w.weight' .* not finite"):

@@ -130,6 +130,7 @@ class Pretrained:
         read = {path: rule for path, rule in rules.items() if not self._is_new(path)}
         check_numbers(read, shapes, self.tensors)
         check_tensors(read, shapes, self._wanted(rules, read, shapes), self.ignored)
+        self._check_kinds(read, {path: arrays[path] for path in read})
         if self.dtype is not None:
             for path, variable in variables.items():
                 x, is_param = variable.get_value(), isinstance(variable, nnx.Param)
@@ -152,6 +153,24 @@ class Pretrained:
         used = set().union(*(names[path] for path in read))
         new = set().union(*(names[path] for path in rules.keys() - read.keys())) - used
         return {name: x for name, x in self.tensors.items() if name not in new}
+
+    def _check_kinds(self, rules: Mapping[str, Rule], arrays: Mapping) -> None:
+        """Checks that integers are not read as real numbers, and the reverse.
+
+        Integers may be elements of a quantised array, which need scales.
+        """
+        for path, rule in rules.items():
+            x = arrays[path]
+            is_real = jnp.issubdtype(x.dtype, jnp.inexact)
+            for name in rule.names(x.shape).values():
+                found = self.tensors[name].value_dtype
+                if jnp.issubdtype(found, jnp.inexact) != is_real:
+                    raise WeightsError(
+                        f"{name!r} has dtype {found} in the files, but `{path}` has "
+                        f"dtype {x.dtype}. Integers are not cast to real numbers, or "
+                        "real numbers to integers: write the files in the model's kind "
+                        "of dtype."
+                    )
 
     def _dtype_of(self, rule: Rule, shape: Sequence[int]) -> Any:
         if self.dtype != "keep":
