@@ -111,6 +111,8 @@ def test_push_to_hub_uploads_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def create_repo(self, repo_id: str, *, private: Any, exist_ok: bool) -> None:
             calls.append((repo_id, private, exist_ok))
+            if repo_id == "other/model":
+                raise PermissionError("401")
 
         def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
             calls.append((repo_id, {*content(folder_path)}))
@@ -124,3 +126,6 @@ def test_push_to_hub_uploads_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(HfApi=Api))
     push_to_hub("org/model", model, private=True, names=names)
     assert calls == [("org/model", True, True), ("org/model", {"w"})]
+    message = "cannot create the repository 'other/model': PermissionError('401')"
+    with pytest.raises(WeightsError, match=re.escape(message)):
+        push_to_hub("other/model", model, names=names)

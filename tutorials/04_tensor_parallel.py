@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     Composite,
     DataParallel,
-    LogicalRules,
     TensorParallel,
     Trainer,
     audit,
@@ -240,8 +239,8 @@ np.testing.assert_allclose(step(x, up, down), mlp(x, up, down), rtol=1e-3, atol=
 # ## Exercise
 #
 # Llama has fewer key heads than query heads: `GPTConfig.tiny_llama()` has 4 query heads and 2 key
-# heads. Which error does `TensorParallel(4)` raise? Replicate `kv_heads` by a rule, and see the
-# cost in `describe()`: `TensorParallel(4, rules=(LogicalRules({"kv_heads": None}),))`.
+# heads. Where does `TensorParallel(4)` place the kernels of the keys? Read `describe()`. Which error does
+# a model with 6 query heads and 3 key heads raise?
 
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
@@ -249,18 +248,23 @@ def llama(rngs):
     return GPT(GPTConfig.tiny_llama(), rngs=rngs)
 
 
-try:
-    TensorParallel(4).describe(llama, mesh=mesh)
-except errors.IndivisibleDimError as error:
-    print(error)
-else:
-    raise AssertionError("no error")
-
-# Four devices cannot share two heads. With the rule each device holds both key heads.
-rules = (LogicalRules({"kv_heads": None}),)
-table = TensorParallel(4, rules=rules).describe(llama, mesh=mesh)
+# Four devices cannot share two heads, so each device holds both key heads.
+table = TensorParallel(4).describe(llama, mesh=mesh)
 for row in table.rows:
     if "attention" in row.info.path:
         print(
             f"{row.info.path:36} {row.placement.stored!s:28} {row.bytes_per_device:6,} bytes"
         )
+
+
+def six_heads(rngs):
+    config = GPTConfig.tiny_llama(num_heads=6, num_kv_heads=3, embed_dim=96)
+    return GPT(config, rngs=rngs)
+
+
+try:
+    TensorParallel(4).describe(six_heads, mesh=mesh)
+except errors.IndivisibleDimError as error:
+    print(error)
+else:
+    raise AssertionError("no error")

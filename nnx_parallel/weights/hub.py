@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.weights.export import save_pretrained
 
@@ -36,7 +37,9 @@ def push_to_hub(
             ``dtype``.
 
     Raises:
-        WeightsError: If huggingface-hub is not installed, or as in `save_pretrained`.
+        WeightsError: If huggingface-hub is not installed; if the repository cannot be
+            created, for example without a token; or as in `save_pretrained`. An error
+            of the upload is raised on process 0.
     """
     try:
         from huggingface_hub import HfApi  # pyright: ignore
@@ -44,10 +47,20 @@ def push_to_hub(
         raise WeightsError(
             "push_to_hub needs huggingface-hub: pip install 'nnx-parallel[hub]'."
         ) from None
+    api, is_first = HfApi(), jax.process_index() == 0
+    error: Exception | None = None
+    if is_first:
+        try:
+            api.create_repo(repository, private=private, exist_ok=True)
+        except Exception as found:  # huggingface-hub has many classes of errors
+            error = found
+    # A missing token must not cost the whole export, nor leave processes that wait.
+    text, *_ = allgather_object("push_to_hub", error and repr(error))
+    if text is not None:
+        message = f"Process 0 cannot create the repository {repository!r}: {text}"
+        raise WeightsError(message) from error
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         save_pretrained(folder, model, **options)
-        if jax.process_index() == 0:
-            api = HfApi()
-            api.create_repo(repository, private=private, exist_ok=True)
+        if is_first:
             api.upload_folder(repo_id=repository, folder_path=folder)
