@@ -251,7 +251,8 @@ def reads_after(model: Any, batch: Any) -> jax.Array:
 
 @pytest.mark.parametrize("loss", [reads_before, reads_after])
 def test_reading_layer_variables_in_loss_raises(loss: Any) -> None:
-    with pytest.raises(PipelineError, match=r"`stack.layer.calls`.*output of the bl"):
+    message = r"`stack.layer.calls`.*let the blocks return the value"
+    with pytest.raises(PipelineError, match=message):
         step(loss, lambda rngs: Model(rngs, Counting))
 
 

@@ -242,8 +242,8 @@ class PipelinedFunction:
             raise PipelineError(
                 f"The loss reads `{dotted(path)}`, which the blocks of the Stack "
                 "change. Under a Pipeline the variable changes on its stage while "
-                "other microbatches are in flight: return the value that the loss "
-                "needs as an output of the blocks."
+                "other microbatches are in flight: let the blocks return the value "
+                "that the loss needs as a part of their output."
             )
         self._executor = Executor(self._stage, table, buffers)
 
