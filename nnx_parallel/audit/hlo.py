@@ -74,7 +74,7 @@ class Shape:
 class Instruction:
     """One line of a computation: `%name = type opcode(operands), attributes`.
 
-    A program has tens of thousands of instructions, of which few are needed, so the
+    A program has tens of thousands of instructions, and few of them are needed. So the
     details of an instruction are parsed on first use.
 
     Attributes:
@@ -346,8 +346,8 @@ def _split_computations(
             yield header, lines
             header, lines = None, []
         elif lines:
-            # The TPU compiler prints a Pallas kernel's metadata over several lines, one
-            # of which begins with a brace.
+            # The TPU compiler prints a Pallas kernel's metadata over several lines. One
+            # of these lines begins with a brace.
             start, first = lines[-1]
             lines[-1] = start, first + line
 

@@ -214,8 +214,8 @@ def audit(
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, or the text of optimised HLO, for
             any backend.
-        mesh: The mesh whose axes the report names; by default the mesh of the compiled
-            program's arguments or results.
+        mesh: The report names the axes of this mesh. By default, it is the mesh of the
+            compiled program's arguments or results.
         taken: Share of the executions in which a conditional takes its most expensive
             branch, by the `jax.named_scope` directly around it. FLOPs are then the mean
             over branches. Collectives are counted in the most expensive branch.

@@ -108,7 +108,7 @@ class Walk(abc.ABC, Generic[Total]):
 
 @dataclass(frozen=True, kw_only=True)
 class Conditional:
-    """A conditional, of which only the most expensive branch is counted.
+    """A conditional. Only its most expensive branch is counted.
 
     Attributes:
         source: The JAX operation that it came from.

@@ -63,7 +63,7 @@ class ExpertAxis(NamedTuple):
     exchange: TokenExchange | None
 
     def choose(self, mesh: Mesh, top_k: int) -> tuple[TokenExchange, str]:
-        """Chooses the exchange of a mixture whose tokens go to ``top_k`` experts.
+        """Chooses the exchange of a mixture that sends tokens to ``top_k`` experts.
 
         A device sends a token to all other devices under ``gather``, and to at most
         ``top_k`` devices under ``ragged``. Each output comes back once.

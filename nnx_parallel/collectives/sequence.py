@@ -72,7 +72,7 @@ class SequenceOrder:
 
 
 def balanced_moves(size: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns pairs of devices, of which the first sends half a shard to the second.
+    """Returns pairs of devices; the first of a pair sends half a shard to the second.
 
     The first list moves the first halves of the shards; the second list moves the
     second halves.

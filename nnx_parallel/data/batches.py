@@ -30,7 +30,7 @@ Signature = dict[str, tuple[tuple[int, ...], str]]
 
 
 def check_batch(batch: Any, *, index: int = 0) -> int:
-    """Checks a pytree of arrays whose dim 0 is the rows; returns the number of rows.
+    """Checks a pytree of arrays with rows as dim 0; returns the number of rows.
 
     Arrays without dims, and arrays in a `Shared`, belong to all rows.
 
@@ -441,9 +441,9 @@ def place_batch(
     host's arrays again.
 
     Args:
-        batch: A pytree of arrays whose dim 0 is the rows of this process's
-            `data_share`; with one process, these are the rows of the global batch.
-            Shared entries are copied to every device.
+        batch: A pytree of arrays. Dim 0 is the rows of this process's `data_share`;
+            with one process, these are the rows of the global batch. Shared entries are
+            copied to every device.
         layout: The strategy's claims on the mesh.
         num_microbatches: The number of microbatches. Together with the sizes of the
             batch axes it must divide the number of rows. With ``None`` (evaluation),
@@ -494,7 +494,7 @@ def _place(sharding: NamedSharding, arrays: list) -> list:
 
 
 def copy_if_writeable(x: Any) -> Any:
-    """Copies a NumPy array whose owner could still write to it.
+    """Copies a NumPy array if its owner could still write to it.
 
     JAX may read the buffer after `jax.device_put` has returned, and on CPU it keeps
     using the buffer (https://github.com/jax-ml/jax/issues/37830). So a loader that

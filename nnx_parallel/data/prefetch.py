@@ -58,8 +58,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
     passes (`Epochs`), it may end before the limit.
 
     Attributes:
-        data: The batches: pytrees of NumPy arrays whose dim 0 is the rows, of the
-            global batch or of this process's share. This is an iterable, which is
+        data: The batches: pytrees of NumPy arrays. Dim 0 is the rows of the global
+            batch or of this process's share. The data is an iterable, which is
             fast-forwarded on resume, or a `Resumable` iterator such as Grain's. It may
             also be a `Cursor`, which knows its place and keeps batches that are read
             but not taken.

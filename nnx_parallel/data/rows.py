@@ -62,7 +62,7 @@ class Pad:
     value then equals the value of the batch without padding.
 
     Attributes:
-        weights: Key of an array whose dim 0 is the rows, such as a mask of tokens.
+        weights: Key of an array with rows as dim 0, such as a mask of tokens.
 
     Example:
         >>> batch = Pad("weights").fill({"x": np.array([3.0, 4.0])}, 4)

@@ -37,7 +37,7 @@ class Logger(Protocol):
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
-        """Begins a run of ``num_steps`` steps, of which ``first_step`` are done."""
+        """Begins a run of ``num_steps`` steps; ``first_step`` of them are done."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records metrics of a step; a second call may add metrics to the same step."""

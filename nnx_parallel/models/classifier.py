@@ -82,7 +82,7 @@ class MLPClassifier(nnx.Module):
     block by columns and the second kernel by rows, and `Pipeline` distributes the
     blocks over stages.
 
-    The first and the last layer are `nnx.Linear` modules whose parameters have names.
+    The first and the last layer are `nnx.Linear` modules. Their parameters have names.
     The dims of features and classes have no name, because the data determines their
     sizes, and few meshes divide these sizes.
 

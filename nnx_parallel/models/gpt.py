@@ -312,7 +312,7 @@ def _make_mlp(config: GPTConfig, *, rngs: nnx.Rngs) -> MLP | MoE:
 
 
 class Block(nnx.Module):
-    """Attention and an MLP, whose outputs are added to the residual stream.
+    """Attention and an MLP. Their outputs are added to the residual stream.
 
     In a sequential block, the MLP runs after attention. Attention and MLP each have a
     norm before them, if the config has ``pre_norms``, and a norm after them, if it has
@@ -519,8 +519,8 @@ class GPT(Published):
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
         """Returns an empty cache: a pair of arrays for each stack.
 
-        Each array is ``(layers, batch, total_len, kv_heads, head_dim)``. A model whose
-        first layers are dense has two stacks.
+        Each array is ``(layers, batch, total_len, kv_heads, head_dim)``. A model with
+        dense first layers has two stacks.
         """
         sizes = self.config.sizes
         shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])

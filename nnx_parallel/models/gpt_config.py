@@ -111,7 +111,7 @@ class GPTConfig:
         rope_theta: Base of the rotation's wavelengths.
         rope_scaling: Stretching of these wavelengths, a `RopeScaling`, `YarnScaling` or
             `LongRopeScaling`; ``None`` does not stretch them.
-        local_rope_theta: Base for local layers, whose wavelengths are then not
+        local_rope_theta: Base for local layers. Their wavelengths are then not
             stretched [8]. With ``None``, all layers rotate in the same way.
         activation: Nonlinearity of the MLP (`nnx_parallel.layers.activations`). All
             except ``gelu`` need a third kernel [4].
@@ -524,7 +524,7 @@ class GPTConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:
-        """Returns a small GPT-2 whose tokens are bytes, with 0.2 M parameters."""
+        """Returns a small GPT-2 with bytes as tokens and 0.2 M parameters."""
         base = cls(vocab_size=256, seq_len=64, num_layers=4, embed_dim=64, num_heads=4)
         return replace(base, **overrides)
 

@@ -6,5 +6,5 @@ An optimizer is an Optax transformation that is written for one device. The modu
 - `by_layer` presents each layer of a `Stack` to an optimizer as a separate array.
 - `muon` computes Muon's updates of matrices that the mesh splits.
 - `matrices` gathers such matrices for `muon` and `by_matrix`.
-- `offload` updates an optimizer whose state stays in host memory.
+- `offload` updates an optimizer that keeps its state in host memory.
 """

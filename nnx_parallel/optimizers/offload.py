@@ -1,4 +1,4 @@
-"""Updates an optimizer whose state is in host memory, part by part.
+"""Updates, part by part, an optimizer that has its state in host memory.
 
 Without parts, the complete state would be on the device at the end of each step, as
 without offloading. The reason is that XLA starts all copies as early as it can, and
@@ -94,7 +94,7 @@ class _Slices:
 
 @dataclass(frozen=True, eq=False)
 class _Array:
-    """A parameter and its optimizer state, whose update is elementwise."""
+    """A parameter and its optimizer state, with an elementwise update."""
 
     slices: _Slices
     eqns: Eqns
@@ -109,9 +109,9 @@ class _Array:
 
         Args:
             index: The index of the part.
-            held: The outputs, of which all earlier parts are computed.
+            held: The outputs, with all earlier parts computed.
             known: Values of the program's variables.
-            on_host: Variables whose values are in host memory.
+            on_host: Variables with values in host memory.
         """
         known = {**known, **dict(zip(self.places, held, strict=True))}
         env = {

@@ -72,7 +72,7 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     Args:
         parts: The model, its loss and a batch.
         remat: The Trainer's remat policy.
-        platform: Platform of the devices, whose kernels decide which values are kept.
+        platform: Platform of the devices. Its kernels decide which values are kept.
 
     Raises:
         Exception: Any error that the loss raises when it is traced.
@@ -190,7 +190,7 @@ def _positions(residuals: tuple[Residual, ...]) -> tuple[int, int]:
     """
     shapes: dict[tuple[int, int], int] = {}
     for each in residuals:
-        # A value whose last dim has size one is a statistic, such as a norm's mean.
+        # A value with a last dim of size one is a statistic, such as a norm's mean.
         if len(each.dims) >= 2 and each.dims[-1] > 1:
             shape = math.prod(each.dims[:-1]), each.dims[-1]
             shapes[shape] = shapes.get(shape, 0) + 1

@@ -38,8 +38,8 @@ class Hardware:
             memory unless ``XLA_PYTHON_CLIENT_MEM_FRACTION`` sets another share.
         memory_bandwidth: Bytes/s between memory and chip.
         link_bandwidth: Bytes/s in one direction over all fast links of a device.
-        num_links: Number of fast links, of which a ring over one mesh axis may get only
-            two; 1 if a switch gives every pair of devices the full bandwidth.
+        num_links: Number of fast links; 1 if a switch gives every pair of devices the
+            full bandwidth. A ring over one mesh axis may get only two of the links.
         network_bandwidth: Bytes/s of each device in one direction between machines or
             slices.
         machine_size: Number of devices that fast links join; ``None``: all devices of a

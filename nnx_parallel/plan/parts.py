@@ -73,7 +73,7 @@ class Parts:
 
     @classmethod
     def of(cls, trainer: Any, batch: Any) -> Parts:
-        """Reads the parts of a Trainer, whose arrays need not exist yet.
+        """Reads the parts of a Trainer. Its arrays need not exist yet.
 
         Raises:
             PlanError: If ``trainer`` is not a Trainer, or the batch has no shapes.
@@ -121,7 +121,7 @@ class Parts:
         return max(sizes, key=lambda name: sizes[name], default="float32")
 
     def rebuilt(self) -> nnx.Module:
-        """Returns a copy of the abstract model, whose metadata may be changed."""
+        """Returns a copy of the abstract model, with metadata that may be changed."""
         return self.model.copy()
 
     @property

@@ -204,7 +204,7 @@ class StepTime:
         slow: Seconds at worst: every assumption has its worse value, and parts run one
             after the other.
         parts: The slow time by part: ``products``, ``bubble``, ``memory``, and the mesh
-            axes for whose transfers the step waits.
+            axes with transfers that the step waits for.
         lanes: The load and time of each part, for pictures: ``products``, ``memory``,
             and the mesh axes.
     """

@@ -61,11 +61,11 @@ def plan(
 ) -> Plan:
     """Finds how a Trainer's step would run on devices that need not be present.
 
-    It enumerates the strategies whose sizes divide the devices, the model and the
+    It enumerates the strategies with sizes that divide the devices, the model and the
     batch, and uses formulas to drop strategies that cannot fit or win. It then compiles
     the best of the rest, each in a separate process. No array is made, and nothing is
     executed. State bytes are exact; activations are estimated until a candidate is
-    compiled; times are ranges, whose assumptions are printed.
+    compiled; times are ranges. The assumptions of the times are printed.
 
     Args:
         trainer: A Trainer, built on any devices; its strategy does not matter.
@@ -73,7 +73,7 @@ def plan(
             ``"h100:64"``, ``"cpu:8"``, or a `Topology` of your hardware.
         batch: A global batch as passed to `Trainer.fit`, or its shapes.
         player: With `Players`, the player whose step is planned; by default the player
-            whose step has the most FLOPs. The state has the arrays of all players.
+            with the most FLOPs in its step. The state has the arrays of all players.
         candidates: One candidate or several to compare; by default all that can divide
             the devices, the model and the batch. A `Strategy` is tried with the
             Trainer's microbatches and remat.

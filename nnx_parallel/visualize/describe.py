@@ -143,7 +143,7 @@ class Description:
 
     @property
     def replicated(self) -> tuple[ArrayRow, ...]:
-        """Parameters of which every device holds a complete copy, the largest first."""
+        """Parameters with a complete copy on every device, the largest first."""
         params = (row for row in self.rows if row.info.is_param)
         rows = (row for row in params if not any(row.placement.stored))
         return tuple(sorted(rows, key=lambda row: -row.bytes_per_device))

@@ -44,7 +44,7 @@ _MIN_BYTES = 2**20
 
 
 class SharedReader:
-    """Reads arrays whose shards are in several processes.
+    """Reads arrays with shards in several processes.
 
     All processes must make the same calls. An error of one process is raised on all
     processes by the next exchange, and at the latest by `finish`.

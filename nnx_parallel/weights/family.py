@@ -69,7 +69,7 @@ class Family:
 
 
 def family_of(config: Any, families: Sequence[Family]) -> Family:
-    """Returns the family in whose format a model is written.
+    """Returns the family with the format in which a model is written.
 
     This is the family of the files from which the model was read, if it can still
     represent the model, and otherwise the `nearest` family.
@@ -280,7 +280,7 @@ class Published(nnx.Module):
 
     @property
     def family(self) -> Family:
-        """The family in whose format the model is written (`family_of`)."""
+        """The family with the format in which the model is written (`family_of`)."""
         return family_of(self.config, self.families)
 
     def names_in_files(self) -> Sequence[Entry]:

@@ -391,9 +391,8 @@ def rename_tensors(
         prefix: Start of the names in the table, except the names of the head.
 
     Returns:
-        The arrays, and the start. Arrays whose names have another start keep them. If
-        the files lack the first array of the table, nothing changes and the start is
-        empty.
+        The arrays, and the start. Names with another start stay as they are. If the
+        files lack the first array of the table, nothing changes and the start is empty.
 
     Raises:
         WeightsError: If the files have arrays of two language models.

@@ -35,7 +35,7 @@ from nnx_parallel.weights.shards import Shards
 
 
 class Pretrained:
-    """A function from ``nnx.Rngs`` to a model whose parameters come from safetensors.
+    """A function from ``nnx.Rngs`` to a model with parameters from safetensors.
 
     Pass it as the model to a Trainer, or to a strategy's ``init``. Then the arrays are
     read into their shards, under any strategy. In a run of several processes, all

@@ -111,7 +111,7 @@ class BlockScaled(Tensor):
 
 @dataclass(frozen=True)
 class Packed(Tensor):
-    """An array of MXFP4, whose elements have 4 bits, with scales that are powers of 2.
+    """An array of MXFP4: elements of 4 bits, with scales that are powers of 2.
 
     The array has shape ``(experts, in, out)``. An element is uint16: its lower byte has
     the code of FP4, and its upper byte the exponent of the scale. In the file, `packed`

@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def in_order(cls, length: int, segments: Array | None = None) -> Self:
-        """Makes the tokens of complete rows, whose positions count from 0."""
+        """Makes the tokens of complete rows, with positions that count from 0."""
         return cls(jnp.arange(length)[None], segments)
 
 
@@ -426,7 +426,7 @@ def merge(first: Partial, second: Partial) -> Partial:
 
 
 def with_sinks(part: Partial, sinks: Array | None) -> Partial:
-    """Adds to each head a key whose logit is the head's sink and whose value is 0."""
+    """Adds to each head a key with the head's sink as its logit and 0 as its value."""
     if sinks is None:
         return part
     out, lse = part

@@ -134,8 +134,7 @@ class Order(NamedTuple):
         choice: int ``(rows,)``, the choice of each row, as an index into the choices of
             all tokens.
         row: int ``(tokens, top_k)``, the row of each choice. In the result of `part`,
-            choices whose rows are in other parts have numbers outside the range of
-            rows.
+            choices with rows in other parts have numbers outside the range of rows.
         sizes: int ``(experts,)``, the number of rows of each expert. Rows after the sum
             of the sizes belong to no expert, and contribute zero to the outputs.
     """
@@ -255,7 +254,7 @@ class Kernels(NamedTuple):
     biases: Biases | None = None
 
     def for_sum(self, axes: Axes) -> "Kernels":
-        """Returns kernels for devices whose outputs are added over mesh axes.
+        """Returns kernels for devices that add their outputs over mesh axes.
 
         The bias of the output is 0 on all devices except the first, so that it is added
         only once.

@@ -233,7 +233,7 @@ class MoE(nnx.Module):
     def finish_step(self) -> dict[str, Array | Mean]:
         """Updates the bias from the tokens of a step, and resets the counts.
 
-        The method also works for stacked layers, whose arrays have a leading dim.
+        The method also works for stacked layers. Their arrays have a leading dim.
 
         Returns:
             A dict of metrics. ``expert_load`` is a scalar: the number of tokens of the

@@ -169,7 +169,7 @@ def _bound(function: types.FunctionType) -> tuple:
 
 
 def stack_blocks(blocks: Sequence[nnx.Module]) -> nnx.Module:
-    """Stacks equal modules into one module, whose arrays have a leading dim."""
+    """Stacks equal modules into one module. Its arrays have a leading dim."""
     every = [_arrays(block) for block in blocks]
     stacked = {p: _of_arrays(jnp.stack, [x[p] for x in every]) for p in every[0]}
     return _like(blocks[0], stacked)

@@ -95,7 +95,7 @@ def _run(
 
     Args:
         eqns: The equations.
-        outs: Variables and literals, whose values are returned.
+        outs: Variables and literals. Their values are returned.
         env: The values of the inputs.
         places: The placements of inputs that are not gathered yet.
         checkpoint: A function that wraps computations with gathered parameters in a

@@ -177,9 +177,9 @@ class Stack(nnx.Module):
             x: Input of the first block: an array or a pytree of arrays.
             args: Arguments that every block gets. If one is an ``nnx.Rngs``, the blocks
                 draw from it in order, as in a Python loop.
-            scanned: A pytree whose arrays have a leading dim of size N, such as a
-                cache. Each block gets its slice as the last positional argument, and
-                returns ``(x, slice)``.
+            scanned: A pytree of arrays with a leading dim of size N, such as a cache.
+                Each block gets its slice as the last positional argument, and returns
+                ``(x, slice)``.
             kwargs: Keyword arguments that every block gets.
 
         Returns:
@@ -206,7 +206,7 @@ class Stack(nnx.Module):
                 over arrays; pass them as arguments.
             x: Input of the first step. Each later step gets the ``x`` that the step
                 before it returned.
-            xs: A pytree whose arrays have a leading dim of size N, or a list of N equal
+            xs: A pytree of arrays with a leading dim of size N, or a list of N equal
                 modules, such as caches. Each step gets its ``slice``.
             args: Arguments that every step gets.
             kwargs: Keyword arguments that every step gets.

@@ -1,4 +1,4 @@
-"""The family Granite, whose embeddings, outputs and logits have factors."""
+"""The family Granite, with factors for embeddings, outputs and logits."""
 
 from dataclasses import dataclass, replace
 from typing import Any
