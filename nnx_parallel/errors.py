@@ -259,7 +259,7 @@ class MeshShapeError(ParallelError, ValueError):
 class MeshAxisTypeError(ParallelError, ValueError):
     """Mesh axes must be Auto or Explicit, and are used as Auto axes.
 
-    A mesh from ``jax.make_mesh``, whose axes are Explicit, is accepted. Manual axes are
+    A mesh from ``jax.make_mesh`` has Explicit axes and is accepted. Manual axes are
     not accepted, and a model must not make axes Explicit.
     """
 

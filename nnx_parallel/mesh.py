@@ -128,7 +128,7 @@ def make_mesh(
     Args:
         axis_sizes: Size of each axis by name. At most one size may be ``None``: that
             axis takes the remaining devices.
-        devices: Devices, all of which the mesh uses; by default ``jax.devices()``.
+        devices: Devices; the mesh uses all of them. By default ``jax.devices()``.
 
     Returns:
         The mesh. Its axes are in the order of ``MESH_AXES``; axes with other names come

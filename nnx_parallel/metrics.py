@@ -66,15 +66,15 @@ class Mean:
 
     @property
     def terms(self) -> tuple[Mean, ...]:
-        """Means with a single weight each, whose values add up to ``value``."""
+        """Means with a single weight each; their values add up to ``value``."""
         return (Mean(self.total, self.weight), *self.more)
 
     @property
     def value(self) -> jax.Array:
         """The mean: the sum of total / weight over all terms.
 
-        A term whose weight is 0 adds 0. If all weights are 0, a run reports NaN
-        instead, because there was no data.
+        A term with weight 0 adds 0. If all weights are 0, a run reports NaN instead,
+        because there was no data.
         """
         return sum((_divide(t.total, t.weight) for t in self.terms), jnp.float32(0))
 

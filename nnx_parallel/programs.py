@@ -189,7 +189,7 @@ def run(eqns: Eqns, wanted: Any, env: Mapping[jex.Var, Any]) -> Any:
 
     Args:
         eqns: The equations, in order.
-        wanted: A tree of variables and literals, whose values are returned.
+        wanted: A tree of variables and literals. Their values are returned.
         env: The values of all variables that the equations use but do not compute.
     """
     outvars, tree = jax.tree.flatten(wanted)

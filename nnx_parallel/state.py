@@ -548,7 +548,8 @@ def init_state(
 
     Args:
         plan: The placement of every array.
-        source: The model, whose arrays are copied, or the function that builds it.
+        source: The model, or the function that builds it. The arrays of a model are
+            copied.
         rngs: Random streams for the function.
         seed: Seed of the state's key.
     """

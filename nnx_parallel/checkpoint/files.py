@@ -179,7 +179,7 @@ def list_steps(directory: str) -> Listing:
     """Lists the steps of a directory; raises ``OSError`` if it cannot be read now.
 
     Orbax can also list steps, but its list has three faults. To Orbax, every directory
-    whose name is a number is a step. It treats a file that cannot be read now as
+    with a numeric name is a step. It treats a file that cannot be read now as
     missing. It lists nothing if the metadata of one step has an unknown field.
     """
     found, root = Listing(), LiteralPath(directory)

@@ -302,7 +302,7 @@ class CheckpointManager:
             metrics: Values at this step, for ``keep_best``.
             overwrite: True to replace the latest step, if it is ``step``. The old step
                 is deleted before the new one is written.
-            base: Arrays by path whose checksums are saved instead of their values.
+            base: Arrays by path. Their checksums are saved instead of their values.
 
         Raises:
             CheckpointError: If the step is not later than every saved step, or if an

@@ -162,7 +162,7 @@ def check_space(directory: str, needed_bytes: int) -> None:
 
 
 _GROWING = {"acc", "accuracy", "auc", "bleu", "f1", "iou", "recall", "reward", "score"}
-"""Words in the names of metrics whose best value is the largest."""
+"""Words in the names of metrics that are better if larger."""
 
 
 def grows(metric: str) -> bool:
@@ -200,17 +200,17 @@ class Checkpoint:
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
         keep_every: Saved steps that are multiples of this number are never deleted.
         keep_best: Name of the metric by which the best checkpoints are kept.
-            Checkpoints that lack it, or whose value is not finite, never count as best.
+            Checkpoints without a finite value of it never count as best.
         best_mode: ``"min"`` (the default) if the smallest value is the best, ``"max"``
-            if the largest is. It must be given for a metric whose name suggests that
-            larger is better, such as an accuracy.
+            if the largest is. It must be given if the metric's name suggests that
+            larger is better, as for an accuracy.
         num_best: Number of the best checkpoints that are kept.
         asynchronous: True if a save returns before its files are written.
         resume: True if a fit continues from the latest checkpoint.
         frozen: Treatment of parameters that are not trained (``wrt=``). ``"save"``
             writes them. ``"checksum"`` writes only their checksums, so that a
             checkpoint of adapters holds only the adapters and their optimizer state. It
-            can be restored only into a Trainer whose model has the same untrained
+            can be restored only if the Trainer's model has the same untrained
             parameters, bit for bit.
         on_damage: Effect of a corrupt latest checkpoint on a fit. ``"error"`` raises an
             error. ``"previous"`` quarantines the checkpoint and continues from the

@@ -136,7 +136,7 @@ def version_problems() -> Iterator[str]:
 
 
 def package_problems(packages: Mapping[str, str]) -> Iterator[str]:
-    """Yields plugins whose version is not jaxlib's, and packages in conflict."""
+    """Yields plugins with a version other than jaxlib's, and packages in conflict."""
     jaxlib = packages.get("jaxlib", "")
     for name in _has(packages, _GPU):
         if packages[name] != jaxlib:

@@ -40,7 +40,7 @@ INTERRUPT = "Ctrl-C"
 """Argument of the KeyboardInterrupt that ends a fit on all processes."""
 
 HUNG = 76
-"""Exit code of a process whose step or evaluation did not end in time."""
+"""Exit code of a process in which a step or evaluation did not end in time."""
 
 EXCHANGE_SECONDS = 1800.0
 """How long a process waits for another process, which may be compiling or restoring."""
@@ -60,7 +60,7 @@ _RESUME = (
     "checkpoint. `python -m nnx_parallel launch --max-restarts` does so by itself."
 )
 
-# Packages whose frames may be between the script and this package in a call stack.
+# Frames of these packages may be between the script and this package in a stack.
 _LIBRARIES = {"contextlib", "functools", "threading", "jax", "flax", "orbax", "numpy"}
 
 # The first thread that ends the process takes this lock and never releases it. So only
@@ -341,7 +341,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context whose time counts toward a given limit, but not toward ``"auto"``.
+        """Time in this context counts toward a given limit, but not toward ``"auto"``.
 
         Data and hooks may take any time if they do so on all processes. If only one
         process takes long, the limits of the other processes apply: `EXCHANGE_SECONDS`

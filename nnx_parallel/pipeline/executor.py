@@ -3,7 +3,7 @@
 The slots run in regions that are manual over the ``pipe`` axis.
 
 In a tick a stage has at most one forward, one backward input and one backward weight
-slot. Each kind runs under a ``jax.lax.cond`` whose predicate is equal on all devices:
+slot. Each kind runs under a ``jax.lax.cond``. Its predicate is equal on all devices:
 it is true if some stage has such a slot in this tick. A stage without such a slot masks
 its result. This costs no time, because a tick takes as long as its busiest stage in any
 case. It is also the only safe form: if a predicate differs between stages, a

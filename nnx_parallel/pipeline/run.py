@@ -63,7 +63,7 @@ Gather = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Execution):
-    """Runs a step in stages, each of which sends microbatches to the next stage.
+    """Runs a step in stages; each stage sends microbatches to the next stage.
 
     Attributes:
         axis: Mesh axis of the stages.

@@ -76,7 +76,7 @@ class Stage:
         # The layer is traced with the types of the manual region that runs it, for two
         # reasons. A constraint on the concrete mesh would give a value an aval that JAX
         # refuses to mix with the region's avals. And JAX would insert reshapes of
-        # arguments whose types do not have the region's mesh.
+        # arguments if their types do not have the region's mesh.
         # docs/library-notes.md, "Partly manual regions"
         types = {self.axis: AxisType.Manual}
         manual = self.mesh.abstract_mesh.update_axis_types(types)
@@ -370,7 +370,7 @@ def _numbered(layers: Layers, stacked: Any) -> tuple[Layers, Any, jax.Array]:
 
 
 class _ComputedIndices(Origins):
-    """Finds the gathers and scatters whose indices are computed from an input.
+    """Finds the gathers and scatters with indices computed from an input.
 
     Regions that are manual over all ``others`` are ignored, because XLA does not
     partition them.

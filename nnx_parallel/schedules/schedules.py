@@ -22,7 +22,7 @@ class Schedule(abc.ABC):
 
     Attributes:
         chunks: Number of chunks of consecutive layers that every stage holds. A
-            subclass whose tables have several chunks sets it.
+            subclass with several chunks in its tables sets it.
     """
 
     chunks: int = field(default=1, init=False, repr=False)
@@ -39,7 +39,7 @@ class Schedule(abc.ABC):
         """Makes the table of an evaluation step, which has only forward slots.
 
         By default microbatches go around in groups, as with `Interleaved`. A subclass
-        whose stages run forward slots in another order overrides this method too.
+        overrides this method too if its stages run forward slots in another order.
 
         Raises:
             ScheduleError: If a size is less than 1.

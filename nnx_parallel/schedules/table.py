@@ -282,11 +282,11 @@ class Buffers:
 def plan_buffers(table: Table) -> Buffers:
     """Assigns the values of a table to the fewest memory slots.
 
-    Every value that a stage keeps has a live range of ticks. Values whose ranges do not
-    overlap can share a memory slot. Each value gets the lowest free one. This greedy
-    choice needs only as many memory slots as there are live values in the busiest tick
-    [1]. All stages run the same program, so all have as many memory slots as the stage
-    that needs the most.
+    Every value that a stage keeps has a live range of ticks. Values can share a memory
+    slot if their ranges do not overlap. Each value gets the lowest free one. This
+    greedy choice needs only as many memory slots as there are live values in the
+    busiest tick [1]. All stages run the same program, so all have as many memory slots
+    as the stage that needs the most.
 
     Example:
         >>> from nnx_parallel import OneFOneB
@@ -416,8 +416,8 @@ def _check_ticks(ticks: Ticks) -> None:
 def _rules(ticks: Ticks) -> Iterator[tuple[Kind, Ints, int, str]]:
     """Yields rules: the kind of slots, their earliest ticks, a step, and the reason.
 
-    The reason is a part of the error message. It names a virtual stage, whose number is
-    the slot's virtual stage plus the step.
+    The reason is a part of the error message. It names a virtual stage. The number
+    of this stage is the slot's virtual stage plus the step.
     """
     forward, *both_backward = ticks.by_kind.values()
     # All arrays are (chunks * stages, microbatches). A neighbour's output arrives in

@@ -201,7 +201,7 @@ def start_hashes(arrays: Sequence[jax.Array]) -> Callable[[], list[dict[int, int
 
 
 def _counted_devices(x: jax.Array) -> set[int]:
-    """Returns ids of this process's devices whose shards are counted.
+    """Returns ids of this process's devices with counted shards.
 
     If several devices hold the same part of an array, only one of them is counted.
     """

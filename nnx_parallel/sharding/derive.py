@@ -238,7 +238,7 @@ class _Facts:
         return is_sliced or self._infos[path].is_stacked
 
     def _has_fewer_heads(self, path: Path, factor: int) -> bool:
-        """True for keys and values, each of which is shared by a group of queries."""
+        """True for keys and values that are each shared by a group of queries."""
 
         def width(path: Path) -> int:
             factors = (f for dim in self._arrays[path] for f in dim)

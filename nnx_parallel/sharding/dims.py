@@ -180,7 +180,7 @@ class DimTrace(Fold):
                 self.block((x, y), "reshape")
 
     def constant(self, *numbers: Any) -> DimValue:
-        """Returns the value of a constant, whose dims are new."""
+        """Returns the value of a constant, with new dims."""
         (number,) = numbers
         return DimValue(self.fresh(np.shape(number)))
 
@@ -470,7 +470,7 @@ def _stack(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
 
 
 def _moved(trace: DimTrace, eqn: jex.JaxprEqn, ins: list) -> list[Dims]:
-    """Keeps dims whose size a dynamic slice or padding does not change."""
+    """Keeps the dims that a dynamic slice or padding does not resize."""
     shapes = zip(
         ins[0].dims, _shape(eqn.invars[0]), _shape(eqn.outvars[0]), strict=True
     )

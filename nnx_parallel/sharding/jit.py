@@ -150,7 +150,7 @@ def sharded_jit(
 ) -> Any:
     """Compiles a function of any pytrees, placed by rules on a mesh.
 
-    A placement is a tree whose leaves are rules, a ``PartitionSpec``, a
+    A placement is a tree. Its leaves are rules, a ``PartitionSpec``, a
     ``NamedSharding``, or ``None`` to let the compiler choose. Each leaf applies to all
     arrays below it in the argument or output. A call with new shapes, dtypes or
     structures converts rules to shardings (`resolve_shardings`). The program, its

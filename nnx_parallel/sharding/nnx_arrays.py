@@ -26,7 +26,7 @@ def plain_variables() -> Iterator[None]:
     """Makes new Variables plain: Flax does not place them, whatever modes are set.
 
     With eager sharding, Flax would place a Variable that has names, and would need a
-    mesh whose axes have these names. The arrays of hijax and ref Variables are not part
+    mesh with axes of these names. The arrays of hijax and ref Variables are not part
     of a state.
     """
     with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
@@ -142,7 +142,7 @@ _NUM_DIMS = (
 # This is a protocol, because this package must not import `Stack` from `layers`.
 @runtime_checkable
 class HasLayers(Protocol):
-    """A module whose arrays have a leading dim of layers."""
+    """A module with a leading dim of layers in its arrays."""
 
     def name_layers(self) -> None:
         """Names the leading dim in the metadata of the module's arrays."""

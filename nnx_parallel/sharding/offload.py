@@ -75,7 +75,7 @@ class Offload:
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """Refuses a mesh whose devices cannot reach pinned memory of their host.
+    """Refuses a mesh if its devices cannot reach pinned memory of their host.
 
     Raises:
         OffloadError: If they cannot. The message lists the kinds of memory that the

@@ -30,12 +30,12 @@ def optimizer_specs(
     """Returns the tree of an Optax state with the spec of every array.
 
     The state of a transformation contains trees that are like the tree of parameters,
-    complete or with some parts masked. An array belongs to the parameter whose path is
-    the end of the array's path:
+    complete or with some parts masked. An array belongs to a parameter if the
+    array's path ends with the parameter's path:
 
     - An array of the parameter's shape has the parameter's ``optimizer`` spec.
     - An array of another shape, such as Adafactor's factors of rows and columns, has
-      the axes of the parameter's dims whose sizes match.
+      the axes of the parameter's dims with matching sizes.
     - Counters and other arrays that belong to no parameter are replicated.
 
     Args:

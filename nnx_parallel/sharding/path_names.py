@@ -17,7 +17,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 @dataclass(frozen=True, init=False)
 class PathNames:
-    r"""Names the dims of arrays whose dotted paths match regular expressions.
+    r"""Names the dims of arrays with dotted paths that match regular expressions.
 
     Names are a property of the model, not of a strategy. Call this object on a model,
     concrete or abstract: it writes the names into the metadata of the model's
@@ -165,7 +165,7 @@ TRANSFORMER_NAMES = PathNames(
     *_pairs(r"lm_head", _BIAS, "vocab"),
     optional=True,
 )
-"""Names for the parameters of transformers whose modules have the usual names.
+"""Names for the parameters of transformers with the usual names of modules.
 
 The table covers Llama, Qwen, Gemma (Tunix, Bonsai, Flax's example), GPT-2 and ViT, with
 kernels that are matrices or have the shapes of einsums. Put additional pairs in front:

@@ -184,7 +184,7 @@ class FSDPRules:
     A dim is a candidate if no other claim splits it and the axis divides it. The
     candidates are ranked by the tiles of a TPU:
 
-    1. Dims whose shards are whole tiles: a multiple of 128 entries along the last dim,
+    1. Dims with shards of whole tiles: a multiple of 128 entries along the last dim,
        of 8 along the second-to-last dim, and any number along the other dims.
     2. The last dim, if its shards are a multiple of 8 entries.
     3. All other dims. The reason then says ``unaligned``: each gather makes one more
@@ -387,7 +387,7 @@ def answer_of(
     *,
     translate: Callable[[P], P] = lambda spec: spec,
 ) -> tuple[P, str] | None:
-    """Returns the checked answer of several rules, whose order does not matter.
+    """Returns the checked answer of several rules; their order does not matter.
 
     Args:
         rules: The rules. Two rules with different answers are an error.

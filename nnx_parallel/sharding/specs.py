@@ -137,7 +137,7 @@ def to_spec(axes: Sequence[tuple[str, ...]]) -> P:
 def dividing_prefix(
     size: int, axes: Sequence[str], mesh_shape: Mapping[str, int]
 ) -> tuple[str, ...]:
-    """Returns the longest prefix of ``axes`` whose product divides ``size``."""
+    """Returns the longest prefix of ``axes`` with a product that divides ``size``."""
     # If the product of a prefix divides the size, so does each shorter product.
     # The last axes are given up first. For a batch these are the inner axes.
     count = len(axes)

@@ -312,8 +312,8 @@ def shard(tree: Any, rules: Any, mesh: MeshLike) -> Any:
 
     Args:
         tree: A pytree of arrays. All processes must pass the same global values.
-        rules: Rules, specs or shardings, as in `resolve_shardings`. A leaf whose entry
-            is ``None`` is returned unchanged.
+        rules: Rules, specs or shardings, as in `resolve_shardings`. A leaf with the
+            entry ``None`` is returned unchanged.
         mesh: The mesh, or a strategy.
 
     Example:

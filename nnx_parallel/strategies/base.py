@@ -1,4 +1,4 @@
-"""The base class `Strategy`, whose methods apply its claims, and `Composite`."""
+"""The base class `Strategy`, with methods that apply its claims, and `Composite`."""
 
 import abc
 import dataclasses

@@ -41,8 +41,8 @@ class FSDP(Strategy):
             layer gathers the rest itself, during its products. Prefetch is for TPUs on
             which SparseCores run the gathers (docs/benchmarks.md has figures). It needs
             ``shard="params"``. In the stages of a `Pipeline`, `Pipeline.gather` decides
-            instead. A stack of one layer, and a stack whose input is not a
-            floating-point array, do not prefetch. ``None``: no prefetch.
+            instead. A stack does not prefetch if it has one layer, or if its input is
+            not a floating-point array. ``None``: no prefetch.
 
     Raises:
         ValueError: If a value is invalid, or if there is nothing to prefetch.

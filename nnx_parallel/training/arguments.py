@@ -144,9 +144,9 @@ class Faults:
     """Detection of faults, and the reaction to them; ``Trainer(faults=...)``.
 
     Attributes:
-        on_non_finite: Reaction to a step whose loss or gradients are not finite.
+        on_non_finite: Reaction to a step with a loss or gradients that are not finite.
             ``"raise"`` ends the fit. With ``"skip"``, or a `SkipSteps` with a limit,
-            the step changes nothing. A batch whose loss has weight 0 never changes
+            the step changes nothing. A batch with a loss of weight 0 never changes
             anything.
         step_timeout: Limit in seconds. It applies to each step, including the wait for
             its data and ``on_step_end``, and to each batch of the fit's evaluation. If

@@ -1,4 +1,4 @@
-"""`Callback`, whose hooks run a user's code in a fit, and `EarlyStopping`."""
+"""`Callback`, with hooks that run a user's code in a fit, and `EarlyStopping`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -75,8 +75,8 @@ class EarlyStopping(Callback):
             ends.
         min_delta: Improvement that a value must exceed to count as better.
         mode: ``"min"`` (the default) if the smallest value is the best, ``"max"`` if
-            the largest is. It must be given for a metric whose name suggests that
-            larger is better, such as an accuracy.
+            the largest is. It must be given if the metric's name suggests that
+            larger is better, as for an accuracy.
 
     Attributes:
         best: The best value so far, or ``None``.

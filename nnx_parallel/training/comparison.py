@@ -44,8 +44,8 @@ class Difference:
 
     Attributes:
         array: The name of the array, such as ``"gradient of `head.kernel`"``.
-        where: The devices whose shards differ; for a difference in numbers, the device
-            of the worst shard.
+        where: The devices with shards that differ; for a difference in numbers, the
+            device of the worst shard.
         error: Root mean square of the difference in the worst shard, relative to the
             root mean square of the array. NaN if only bits were compared.
         limit: The largest error that rounding can explain.
@@ -334,7 +334,7 @@ def label(device: Any) -> str:
 
 
 def differing(first: Hashes, second: Hashes) -> dict[str, str]:
-    """Returns the devices whose shards differ, by the name of the array.
+    """Returns the devices with shards that differ, by the name of the array.
 
     All processes must call this function. Each gets the differences of all processes.
     """

@@ -1,10 +1,10 @@
 """The program of a step, its compiler options, and its copy on disk.
 
-A compiled step is stored in a file, whose name contains a hash of the step's text. The
-file also has the other facts that the compiled step depends on. It is used only if all
-of these are the same. Because the file contains code, it is not used if another user
-can write to it or to its directory. If a file is not used, the step is compiled, and
-the reason is logged.
+A compiled step is stored in a file. The file's name contains a hash of the step's text.
+The file also has the other facts that the compiled step depends on. It is used only if
+all of these are the same. Because the file contains code, it is not used if another
+user can write to it or to its directory. If a file is not used, the step is compiled,
+and the reason is logged.
 
 By default a TPU's TensorCore waits while parameters are gathered and gradients are
 summed. The compiler can overlap these transfers with other work. `TABLE` has the
@@ -57,7 +57,7 @@ class CompilerOption:
         name: The name of the option.
         value: The value that the option is set to.
         kinds: Prefixes of ``device.device_kind`` of the devices that gain from the
-            option, or ``"gpu"`` for all GPUs, whose kinds have many names.
+            option, or ``"gpu"`` for all GPUs, because their kinds have many names.
         reason: The effect of the option, and the known facts about its gain.
         source: The source of these facts.
     """
@@ -485,7 +485,7 @@ def _read(
 
 
 def _differences(files: Sequence[Path], facts: Mapping[str, str]) -> str:
-    """Describes the differences of the file whose facts differ the least."""
+    """Describes the differences of the file with the fewest different facts."""
     differences = []
     for file in files:
         other: dict[str, Any] = {}

@@ -379,7 +379,7 @@ def _are_sound(
 
 
 def broken_arrays(state: TrainState) -> list[str]:
-    """Returns the paths of arrays whose values make further training impossible.
+    """Returns the paths of arrays with values that make further training impossible.
 
     All processes call this. Parameters, their averages and their moments must be
     finite. Other variables, such as a mask, may be infinite but not NaN. The same holds

@@ -285,7 +285,7 @@ class Programs:
         """Returns the model's FLOPs for a batch (`count_model_flops`).
 
         Returns ``None`` if one device could not run the loss. It also does so with
-        `Players`, whose losses need different FLOPs.
+        `Players`, because their losses need different FLOPs.
         """
         if self.players is not None:
             return None
@@ -612,7 +612,7 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
 
 
 def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange]:
-    """Yields the range of indices of each lookup whose indices depend only on a batch.
+    """Yields the range of each lookup's indices if they depend only on a batch.
 
     An index beyond the end of an array gives NaN, for instance in `jnp.take` and
     `jnp.take_along_axis`.

@@ -414,7 +414,7 @@ def _iota(call: _Call) -> RowValue:
 
 
 def _contract(call: _Call) -> RowValue:
-    """Returns the facts about `dot_general`, whose output has the batch dims first."""
+    """Returns the facts about `dot_general`; its output has the batch dims first."""
     a, b = call.ins
     contracted, batch = call.eqn.params["dimension_numbers"]
     sizes = call.growth(of_input=True), call.growth(1, of_input=True)

@@ -155,7 +155,7 @@ class RunState:
     _is_counting: bool = False
     _is_introduced: bool = False
     # `_models` has the models of this state, by the kind of their parameters.
-    # `_used_up` has models of earlier states, whose arrays were donated.
+    # `_used_up` has models of earlier states. Their arrays were donated.
     _models: dict[Kind, tuple[nnx.Module, HandedModel]] = field(default_factory=dict)
     _used_up: list[HandedModel] = field(default_factory=list)
 
@@ -355,7 +355,7 @@ class RunState:
             self._excused = frozenset(broken_arrays(self.state))
 
     def broken_arrays(self) -> list[str]:
-        """Returns arrays whose values make training impossible, except excused ones."""
+        """Returns arrays that make training impossible, except excused ones."""
         excused = self._excused or ()
         return [path for path in broken_arrays(self.state) if path not in excused]
 

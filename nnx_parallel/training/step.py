@@ -80,7 +80,7 @@ class StepOptions:
     """Options of a step.
 
     Attributes:
-        num_microbatches: Number of parts of the batch whose gradients are accumulated.
+        num_microbatches: Number of parts of the batch. Their gradients are accumulated.
         remat: The values that the forward pass keeps, unless the model chooses them
             itself.
         compiler_options: Options that override the library's `compiler_options`.
@@ -354,7 +354,7 @@ def changes_by_microbatches(
     key: jax.Array,
     num_microbatches: int,
 ) -> list[str]:
-    """Returns warnings about a loss whose values certainly depend on microbatches.
+    """Returns warnings if a loss has values that certainly depend on microbatches.
 
     The loss is only traced, once with the rows of two microbatches and once with four.
     """
@@ -572,7 +572,7 @@ def _apply_gradients(
             kept = where(is_kept, *(replace(x, opt_state=()) for x in (new, state)))
             new = replace(kept, step=new.step, opt_state=opt_state)
         if state.loss_scale is not None:
-            # With float16, a step whose gradients overflow changes the loss scale.
+            # With float16, a step with gradients that overflow changes the loss scale.
             metrics["loss_scale"] = state.loss_scale.scale
             new = replace(new, loss_scale=state.loss_scale.adjust(is_finite))
         return new, computed.found | metrics

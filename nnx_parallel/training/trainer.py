@@ -102,11 +102,11 @@ class Trainer:
 
     Args:
         model: A function, or a class, that takes ``nnx.Rngs`` and returns a model; the
-            model is then built already sharded. It can also be a built model, whose
-            arrays are copied, or the ``(graphdef, state)`` of a model. If the loss
-            assigns values to Variables of the model, the values are kept, even if the
-            Variables are trained. An array outside of Variables is a constant, as in
-            plain NNX, unless ``wrt`` selects it.
+            model is then built already sharded. It can also be a built model
+            or the ``(graphdef, state)`` of a model. The arrays of a built model are
+            copied. If the loss assigns values to Variables of the model, the values are
+            kept, even if the Variables are trained. An array outside of Variables is a
+            constant, as in plain NNX, unless ``wrt`` selects it.
         optimizer: An Optax transformation, or a function that takes the abstract model
             and returns a transformation (for masks and dimension numbers). It can also
             be `Players`, each with a loss and an optimizer; then leave ``loss`` out.

@@ -192,7 +192,7 @@ def _hashes(arrays: dict[str, jax.Array]) -> dict[str, dict[str, int]]:
 def replay(
     programs: Programs, state: TrainState, batch: Batch
 ) -> tuple[TrainState, dict[str, jax.Array]]:
-    """Runs a step whose gradients are computed twice. All processes must call this.
+    """Runs a step and computes its gradients twice. All processes must call this.
 
     Raises:
         ReplayError: On all processes, before the update, if any bit differs.
