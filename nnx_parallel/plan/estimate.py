@@ -30,7 +30,7 @@ from nnx_parallel.schedules.schedules import Fixed, Schedule
 from nnx_parallel.schedules.simulate import Simulation
 from nnx_parallel.schedules.table import Buffers, plan_buffers
 from nnx_parallel.sharding.model import flatten
-from nnx_parallel.sharding.names import as_tuple
+from nnx_parallel.sharding.names import as_tuple, dotted
 from nnx_parallel.sharding.placement import Placement, axes_of
 from nnx_parallel.sharding.specs import in_order
 from nnx_parallel.state import StatePlan
@@ -446,14 +446,14 @@ def _of_sequence(local: Estimate) -> Iterator[Traffic]:
     axis = claims.sequence.axis if claims.sequence else ""
     if (count := local.size((axis,))) < 2:
         return
+    places = {dotted(path): place for path, place in local.plan.placements.items()}
     for info in local.plan.model.infos:
         names = info.names or ()
         if "kv_heads" not in names:
             continue
-        tensor = local.size(as_tuple(claims.logical.get("kv_heads")))
         at = names.index("kv_heads")
-        if info.shape[at] % tensor:
-            tensor = 1  # each device has all key heads
+        used = places[info.path].used
+        tensor = local.size(as_tuple(used[at])) if at < len(used) else 1
         if len(info.shape) - at < 2 or "embed" not in names:
             continue  # a bias
         layers = info.shape[0] / local.stages if "layers" in names[:1] else 1

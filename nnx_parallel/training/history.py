@@ -12,12 +12,25 @@ from nnx_parallel.visualize.figures import document, text
 
 _WIDTH, _HEIGHT = 300, 120  # pixels of a plot
 _MAX_POINTS = 300
-_OF_RUN = (
-    *("step", "eval_step", "learning_rate", "loss_scale", "lost_updates", "skipped"),
-    *("compile_seconds", "data_wait_seconds", "step_seconds", "examples_per_second"),
-    *("tokens_per_second", "tokens_per_second_per_device", "tflops_per_device"),
-    *("mfu", "hfu", "device_memory_bytes", "device_memory_fraction"),
-)
+_OF_RUN = {
+    "step",
+    "eval_step",
+    "learning_rate",
+    "loss_scale",
+    "lost_updates",
+    "skipped",
+    "compile_seconds",
+    "data_wait_seconds",
+    "step_seconds",
+    "examples_per_second",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "tflops_per_device",
+    "mfu",
+    "hfu",
+    "device_memory_bytes",
+    "device_memory_fraction",
+}
 """Metrics that are not plotted."""
 
 

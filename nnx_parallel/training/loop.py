@@ -285,8 +285,7 @@ class Loop:
                 step += 1
                 # A hook may save, so the position must be at the state's step.
                 run.data.advance(step, item)
-                if step > first_step + _STEPS_TO_FIRST_METRICS:
-                    self._first_batch = None
+                self._begin_metrics(step - first_step, item.batch)
                 # The watchdog is armed here, so that it covers hooks and data waits.
                 self._watchdog.arm(step)
                 self._termination.check()  # warns if another handler has replaced it
@@ -404,14 +403,26 @@ class Loop:
             if found is not None:
                 self._temporary_bytes = max(found, self._temporary_bytes or 0)
             mesh = self.programs.plan.layout.mesh
-            flops = self.programs.model_flops(batch, self.run.wrt)
-            throughput = Throughput.of(program.compiled, batch, mesh, flops)
+            throughput = Throughput.of(program.compiled, batch, mesh)
             if self.programs.players:
                 # The times are means over the steps of several players. The FLOPs of
                 # these steps differ, so FLOP/s would be wrong.
                 throughput = replace(throughput, hardware_flops=None)
             self._recorder.throughput = throughput
         self._recorder.add_once(compile_seconds=time.perf_counter() - start)
+
+    def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
+        """Counts the model's FLOPs, and lets go of the first batch later.
+
+        The loss is traced once more for the count. The devices run the first step
+        meanwhile.
+        """
+        recorder = self._recorder
+        if num_steps == 1 and recorder.throughput is not None:
+            flops = self.programs.model_flops(batch, self.run.wrt)
+            recorder.throughput = replace(recorder.throughput, model_flops=flops)
+        if num_steps > _STEPS_TO_FIRST_METRICS:
+            self._first_batch = None
 
     def _trace_turns(self, batch: Batch) -> None:
         """Traces the steps of all players, to raise errors before any compilation."""

@@ -86,7 +86,7 @@ class Throughput:
         compiled: jax.stages.Compiled,
         batch: Any,
         mesh: Mesh,
-        model_flops: float | None,
+        model_flops: float | None = None,
     ) -> Self:
         """Returns the throughput of a compiled step on a global batch."""
         try:
