@@ -121,10 +121,13 @@ class SharedReader:
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {
-        name: f"{x.dtype}{list(x.shape)} at byte {x.start} of {x.file.name}"
-        for name, x in tensors.items()
-    }
+    found = {}
+    for name, tensor in tensors.items():
+        try:
+            found[name] = tensor.describe()
+        except (OSError, WeightsError) as error:  # the other processes must hear of it
+            found[name] = f"unreadable ({error})"
+    return found
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ FP8 = np.dtype(jnp.float8_e4m3fn)
 
 _READ = DTYPES | {"F8_E4M3": FP8}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+_HEAD_BYTES = 64
+"""Number of bytes at the start of an array by which copies of a file are compared."""
 
 Pick = Callable[[np.ndarray], np.ndarray]
 """A function that returns a part of an array, such as a shard, perhaps rearranged."""
@@ -104,20 +108,38 @@ class Tensor:
             WeightsError: If the file ends before the last row.
         """
         rows = np.empty((last - first, *self.shape[1:]), self.dtype)
+        row_bytes = self.num_bytes // self.num_rows
+        self._read_into(rows.reshape(-1).view(np.uint8), self.start + first * row_bytes)
+        return rows
+
+    def describe(self) -> str:
+        """Describes the array and its first elements, to compare copies of a file.
+
+        Raises:
+            WeightsError: If the file ends before these elements.
+        """
+        head = np.empty(min(self.num_bytes, _HEAD_BYTES), np.uint8)
+        self._read_into(head, self.start)
+        return (
+            f"{self.dtype}{list(self.shape)} at byte {self.start} of {self.file.name}, "
+            f"first bytes with checksum {zlib.crc32(head):08x}"
+        )
+
+    def _read_into(self, out: np.ndarray, start: int) -> None:
+        """Fills an array of bytes from the file."""
         # The file is read without a memory map and without read-ahead, because each of
         # them would read megabytes of rows that belong to other processes.
         with open(self.file, "rb", buffering=0, opener=open_regular) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            file.seek(self.start + first * (self.num_bytes // self.num_rows))
-            left = rows.reshape(-1).view(np.uint8).data
+            file.seek(start)
+            left = out.data
             while left and (count := file.readinto(left)):
                 left = left[count:]
         if left:
             raise WeightsError(
                 f"{str(self.file)!r} is truncated: {len(left):,} bytes are missing."
             )
-        return rows
 
 
 def open_tensors(path: Path) -> dict[str, Tensor]:

@@ -99,6 +99,10 @@ class BlockScaled(Tensor):
         """The dtype of such models before they were quantised, which is bfloat16."""
         return np.dtype(jnp.bfloat16)
 
+    def describe(self) -> str:
+        """Describes the elements and the scales, to compare copies of a file."""
+        return f"{super().describe()}; scales: {self.scales.describe()}"
+
     def read(self, pick: Pick, elements: np.ndarray) -> np.ndarray:
         """Returns the picked values, in float32."""
         values = _OF_FP8[pick(elements.view(np.uint8))]
@@ -154,6 +158,10 @@ class Packed(Tensor):
     def view(self) -> np.ndarray:
         """Returns all elements."""
         return _unpack(self.packed.view(), self.exponents.view())
+
+    def describe(self) -> str:
+        """Describes codes and exponents, to compare copies of a file."""
+        return f"{self.packed.describe()}; exponents: {self.exponents.describe()}"
 
     def read_rows(self, first: int, last: int) -> np.ndarray:
         """Reads the elements of a range of experts."""

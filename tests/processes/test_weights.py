@@ -62,6 +62,7 @@ def test_processes_read_each_byte_once_and_one_writes(
     ("damage", "message"),
     [
         ("values", "WeightsError: '.*' in '.*' has values that are not finite"),
+        ("other values", "DisagreementError: The processes disagree about the files"),
         ("header", "DisagreementError: The processes disagree about the files of "),
     ],
 )
@@ -75,8 +76,12 @@ def test_damage_in_one_copy_is_an_error_of_all(
     if damage == "values":
         changed = bytearray(data)
         for tensor in open_tensors(file).values():
-            changed[tensor.start : tensor.start + 4] = np.float32(np.nan).tobytes()
+            end = tensor.start + tensor.num_bytes
+            changed[end - 4 : end] = np.float32(np.nan).tobytes()
         data = bytes(changed)
+    elif damage == "other values":  # as in a copy of another training
+        first = next(iter(open_tensors(file).values())).start
+        data = data[:first] + bytes([data[first] ^ 1]) + data[first + 1 :]
     else:  # two arrays of the same shape change their places
         data = data.replace(b"gate_proj", b"a_third__").replace(
             b"up_proj", b"gate_proj"
