@@ -122,7 +122,7 @@ class Tensor:
         self._read_into(head, self.start)
         return (
             f"{self.dtype}{list(self.shape)} at byte {self.start} of {self.file.name}, "
-            f"first bytes with checksum {zlib.crc32(head):08x}"
+            f"first bytes with checksum {zlib.crc32(head.data):08x}"
         )
 
     def _read_into(self, out: np.ndarray, start: int) -> None:
