@@ -44,7 +44,8 @@ OPTIONS = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
 }
 """The options that MaxText's scripts set on v5p for SparseCores' collectives."""
-NO_RINGS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+_RINGS = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
+NO_RINGS = {_RINGS: "1000000"}
 """This library also sets this option: the partitioner splits no matmul into a ring."""
 
 
@@ -86,11 +87,14 @@ _PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 5
 _MAXTEXT_256 = (*_MAXTEXT, "compile_topology=v6e-256")
 PAIRS = {
     "FSDP 64": Pair(
-        ours=Case(strategy=FSDP(64, prefetch="first"), **_CHIPS), theirs=_MAXTEXT_64
+        ours=Case(strategy=FSDP(64, prefetch="first"), options=OPTIONS, **_CHIPS),
+        theirs=_MAXTEXT_64,
     ),
     "tensor 4 x FSDP 16": Pair(
         ours=Case(
-            strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(16)), **_CHIPS
+            strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(16)),
+            options=OPTIONS,
+            **_CHIPS,
         ),
         theirs=(*_MAXTEXT_64, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
     ),
@@ -124,36 +128,51 @@ _70B: dict[str, Any] = {
     "rows": 512,
     "microbatches": 32,
 }
-FURTHER = {
-    **{name: pair.ours for name, pair in FURTHER_PAIRS.items()},
+_MAY_RING = {
     "tensor 4 x FSDP 16, all-reduces": Case(
         strategy=Composite(TensorParallel(4), FSDP(16)), **_CHIPS
     ),
+    "tensor 4 x FSDP 16, sequence": Case(
+        strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
+    ),
+    "v6e, tensor 4 x FSDP 64": Case(
+        strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
+    ),
+    "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
+        strategy=Composite(_PIPELINE, TensorParallel(8, sequence=True), FSDP(16)),
+        **_70B,
+    ),
+}
+FURTHER = {
+    **{name: pair.ours for name, pair in FURTHER_PAIRS.items()},
+    **_MAY_RING,
+    **{
+        f"{name}, rings": replace(case, options={_RINGS: None})
+        for name, case in _MAY_RING.items()
+    },
     **{
         f"six layers, FSDP 64, prefetch {mode}": Case(
             strategy=FSDP(64, prefetch=mode), **_SIX_LAYERS
         )
         for mode in (None, "first")
     },
-    "tensor 4 x FSDP 16, sequence": Case(
-        strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
-    ),
     "tensor 4 x FSDP 16, ring": Case(
         strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(16)), **_CHIPS
     ),
     "v6e, FSDP 256": Case(strategy=FSDP(256), **_PODS),
-    "v6e, tensor 4 x FSDP 64": Case(
-        strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
-    ),
     "v6e, tensor 4 x FSDP 64, ring": Case(
         strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(64)), **_PODS
     ),
-    "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
-        strategy=Composite(_PIPELINE, TensorParallel(8, sequence=True), FSDP(16)),
-        **_70B,
-    ),
     "70B, pipeline 8 x tensor 8 x FSDP 16, ring": Case(
         strategy=Composite(_PIPELINE, TensorParallel(8, overlap="ring"), FSDP(16)),
+        **_70B,
+    ),
+    "70B, pipeline 8 x tensor 8 x FSDP 16, ring, gather once": Case(
+        strategy=Composite(
+            replace(_PIPELINE, gather="step"),
+            TensorParallel(8, overlap="ring"),
+            FSDP(16),
+        ),
         **_70B,
     ),
 }
@@ -291,8 +310,7 @@ def estimated_cycles(module: Module) -> float:
 
 def compile_and_read(case: Case) -> dict[str, float]:
     """This library's step, compiled and read in this process."""
-    options = OPTIONS if case in [pair.ours for pair in PAIRS.values()] else None
-    text, found = compile_step(case, options)
+    text, found = compile_step(case)
     return found | read(text)
 
 

@@ -74,9 +74,9 @@ def measure(rounds: int = 1) -> Table:
     return table
 
 
-def compile_and_read(case: Case, options: dict[str, Any]) -> dict[str, float]:
+def compile_and_read(case: Case) -> dict[str, float]:
     """Compiles a step for abstract TPUs, and reads memory and schedule."""
-    text, found = compile_step(case, options)
+    text, found = compile_step(case)
     report = audit(text)
     temporary = found["memory"] - found["state"]
     sent, hidden = report.sent_bytes(), report.hidden_share or 0.0
@@ -85,4 +85,4 @@ def compile_and_read(case: Case, options: dict[str, Any]) -> dict[str, float]:
 
 if __name__ == "__main__":
     chosen, kind = json.loads(sys.argv[1])
-    print(json.dumps(compile_and_read(CASES[chosen], VARIANTS[kind])))
+    print(json.dumps(compile_and_read(replace(CASES[chosen], options=VARIANTS[kind]))))

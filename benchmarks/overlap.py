@@ -89,9 +89,15 @@ def compile_and_read(
     strategy: Strategy, config: GPTConfig, *, sets_options: bool
 ) -> dict[str, float]:
     """Compiles the step for abstract TPUs, and adds up its schedule."""
-    case = Case(config=lambda: config, strategy=strategy, topology=TOPOLOGY, rows=ROWS)
-    options = None if sets_options else dict.fromkeys(each.name for each in TABLE)
-    text, found = compile_step(case, options)
+    text, found = compile_step(
+        Case(
+            config=lambda: config,
+            strategy=strategy,
+            topology=TOPOLOGY,
+            rows=ROWS,
+            options={} if sets_options else dict.fromkeys(each.name for each in TABLE),
+        )
+    )
     assert found["chips"] == CHIPS
     sent = audit(text).collectives
     sums = [each for each in sent if each.kind in SUMS]

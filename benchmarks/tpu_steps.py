@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,6 +43,7 @@ class Case:
         topology: The chips, with the links that close the torus of whole cubes.
         rows: Sequences per step.
         microbatches: Number of parts of a step's rows, which run one after another.
+        options: Options of the compiler beside the library's; ``None`` removes one.
     """
 
     config: Callable[[], GPTConfig]
@@ -50,6 +51,7 @@ class Case:
     topology: str
     rows: int = 1
     microbatches: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def figures_of(benchmark: str, name: str) -> dict[str, float]:
@@ -76,13 +78,10 @@ def last_line(command: list[str]) -> dict[str, float]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compile_step(
-    case: Case, compiler_options: Mapping[str, Any] | None = None
-) -> tuple[str, dict[str, float]]:
+def compile_step(case: Case) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
-    AdamW, parameters in float32 and products in bfloat16; with the library's options of
-    the compiler, and further ones.
+    AdamW, parameters in float32 and products in bfloat16.
     """
     devices = Topology.parse(case.topology).described()
     config, strategy = case.config(), case.strategy
@@ -91,7 +90,7 @@ def compile_step(
     precision = Precision.mixed_bfloat16()
     plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
     options = StepOptions(
-        num_microbatches=case.microbatches, compiler_options=compiler_options
+        num_microbatches=case.microbatches, compiler_options=case.options or None
     )
     step: Any = make_train_step(plan, next_token_loss, options)
     rows = layout.sharding(layout.batch_spec(case.rows))
