@@ -2,10 +2,12 @@
 
 import argparse
 import datetime
+import importlib
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from flax import nnx
 import nnx_parallel
 from nnx_parallel import Checkpoint, Trainer
 from nnx_parallel.checkpoint import CheckpointReader
-from nnx_parallel.cli import _parser, main  # pyright: ignore[reportPrivateUsage]
+from nnx_parallel.cli import _parsers, main  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import MANIFESTS, Job
 from tests.processes.running import ENVIRONMENT
@@ -200,6 +202,75 @@ def test_invalid_process_and_restart_counts_fail(
     assert message in capsys.readouterr().err
 
 
+def slurm_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The command that each process runs, for arguments of ``launch``."""
+    assert main(["launch", "--print", "slurm", *arguments]) == 0
+    return re.findall(r"--kill-on-bad-exit=1 (.*) && exit", capsys.readouterr().out)[0]
+
+
+def test_launch_reads_options_after_script(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "train.py",
+        "--steps",
+        "10",
+        "--processes=2",
+        "x",
+        "--",
+        "--cpu",
+        "--",
+        "y",
+    ]
+    assert slurm_command(capsys, *words) == "python train.py --steps 10 x --cpu -- y"
+    words = ["--processes", "2", "train.py", "--steps", "10", "--", "--cpu"]
+    assert slurm_command(capsys, *words) == "python train.py --steps 10 --cpu"
+    assert main(["launch", "--print", "slurm", "a.py", "--processes", "3"]) == 0
+    assert "#SBATCH --ntasks=3\n" in capsys.readouterr().out
+
+
+def test_ambiguous_option_after_script_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "--processes", "2", "train.py", "--host=a"])
+    message = (
+        "error: --host=a follows the script, and both launch and the script may have "
+        "this option. For launch, write it before train.py. For the script, write it "
+        "after --: train.py -- --host=a\n"
+    )
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_launch_needs_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "train.py", "--steps", "3"])
+    assert "arguments are required: --processes\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "guess"),
+    [("plann", " Did you mean 'plan'?"), ("inspcet", " Did you mean 'inspect'?")],
+)
+def test_misspelt_command_gets_guess(
+    word: str, guess: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word, "train.py"])
+    commands = "Commands: launch, plan, verify, inspect, doctor."
+    message = f"error: there is no command {word!r}.{guess} {commands}\n"
+    assert capsys.readouterr().err.endswith(message)
+
+
+def test_console_script_is_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    module, name = project["project"]["scripts"]["nnx-parallel"].split(":")
+    monkeypatch.setattr(sys, "argv", ["/bin/nnx-parallel", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        getattr(importlib.import_module(module), name)()
+    assert capsys.readouterr().out.startswith("usage: nnx-parallel [-h]")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run")
@@ -261,7 +332,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def test_every_option_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    found = list(options_of(_parser()))
+    found = list(options_of(_parsers()[0]))
     assert len(found) > 12
     assert [option.dest for option in found if not option.help] == []
     for command in ("launch", "plan", "inspect", "doctor"):

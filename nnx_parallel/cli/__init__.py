@@ -1,8 +1,12 @@
-"""The command line ``python -m nnx_parallel``, with one file for each command."""
+"""The command line ``nnx-parallel``, with one file for each command.
+
+``python -m nnx_parallel`` is the same command line.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
@@ -10,7 +14,7 @@ from nnx_parallel.cli.launch import MANIFESTS, Job, launch
 from nnx_parallel.cli.plan import add_options, run_plan
 from nnx_parallel.cli.verify import verify
 from nnx_parallel.distributed.agreement import versions
-from nnx_parallel.errors import ParallelError
+from nnx_parallel.errors import ParallelError, suggest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; 2 if the run cannot be started.
     """
-    parser = _parser()
+    parser, commands = _parsers()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and not given[0].startswith("-") and given[0] not in commands:
+        near = suggest(given[0], commands)
+        parser.error(
+            f"there is no command {given[0]!r}.{near} Commands: {', '.join(commands)}."
+        )
     rest: list[str] = []
-    if given[:1] == ["plan"] and "--" in given:
+    if given[:1] in (["plan"], ["launch"]) and "--" in given:
         at = given.index("--")
         given, rest = given[:at], given[at + 1 :]
     options = parser.parse_args(given)
@@ -39,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "plan":
         options.arguments = rest
         return run_plan(options)
+    options = _read_after_script(commands["launch"], options, rest)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes must be at least 1 and --max-restarts at least 0")
     job = Job(
@@ -60,9 +70,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _read_after_script(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, rest: list[str]
+) -> argparse.Namespace:
+    """Reads options of ``launch`` that follow the script.
+
+    They are read there only if ``--processes`` is there too. After the script of
+    ``launch --processes 2 train.py --cpu``, ``--cpu`` could belong to either program,
+    so it is an error.
+
+    Args:
+        parser: The parser of ``launch``.
+        options: The options before the script, the script, and all that follows it.
+        rest: The arguments after ``--``, which belong to the script.
+    """
+    after = options.arguments
+    if options.processes is None:
+        kind = argparse.ArgumentParser
+        reader = kind(prog=parser.prog, add_help=False, allow_abbrev=False)
+        _add_launch_options(reader)
+        options, after = reader.parse_known_args(after, options)
+        if options.processes is None:
+            parser.error("the following arguments are required: --processes")
+    else:
+        names = parser._option_string_actions
+        for word in after:
+            if word.startswith("--") and word.partition("=")[0] in names:
+                parser.error(
+                    f"{word} follows the script, and both launch and the script may "
+                    f"have this option. For launch, write it before {options.script}. "
+                    f"For the script, write it after --: {options.script} -- {word}"
+                )
+    options.arguments = [*after, *rest]
+    return options
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Returns the parser of the command line, and the parser of each command."""
+    is_script = Path(sys.argv[0]).stem == "nnx-parallel"
     parser = argparse.ArgumentParser(
-        prog="python -m nnx_parallel",
+        prog="nnx-parallel" if is_script else "python -m nnx_parallel",
         description="Starts the processes of a run, plans a run for devices that are "
         "not present, verifies its numbers, lists its checkpoints, or checks the "
         "installation.",
@@ -114,12 +161,16 @@ def _parser() -> argparse.ArgumentParser:
         "problem. The exit code is 1 if there is a problem.",
     )
     _add_launch_options(starting)
+    starting.add_argument("script", help="the Python script that each process runs")
+    # `_read_after_script` divides these between `launch` and the script.
+    about = "arguments of the script"
+    starting.add_argument("arguments", nargs=argparse.REMAINDER, help=about)
     add_options(planning)
     _add_verify_options(verifying)
     _add_inspect_options(listing)
     where = "a directory for checkpoints, which must be writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
-    return parser
+    return parser, dict(commands.choices)
 
 
 def _add_verify_options(parser: argparse.ArgumentParser) -> None:
@@ -141,9 +192,8 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--processes",
         type=int,
-        required=True,
         metavar="N",
-        help="number of processes to start",
+        help="number of processes to start (required)",
     )
     of_each = (
         "devices of each process: GPUs of this machine, or simulated ones with --cpu "
@@ -157,7 +207,3 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     manifest = "write a script or manifest for a cluster's scheduler instead"
     add("--print", choices=MANIFESTS, help=manifest)
-    add("script", help="the Python script that each process runs")
-    # Options after the script belong to the script, even if `launch` has options with
-    # the same names.
-    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
