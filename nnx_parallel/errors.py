@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 _PACKAGE = str(Path(__file__).parent)
@@ -50,6 +50,12 @@ _OTHER_NAMES = {
     "asynchronous": "async_save enable_async_checkpointing",
     "params": "param_dtype",
     "compute": "dtype compute_dtype",
+    "num_layers": "n_layer n_layers num_hidden_layers num_blocks depth",
+    "embed_dim": "n_embd d_model hidden_size embed_size model_dim",
+    "num_heads": "n_head n_heads num_attention_heads",
+    "num_kv_heads": "n_kv_heads num_key_value_heads",
+    "seq_len": "block_size n_ctx n_positions max_position_embeddings context_length",
+    "vocab_size": "n_vocab num_embeddings",
     "num_experts": "num_local_experts n_routed_experts num_routed_experts n_experts",
     "top_k": "k num_experts_per_tok num_selected_experts experts_per_token",
     "mlp_dim": "hidden_dim intermediate_size moe_intermediate_size ffn_dim d_ff",
@@ -206,6 +212,22 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         if was_inside and not is_inside:
             yield frame
         frame = frame.f_back
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from an error's traceback.
+
+    A bare ``raise`` that follows in the same ``except`` block adds no frame.
+    """
+    kept, links, link = None, list[TracebackType](), error.__traceback__
+    while link is not None:
+        links.append(link)
+        link = link.tb_next
+    for link in reversed(links):
+        if not link.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+            place = link.tb_frame, link.tb_lasti, link.tb_lineno
+            kept = TracebackType(kept, *place)
+    error.__traceback__ = kept
 
 
 class ParallelError(Exception):

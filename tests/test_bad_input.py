@@ -1,6 +1,8 @@
 """Mistakes of users: each error states the mistake, the rule, and valid values."""
 
+import contextlib
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
+import nnx_parallel
 from nnx_parallel import (
     FSDP,
     Callback,
@@ -137,8 +140,140 @@ def test_error_in_loss_names_shapes_and_model() -> None:
     with pytest.raises(KeyError) as missing:
         make_trainer(loss=optax_loss).fit([BATCH], 1)
     assert missing.value.__notes__[-1] == (
-        "in the loss, batch {x: f32[8,4]}, model Linear"
+        "in the loss, batch {x: f32[8,4]}, model Linear. The batch has no 'y'. Its "
+        "names: ['x']."
     )
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x = layer(x)[..., :3]
+        return x
+
+
+def of_pairs(model: Any, batch: Any) -> Any:
+    return optax_loss(model, {"x": batch["x"], "y": batch["y"]})
+
+
+def swapped(a: Any, b: Any) -> Any:
+    return optax_loss(b, a)
+
+
+def called(a: Any, b: Any) -> Any:
+    return b(a).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "kind", "note"),
+    [
+        (
+            of_pairs,
+            (BATCH["x"], np.zeros(8, np.int32)),
+            TypeError,
+            "in the loss, batch (f32[8,4], i32[8]), model Linear. The batch is a "
+            "tuple: unpack it, as in x, y = batch.",
+        ),
+        (
+            swapped,
+            BATCH,
+            TypeError,
+            "in the loss, batch {x: f32[8,4]}, model Linear. The model is the first "
+            "argument, and the batch the second: loss(model, batch).",
+        ),
+        (
+            called,
+            BATCH,
+            TypeError,
+            "in the loss, batch {x: f32[8,4]}, model Linear. The model is the first "
+            "argument, and the batch the second: loss(model, batch).",
+        ),
+        (
+            optax_loss,
+            {"x": BATCH["x"], "labels": np.zeros(8, np.int32), "Y": BATCH["x"]},
+            KeyError,
+            "in the loss, batch {Y: f32[8,4], labels: i32[8], x: f32[8,4]}, model "
+            "Linear. The batch has no 'y'. Its names: ['Y', 'labels', 'x'].",
+        ),
+    ],
+)
+def test_common_mistakes_in_loss_get_remedy(
+    loss: Any, batch: Any, kind: type[Exception], note: str
+) -> None:
+    with pytest.raises(kind) as found:
+        make_trainer(loss=loss).fit([batch], 1)
+    assert found.value.__notes__[-1] == note
+
+
+def test_error_in_layer_names_layer() -> None:
+    with pytest.raises(TypeError) as found:
+        make_trainer(model=Perceptron).fit([BATCH], 1)
+    assert found.value.__notes__[-1] == (
+        "in the loss, batch {x: f32[8,4]}, model Perceptron, layer `layers.1`, a "
+        "Linear of {bias: f32[4], kernel: f32[4,4]}"
+    )
+
+
+def files_in_trace(error: BaseException) -> list[str]:
+    return [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_traceback_of_error_in_loss_has_only_users_frames() -> None:
+    def in_fit() -> None:
+        make_trainer(loss=optax_loss).fit([BATCH], 1)
+
+    def in_evaluation() -> None:
+        make_trainer().evaluate([BATCH], loss=optax_loss)
+
+    def in_prediction() -> None:
+        make_trainer().predict([BATCH], optax_loss)
+
+    package = str(Path(nnx_parallel.__file__).parent)
+    for call in (in_fit, in_evaluation, in_prediction):
+        with pytest.raises(KeyError) as found:
+            call()
+        # The test, the call of the Trainer, and the loss; JAX hides its frames too.
+        assert files_in_trace(found.value) == [__file__] * 3
+        with pytest.raises(KeyError) as found, jax_filtering("off"):
+            call()
+        files = files_in_trace(found.value)
+        assert any(file.startswith(package) for file in files)
+        assert files[-1] == __file__
+
+
+@contextlib.contextmanager
+def jax_filtering(mode: str) -> Iterator[None]:
+    before: Any = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", mode)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_filtering", before)
+
+
+def test_traceback_of_own_error_keeps_frames() -> None:
+    with pytest.raises(LossError) as found:
+        make_trainer(loss=lambda model, batch: model(batch["x"])).fit([BATCH], 1)
+    assert files_in_trace(found.value)[-1] != __file__
+
+
+class Noted(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.note = nnx.Param("x")
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_param_of_text_raises(*, is_built: bool) -> None:
+    message = (
+        "`note`, a Param, holds 'x', which is not an array. Keep text and other "
+        "settings in plain attributes of the module, without Param(...)."
+    )
+    with pytest.raises(ModelError, match=re.escape(message)):
+        make_trainer(model=Noted(nnx.Rngs(0)) if is_built else Noted)
 
 
 def test_labels_of_weight_zero_are_ignored() -> None:

@@ -29,6 +29,7 @@ from nnx_parallel import (
     make_mesh,
 )
 from nnx_parallel.errors import ModelError
+from nnx_parallel.models import GPTConfig, ViTConfig
 
 
 class Net(nnx.Module):
@@ -347,6 +348,27 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         AttributeError,
         "A Trainer has no method 'load'. Call trainer.restore() for a checkpoint, or "
         "load_weights(path) for weights.",
+    ),
+    "train": (
+        lambda: make().train([BATCH]),
+        AttributeError,
+        "A Trainer has no method 'train'. Call trainer.fit(data, num_steps=...).",
+    ),
+    "resume": (
+        lambda: make().resume("run"),
+        AttributeError,
+        "A Trainer has no method 'resume'. Call trainer.fit(...), which resumes from "
+        "the newest step in Trainer(checkpoint=...).",
+    ),
+    "sizes of a model": (
+        lambda: GPTConfig.tiny(n_layer=3),
+        TypeError,
+        "GPTConfig has no argument 'n_layer'. Did you mean num_layers=?",
+    ),
+    "misspelt size of a model": (
+        lambda: ViTConfig.tiny(patchsize=3),
+        TypeError,
+        "ViTConfig has no argument 'patchsize'. Did you mean patch_size=?",
     ),
     "save": (
         lambda: CALL.save(make(), "run"),

@@ -107,18 +107,7 @@ def _read_after_script(
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Returns the parser of the command line, and the parser of each command."""
-    is_script = Path(sys.argv[0]).stem == "nnx-parallel"
-    parser = argparse.ArgumentParser(
-        prog="nnx-parallel" if is_script else "python -m nnx_parallel",
-        description="Starts the processes of a run, plans a run for devices that are "
-        "not present, verifies its numbers, lists its checkpoints, or checks the "
-        "installation.",
-    )
-    package = sys.modules[__name__.partition(".")[0]]
-    found = ", ".join(f"{name} {number}" for name, number in versions().items())
-    text = f"nnx-parallel {getattr(package, '__version__', '?')} ({found})"
-    about = "print the versions of the library, JAX and related packages, and exit"
-    parser.add_argument("--version", action="version", version=text, help=about)
+    parser = _root_parser()
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", title="commands"
     )
@@ -171,6 +160,22 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     where = "a directory for checkpoints, which must be writable (default: .)"
     checking.add_argument("directory", nargs="?", default=".", help=where)
     return parser, dict(commands.choices)
+
+
+def _root_parser() -> argparse.ArgumentParser:
+    is_script = Path(sys.argv[0]).stem == "nnx-parallel"
+    parser = argparse.ArgumentParser(
+        prog="nnx-parallel" if is_script else "python -m nnx_parallel",
+        description="Starts the processes of a run, plans a run for devices that are "
+        "not present, verifies its numbers, lists its checkpoints, or checks the "
+        "installation.",
+    )
+    package = sys.modules[__name__.partition(".")[0]]
+    found = ", ".join(f"{name} {number}" for name, number in versions().items())
+    text = f"nnx-parallel {getattr(package, '__version__', '?')} ({found})"
+    about = "print the versions of the library, JAX and related packages, and exit"
+    parser.add_argument("--version", action="version", version=text, help=about)
+    return parser
 
 
 def _add_verify_options(parser: argparse.ArgumentParser) -> None:

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import Dense, Stack, cross_entropy, named
 from nnx_parallel.metrics import Mean
 from nnx_parallel.sharding import constrain
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class MLPClassifierConfig:
     """Shape of an `MLPClassifier`.

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers.activations import Activation
 from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
@@ -78,6 +79,7 @@ Arrangement = Literal["sequential", "parallel"]
 LayerKind = Literal["local", "global"]
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
     """Shape of a `GPT`, and the kinds of its parts.

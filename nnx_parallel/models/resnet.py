@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import named
 from nnx_parallel.models.classifier import read_labels, write_labels
 from nnx_parallel.sharding import constrain
@@ -32,6 +33,7 @@ from nnx_parallel.weights.names import Entry
 BlockKind = Literal["basic", "bottleneck"]
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
     """Shape of a `ResNet`.

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from flax import nnx
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import Dense, Embed, Stack, named, project
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.models.classifier import read_labels, write_labels
@@ -32,6 +33,7 @@ Pool = Literal["mean", "class"]
 _SIZES = ("num_layers", "embed_dim", "num_heads")
 
 
+@suggests_names
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """Shape of a `ViT`.

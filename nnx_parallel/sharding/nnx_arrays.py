@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import ModelError, SpecRankError
+from nnx_parallel.errors import ModelError, SpecRankError, kind_of
 from nnx_parallel.sharding.names import ArrayInfo, MeshAxes, as_tuple, dotted, path_of
 
 
@@ -34,12 +34,14 @@ def plain_variables() -> Iterator[None]:
 
 
 def check_variables(model: nnx.Module) -> None:
-    """Refuses Variables in the modes hijax and ref.
+    """Refuses Variables in the modes hijax and ref, and Variables without arrays.
 
     Raises:
         ModelError: If there are such Variables; the message names the first.
     """
     for path, leaf in nnx.to_flat_state(nnx.state(model)):
+        if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Intermediate):
+            _check_value(path, leaf)
         if isinstance(leaf, nnx.Variable) and (leaf.hijax or leaf.ref):
             raise ModelError(
                 f"The Variable `{dotted(path)}` has hijax={leaf.hijax}, ref={leaf.ref}."
@@ -47,6 +49,16 @@ def check_variables(model: nnx.Module) -> None:
                 "have hijax=False and ref=False. Pass a function that builds the "
                 "model, on which nnx.var_defaults has no effect; or build the model "
                 "inside nnx.var_defaults(hijax=False, ref=False)."
+            )
+
+
+def _check_value(path: tuple[Hashable, ...], variable: nnx.Variable) -> None:
+    for value in jax.tree.leaves(variable.get_value()):
+        if not (hasattr(value, "dtype") or isinstance(value, int | float | complex)):
+            raise ModelError(
+                f"`{dotted(path)}`, {kind_of(variable)}, holds {kind_of(value)}, which "
+                "is not an array. Keep text and other settings in plain attributes of "
+                f"the module, without {type(variable).__name__}(...)."
             )
 
 

@@ -11,6 +11,7 @@ import inspect
 import numbers
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import chain
@@ -34,6 +35,8 @@ from nnx_parallel.errors import (
     DisagreementError,
     LossError,
     ParallelWarning,
+    hide_own_frames,
+    suggest,
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
@@ -172,23 +175,66 @@ class _CallNote(str):
 
 @contextlib.contextmanager
 def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
-    """Adds a note with the shapes of the batch to any error in a user's function."""
+    """Adds a note to any error in a user's function.
+
+    The note has the shapes of the batch, the layer in which the error occurred, and a
+    remedy for common mistakes.
+    """
     try:
         yield
     except Exception as error:
         call = f"in {name}, batch {shapes_of(batch)}, model {type(model).__name__}"
+        call += _layer_of(error, model)
+        if remedy := _remedy_of_call(error, name, model, batch):
+            call += f". {remedy}"
         error.add_note(_CallNote(call))
         raise
 
 
-@contextlib.contextmanager
-def ending_with_call() -> Iterator[None]:
-    """Moves the note of `noting_call` to the end, behind the notes that JAX adds."""
-    try:
-        yield
-    except Exception as error:
-        getattr(error, "__notes__", []).sort(key=lambda x: isinstance(x, _CallNote))
-        raise
+def _layer_of(error: Exception, model: nnx.Module) -> str:
+    """Returns the innermost layer of the model whose method raised an error, or ""."""
+    paths = {id(module): path for path, module in nnx.iter_modules(model)}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for layer in (frame.f_locals.get("self") for frame in reversed(frames)):
+        if path := paths.get(id(layer)):
+            params = {
+                dotted(p): v.get_value()
+                for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
+            }
+            shapes = f", a {type(layer).__name__} of {shapes_of(params)}"
+            return f", layer `{dotted(path)}`" + shapes * bool(params)
+    return ""
+
+
+def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) -> str:
+    text, kind = str(error), type(batch).__name__
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if isinstance(key, str) and isinstance(batch, Mapping) and key not in batch:
+        near = suggest(key, map(str, batch))
+        return f"The batch has no {key!r}.{near} Its names: {[*batch]}."
+    if isinstance(batch, tuple | list) and text.startswith(f"{kind} indices must be"):
+        return f"The batch is a {kind}: unpack it, as in x, y = batch."
+    is_swapped = text.startswith(
+        f"'{type(model).__name__}' object is not subscriptable"
+    )
+    if is_swapped or text == f"'{kind}' object is not callable":
+        call = f"{name.removeprefix('the ')}(model, batch)"
+        return f"The model is the first argument, and the batch the second: {call}."
+    return ""
+
+
+def show_as_users(error: Exception) -> None:
+    """Shows an error in a user's function, such as the loss, as the user's code.
+
+    The note of `noting_call` moves to the end, behind the notes that JAX adds. The
+    traceback leaves out this library's frames, as JAX leaves out its frames, unless
+    ``jax_traceback_filtering`` (``JAX_TRACEBACK_FILTERING``) is ``"off"``.
+    """
+    notes = getattr(error, "__notes__", [])
+    notes.sort(key=lambda note: isinstance(note, _CallNote))
+    is_of_user = any(isinstance(note, _CallNote) for note in notes)
+    if is_of_user and jax.config.jax_traceback_filtering != "off":
+        hide_own_frames(error)
 
 
 @contextlib.contextmanager

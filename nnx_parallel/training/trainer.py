@@ -42,7 +42,7 @@ from nnx_parallel.training.diagnostics import (
     check_length,
     check_model,
     check_seed,
-    ending_with_call,
+    show_as_users,
 )
 from nnx_parallel.training.evaluation import Programs, params_of
 from nnx_parallel.training.history import History
@@ -67,6 +67,10 @@ _METHODS = {
         "restore() for a checkpoint, or load_weights(path) for weights",
     ),
     **dict.fromkeys(("save_checkpoint", "save_model"), "save()"),
+    **dict.fromkeys(
+        ("resume", "resume_from_checkpoint"),
+        "fit(...), which resumes from the newest step in Trainer(checkpoint=...)",
+    ),
     "predict_step": "predict(data, function)",
 }
 """Methods of other libraries' trainers, and ours with the same purpose."""
@@ -85,8 +89,12 @@ def _in_own_context(
         # When the constructor starts, there is no layout yet.
         layout = vars(self).get("layout")
         mesh = layout and layout.mesh
-        with ending_with_call(), leaving_mesh(mesh), plain_variables():
-            return method(self, *args, **kwargs)
+        try:
+            with leaving_mesh(mesh), plain_variables():
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            show_as_users(error)
+            raise
 
     return run
 
@@ -164,8 +172,8 @@ class Trainer:
         True
     """
 
-    @suggests_names
     @_in_own_context
+    @suggests_names
     def __init__(
         self,
         model: nnx.Module | ModelFn | tuple[nnx.GraphDef, nnx.State],
@@ -384,8 +392,8 @@ class Trainer:
         """Returns the placement of every array, with reasons and bytes per device."""
         return self._run.describe()
 
-    @suggests_names
     @_in_own_context
+    @suggests_names
     def fit(
         self,
         data: Iterable[Batch],
@@ -571,8 +579,8 @@ class Trainer:
         self._run.begin("verify")
         return self._verifier(batch)
 
-    @suggests_names
     @_in_own_context
+    @suggests_names
     def save(self) -> None:
         """Saves the current state under its step, and waits until it is on disk.
 
