@@ -338,11 +338,48 @@ def test_small_model_shows_nonzero_figures(parts: Parts) -> None:
             "has 4 dims. A slice of v5p has at most 3, such as 'v5p:4x4x4'.",
         ),
         ("v6e:4x4x4", "has 3 dims. A slice of v6e has at most 2, such as 'v6e:4x4'."),
+        ("v5p-7", "no slice of v5p has 3.5 chips. The number after the dash counts"),
+        ("v6e-24", "no slice of v6e has 24 chips."),
+        ("h100:12", "fast links join 8 devices of h100. Write 'h100:16'; or give the"),
+        ("h100-8", "topology='h100-8' is unknown."),
     ],
 )
 def test_invalid_topology_raises(name: str, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         Topology.parse(name)
+
+
+# Slices as https://docs.cloud.google.com/tpu/docs/v5p lists them, and as MaxText does.
+@pytest.mark.parametrize(
+    ("name", "slice_name", "num_devices"),
+    [
+        ("v4-8", "v4:2x2x1", 4),
+        ("v5p-32", "v5p:2x2x4", 16),
+        ("v5p-128", "v5p:4x4x4", 64),
+        ("v5p-3072", "v5p:8x12x16", 1536),
+        ("v5p-12288", "v5p:16x16x24", 6144),
+        ("v5litepod-8", "v5e:2x4", 8),
+        ("v5e-256", "v5e:16x16", 256),
+        ("2*v6e-128", "2*v6e:8x16", 256),
+        ("tpu7x-128", "v7x:4x4x4", 128),
+    ],
+)
+def test_accelerator_types_name_slices(
+    name: str, slice_name: str, num_devices: int
+) -> None:
+    topology = Topology.parse(name)
+    assert topology == Topology.parse(slice_name)
+    assert topology.num_devices == num_devices
+
+
+def test_machines_and_network_can_differ_from_makers() -> None:
+    assert Topology.parse("gb200:144").machine_size == 72
+    given = Topology.parse("h100:12", machine_size=4, network_bandwidth=25e9)
+    assert given.machine_size == 4
+    # A ring over 8 devices leaves the machine: one adapter has 25 GB/s, four have 100.
+    assert given.bandwidth(8, 1) == (25e9, 100e9)
+    with pytest.raises(PlanError, match=r"machine_size=0 must be larger than 0\."):
+        Topology.parse("h100:8", machine_size=0)
 
 
 @pytest.mark.parametrize(

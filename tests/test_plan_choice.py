@@ -11,7 +11,7 @@ from nnx_parallel import FSDP
 from nnx_parallel.plan import Assumptions, Candidate, Entry, Topology, plan
 from nnx_parallel.plan.compiled import compile_here
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.report import explain, order
+from nnx_parallel.plan.report import explain, order, simplest_first
 from nnx_parallel.plan.roofline import Costs, StepTime, time_step
 from nnx_parallel.plan.search import compile_best, plausible
 from tests.plans import MODELS, STRATEGIES
@@ -155,3 +155,14 @@ def test_explanations_compare_formulas_with_formulas() -> None:
     assert explain(GUESSES[0], best, V5P) == (
         "0.50 x the time by formulas; not compiled"
     )
+
+
+def test_simplest_of_equally_fast_candidates_is_first() -> None:
+    fastest = as_compiled(guessed(8, 1, 2), 1.0)
+    simple, slow = as_compiled(guessed(2, 1, 2), 1.02), as_compiled(GUESSES[0], 1.04)
+    guess = guessed(1, 0.9, 1.1)  # no compiler says so
+    large = as_compiled(guessed(1, 1, 2), 1.01, 1e12)
+    ranked, num_equal = simplest_first([fastest, simple, slow, guess, large], V5P)
+    assert ranked == [simple, fastest, slow, guess, large]
+    assert num_equal == 2
+    assert simplest_first([], V5P) == ([], 0)

@@ -89,7 +89,7 @@ np.testing.assert_allclose(
 # activations. Otherwise the column says how many times slower it is, and for which part
 # it waits.
 #
-# - `GiB/device`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
+# - `GiB`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
 #   follow from shapes and shardings. Activations are counted in the trace of the loss.
 # - `step, s` is a range. At best, matmuls, memory traffic and transfers run at the same time. At worst,
 #   they run one after the other, and each is slower. The assumptions are printed below the table.

@@ -60,8 +60,12 @@ _BATCH = re.compile(r"(\w+)=(\w+)\[(\d+(?:,\d+)*)\]")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan``."""
     add = parser.add_argument
-    where = "devices to plan for, such as v5p:4x4x4, 2*v5e:16x16, h100:64, cpu:8"
+    where = "devices to plan for, such as v5p:4x4x4 or v5p-128, 2*v5e:16x16, h100:64"
     add("--topology", required=True, metavar="NAME", help=where)
+    joined = "number of GPUs that NVLink or the like joins, if not the maker's"
+    add("--machine-size", type=int, metavar="N", help=joined)
+    speed = "GB/s of a device's network in one direction, if not the maker's"
+    add("--network", type=float, metavar="GB/s", help=speed)
     fixed = "fixed values, such as tensor=8, remat=full or microbatches=4"
     add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)
     shapes = "an array of the global batch, such as 'tokens=int32[512,8193]'; by "
@@ -369,7 +373,12 @@ def plan_script(settings: dict[str, Any]) -> int:
         # Settings are checked before minutes are spent on a result that cannot be
         # written.
         count = _check_settings(settings)
-        topology = Topology.parse(settings["topology"])
+        speed = settings.get("network")
+        topology = Topology.parse(
+            settings["topology"],
+            machine_size=settings.get("machine_size"),
+            network_bandwidth=None if speed is None else speed * 1e9,
+        )
         names = Names.of(settings)
         is_named = names is not None and names.batch is not None
         batch = None if is_named else parse_batch(settings["batch"]) or None

@@ -5,16 +5,17 @@ to check them on. In November 2026 they were checked for v5e, v5p and v6e; for v
 the FLOP/s and the size of the memory were checked. The figures of GPUs agree with
 quotations of their data sheets. If pages of one maker differ, the figure of the newest
 page is used, as for the memory of v6e (1,600, 1,638 and 1,640 GB/s). The network of v4
-is assumed to be v5p's, and each GPU is assumed to have one network adapter. Users
-describe other devices with a `Hardware`, like the entries of the table.
+is assumed to be v5p's. Each GPU is assumed to have one network adapter; two L40S share
+one. Users describe other devices with a `Hardware`, like the entries of the table.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nnx_parallel.errors import PlanError, suggest
@@ -49,6 +50,8 @@ class Hardware:
             name for the device. Empty if no compiler runs without the device.
         devices_per_chip: Number of JAX devices for each chip in the name of a slice.
             The other figures are for one device.
+        accelerator: Name and units per chip of Google Cloud's accelerator types:
+            ``("v5p", 2)``, because ``v5p-128`` has 64 chips with two TensorCores each.
         kinds: Prefixes of the ``device_kind`` of JAX devices of this hardware.
         array: Width of a systolic array; 0 if the device has no such array.
         clock: Cycles per second, as the compiler counts cycles; 0 if unknown.
@@ -71,6 +74,7 @@ class Hardware:
     machine_size: int | None = None
     compiler: Mapping[str, Any] = field(default_factory=dict)
     devices_per_chip: int = 1
+    accelerator: tuple[str, int] | None = None
     kinds: tuple[str, ...] = ()
     array: int = 0
     clock: float = 0.0
@@ -95,6 +99,7 @@ def _tpu(
     links: tuple[float, int, float],
     source: str,
     *,
+    accelerator: tuple[str, int],
     compiler: Mapping[str, Any] | None = None,
     devices: int = 1,
 ) -> Hardware:
@@ -113,6 +118,7 @@ def _tpu(
         links: GB/s of all links in both directions together, the number of links, and
             GB/s of the network.
         source: The page with the figures.
+        accelerator: See `Hardware`.
         compiler: See `Hardware`; by default only the name.
         devices: Number of JAX devices for each chip.
     """
@@ -131,6 +137,7 @@ def _tpu(
         source=_CLOUD + source,
         compiler=compiler or {"name": name},
         devices_per_chip=devices,
+        accelerator=accelerator,
         kinds=kinds,
         array=array[0],
         clock=tflops[0] * _TERA / (2 * array[1]),
@@ -144,31 +151,36 @@ def _gpu(
     memory: tuple[float, float],
     links: tuple[float, float],
     source: str,
+    *,
+    int8: float | None = None,
+    machine: int = 8,
 ) -> Hardware:
-    """Describes a GPU of machines with 8 GPUs each.
+    """Describes a GPU.
 
     Args:
         name: The name in a `Topology`.
         kind: See `Hardware.kinds`.
         tflops: TFLOP/s in bfloat16, in TF32 (JAX's default for float32), and in 8-bit
-            floating point. On all these GPUs int8 is twice as fast as bfloat16.
+            floating point.
         memory: Size in GB, and bandwidth in GB/s.
         links: GB/s in both directions together, and GB/s of the network. The network is
             one adapter for each GPU, as in the maker's systems; data sheets of chips do
             not have this figure.
         source: The page with the figures.
+        int8: TFLOP/s in int8; by default twice as many as in bfloat16.
+        machine: Number of GPUs that fast links join: a machine, or a whole rack.
     """
     bfloat16, tf32, float8 = (number * _TERA for number in tflops)
     speeds = {"bfloat16": bfloat16, "float16": bfloat16, "float32": tf32}
     return Hardware(
         name=name,
         platform="gpu",
-        flops=speeds | {"int8": 2 * bfloat16, "float8": float8},
+        flops=speeds | {"int8": (int8 or 2 * tflops[0]) * _TERA, "float8": float8},
         memory_bytes=memory[0] * _GB,
         memory_bandwidth=memory[1] * _GB,
         link_bandwidth=links[0] / 2 * _GB,
         network_bandwidth=links[1] * _GB,
-        machine_size=8,
+        machine_size=machine,
         source=source,
         kinds=(kind,),
     )
@@ -186,16 +198,17 @@ HARDWARE: dict[str, Hardware] = {
         # The two cores of a chip are one device, which is how v4 is used.
         _tpu("v4", ("TPU v4",), (275, 275, 275), (128, 8 * 128**2), (32, 1200),
              (600, 6, 6.25), "v4; links: Jouppi et al., TPU v4, 2023, table 4",
-             compiler={"name": "v4", "chip_config_name": "megacore"}),
+             compiler={"name": "v4", "chip_config_name": "megacore"},
+             accelerator=("v4", 2)),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), (197, 393, 197), (128, 4 * 128**2),
-             (16, 819), (400, 4, 3.125), "v5e"),
+             (16, 819), (400, 4, 3.125), "v5e", accelerator=("v5litepod", 1)),
         _tpu("v5p", ("TPU v5", "TPU v5p"), (459, 459, 459), (128, 8 * 128**2),
-             (95, 2765), (1200, 6, 6.25), "v5p"),
+             (95, 2765), (1200, 6, 6.25), "v5p", accelerator=("v5p", 2)),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), (918, 1836, 918), (256, 4 * 256**2),
-             (32, 1638), (800, 4, 12.5), "v6e"),
+             (32, 1638), (800, 4, 12.5), "v6e", accelerator=("v6e", 1)),
         _tpu("v7x", ("TPU7x", "TPU v7x"), (2307, 2307, 4614), (256, 8 * 256**2),
              (192, 7380), (1200, 6, 12.5), "tpu7x",
-             compiler={"name": "tpu7x"}, devices=2),
+             compiler={"name": "tpu7x"}, devices=2, accelerator=("tpu7x", 2)),
         _gpu("a100", "NVIDIA A100", (312, 156, 312), (80, 2039), (600, 25),
              _NVIDIA + "a100 (SXM, 80 GB)"),
         _gpu("h100", "NVIDIA H100", (989.4, 494.7, 1978.9), (80, 3350), (900, 50),
@@ -204,6 +217,19 @@ HARDWARE: dict[str, Hardware] = {
              _NVIDIA + "h200 (SXM)"),
         _gpu("b200", "NVIDIA B200", (2250, 1125, 4500), (180, 8000), (1800, 50),
              _NVIDIA + "dgx-b200"),
+        _gpu("b300", "NVIDIA B300", (2250, 1125, 4500), (270, 8000), (1800, 100),
+             _NVIDIA + "dgx-b300", int8=150),
+        _gpu("gb200", "NVIDIA GB200", (2500, 1250, 5000), (186, 8000), (1800, 50),
+             _NVIDIA + "gb200-nvl72", machine=72),
+        _gpu("gb300", "NVIDIA GB300", (2500, 1250, 5000), (279, 8000), (1800, 100),
+             _NVIDIA + "gb300-nvl72", int8=165, machine=72),
+        # A bridge joins two of these.
+        _gpu("h100-nvl", "NVIDIA H100 NVL", (835.5, 417.7, 1670.5), (94, 3938),
+             (600, 50), _NVIDIA + "h100 (NVL)", machine=2),
+        # These GPUs have no NVLink. The links are PCIe's, and two GPUs share an
+        # adapter.
+        _gpu("l40s", "NVIDIA L40S", (362, 183, 733), (48, 864), (64, 25),
+             _NVIDIA + "l40s"),
         _gpu("mi300x", "AMD Instinct MI300X", (1307.4, 653.7, 2614.9), (192, 5300),
              (896, 50), _AMD + "mi300.html"),
         # These figures are not from a data sheet. They are for trying strategies and
@@ -234,6 +260,49 @@ def hardware_of(device: Any) -> Hardware | None:
     return found[max(known, key=len)] if known else None
 
 
+def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]:
+    """Translates an accelerator type of Google Cloud: ``v5p-128`` to ``v5p:4x4x4``.
+
+    Returns:
+        The number of slices (``"2*"`` or empty), and the slice; both are empty if the
+        name is no accelerator type.
+
+    Raises:
+        PlanError: If no slice has this many chips.
+    """
+    found = re.fullmatch(r"(\d+\*)?(\w+)-(\d+)", name)
+    tpus = [
+        each
+        for each in known.values()
+        if found and each.accelerator and found[2] in (each.name, each.accelerator[0])
+    ]
+    if not found or not tpus:
+        return "", ""
+    hardware, number = tpus[0], int(found[3])
+    units = hardware.accelerator[1] if hardware.accelerator else 1
+    dims = hardware.num_links // 2
+    # The sides of a slice have at most 4 chips or whole cubes of 4 x 4 x 4 chips. v5e
+    # and v6e have blocks of 16 x 16.
+    sides = [1, 2, *range(4, 257, 4)] if dims == 3 else [1, 2, 4, 8, 16]
+    shapes = [
+        shape
+        for shape in itertools.combinations_with_replacement(sides, dims)
+        if math.prod(shape) * units == number
+    ]
+    if not shapes:
+        raise PlanError(
+            f"topology={name!r}: no slice of {hardware.name} has {number / units:g} "
+            f"chips. The number after the dash counts "
+            f"{'TensorCores, two a chip' if units == 2 else 'chips'}, such as "
+            f"'{found[2]}-{16 * units}'."
+        )
+    best = min(shapes, key=sum)
+    # Google writes a plane of chips as 2x2x1.
+    ones = best.count(1)
+    ordered = (*best[ones:], *best[:ones])
+    return found[1] or "", f"{hardware.name}:{'x'.join(map(str, ordered))}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """A number of devices of one kind, and the links that join them.
@@ -249,6 +318,8 @@ class Topology:
         64
         >>> Topology.parse("2*v5e:16x16").num_slices
         2
+        >>> Topology.parse("v5p-128").name  # 128 TensorCores, as gcloud counts them
+        'v5p:4x4x4'
         >>> Topology.parse("h100:16").machine_size
         8
     """
@@ -259,23 +330,38 @@ class Topology:
     shape: tuple[int, ...] = ()
 
     @classmethod
-    def parse(cls, name: str, known: Mapping[str, Hardware] = HARDWARE) -> Topology:
+    def parse(
+        cls,
+        name: str,
+        known: Mapping[str, Hardware] = HARDWARE,
+        *,
+        machine_size: int | None = None,
+        network_bandwidth: float | None = None,
+    ) -> Topology:
         """Makes a topology from its name.
 
         Args:
             name: ``kind:AxBxC`` for a slice of TPU chips, ``N*kind:AxBxC`` for several
-                slices, ``kind:N`` for GPUs or simulated CPU devices.
+                slices, ``kind:N`` for GPUs or simulated CPU devices. The accelerator
+                types of Google Cloud, such as ``v5p-128`` and ``v5litepod-256``, stand
+                for the slice that is closest to a cube, which is Google's default.
             known: Hardware by kind.
+            machine_size: `Hardware.machine_size`, if yours differs.
+            network_bandwidth: `Hardware.network_bandwidth`, if yours differs.
 
         Raises:
-            PlanError: If the name is unknown.
+            PlanError: If the name is unknown, if no slice has that many chips, or if
+                the GPUs do not fill their machines.
         """
+        slices, accelerator = _of_accelerator(str(name).lower(), known)
+        if accelerator:
+            name = slices + accelerator
         found = re.fullmatch(r"(?:(\d+)\*)?([\w.-]+):(\d+(?:x\d+)*)", str(name).lower())
         if found is None:
             raise PlanError(
                 f"topology={name!r} is unknown. Write a slice of TPUs as "
-                "'v5p:4x4x4', two of them as '2*v5p:4x4x4', GPUs as 'h100:64', "
-                "simulated devices as 'cpu:8'."
+                "'v5p:4x4x4' or 'v5p-128', two of them as '2*v5p:4x4x4', GPUs as "
+                "'h100:64', simulated devices as 'cpu:8'."
             )
         slices, kind, sizes = int(found[1] or 1), found[2], found[3]
         if kind not in known:
@@ -285,7 +371,16 @@ class Topology:
                 "other hardware by nnx_parallel.plan.hardware.Hardware(...) in "
                 "Topology(hardware=...)."
             )
-        hardware, shape = known[kind], tuple(map(int, sizes.split("x")))
+        changes = {
+            "machine_size": machine_size,
+            "network_bandwidth": network_bandwidth,
+        }
+        for key, value in changes.items():
+            if value is not None and not value > 0:
+                raise PlanError(f"{key}={value!r} must be larger than 0.")
+        given = {key: value for key, value in changes.items() if value is not None}
+        hardware = replace(known[kind], **given)
+        shape = tuple(map(int, sizes.split("x")))
         count = slices * math.prod(shape) * hardware.devices_per_chip
         is_slice = hardware.platform == "tpu"
         if not count or (len(shape) > 1 or slices > 1) > is_slice:
@@ -298,6 +393,15 @@ class Topology:
             raise PlanError(
                 f"topology={name!r} has {len(shape)} dims. A slice of {kind} has at "
                 f"most {dims}, such as '{kind}:{'x'.join(['4'] * dims)}'."
+            )
+        machine = hardware.machine_size or count
+        if count > machine and count % machine:
+            full = -(-count // machine) * machine
+            size = max(n for n in range(1, machine) if count % n == 0)
+            raise PlanError(
+                f"topology={name!r} has {count} devices, and fast links join {machine} "
+                f"devices of {kind}. Write '{kind}:{full}'; or give the size of your "
+                f"machines, such as machine_size={size} (--machine-size {size})."
             )
         return cls(
             hardware=hardware,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -20,9 +21,12 @@ from nnx_parallel.precision import format_bytes
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PRODUCTS, _MEMORY = "#0072b2", "#009e73"
-HEADER = ("", "strategy, microbatches, remat", "GiB/device", "step, s", "MFU",
-          "sent, GB", "overlapped", "why not")  # fmt: skip
+HEADER = ("", "strategy, microbatches, remat", "GiB", "step, s", "MFU", "sent, GB",
+          "hidden", "why not")  # fmt: skip
 AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
+EQUAL = 0.03
+"""Times that differ by at most this share are equal."""
+_MOST = 50  # candidates in the JSON of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,9 @@ class Entry:
     @property
     def name(self) -> str:
         """The candidate as shortened Python."""
-        return self.candidate.code.removeprefix("strategy=").replace("size=", "")
+        code = self.candidate.code.removeprefix("strategy=").replace("size=", "")
+        code = code.replace("Precision.mixed_bfloat16()", "mixed_bfloat16")
+        return code.replace("backend=Backend(offload=Offload())", "offload=Offload()")
 
     def fits(self, topology: Topology) -> bool:
         """Returns True if a device has enough memory for the candidate."""
@@ -65,6 +71,11 @@ class Entry:
     def is_compiled(self) -> bool:
         """True if its costs and time come from the compiler."""
         return self.costs is not None and self.costs.is_compiled
+
+    @property
+    def num_axes(self) -> int:
+        """Number of mesh axes with more than one device."""
+        return sum(1 for size in self.axis_sizes.values() if size > 1)
 
     def mfu(self, topology: Topology, dtype: str) -> tuple[float, float]:
         """Returns the lowest and highest model FLOP/s, as shares of the peak."""
@@ -143,14 +154,26 @@ class Plan:
 
     def table(self, num_rows: int = 12) -> Table:
         """Returns the best candidates as a rich table."""
-        table = Table(caption_justify="left", caption_style="")
+        table = Table(
+            caption_justify="left",
+            caption_style="",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        shown = self.entries[:num_rows]
+        # No word of the code is broken: a reader copies it.
+        words = [word for entry in shown for word in entry.name.split()]
         for name in HEADER:
-            if name in ("strategy, microbatches, remat", "why not"):
-                table.add_column(name, overflow="fold", ratio=1)
+            if name == "why not":
+                table.add_column(name, min_width=12, ratio=1)
+            elif name == "strategy, microbatches, remat":
+                least = max(map(len, words), default=0)
+                table.add_column(name, overflow="fold", min_width=least, ratio=1)
             else:
                 table.add_column(name, justify="right" if name else "left")
-        for i, entry in enumerate(self.entries[:num_rows]):
-            table.add_row(str(i + 1), entry.candidate.code, *self.cells(entry))
+        for i, entry in enumerate(shown):
+            table.add_row(str(i + 1), entry.name, *self.cells(entry))
         if more := len(self.entries) - num_rows:
             table.caption = f"{more} more" if more > 0 else None
         return table
@@ -163,8 +186,8 @@ class Plan:
         slow, fast = entry.mfu(self.topology, self.dtype)
         gib = costs.total_bytes / 2**30
         size = f"{gib:.1f}" if gib >= 0.1 else format_bytes(costs.total_bytes)
-        overlapped = sum(t.sent_bytes * t.hidden[0] for t in costs.traffic)
-        share = f"{overlapped / costs.sent_bytes:.0%}" if costs.sent_bytes else "-"
+        hidden = sum(t.sent_bytes * t.hidden[0] for t in costs.traffic)
+        share = f"{hidden / costs.sent_bytes:.0%}" if costs.sent_bytes else "-"
         return (
             f"{'' if costs.is_compiled else '~'}{size}",
             f"{'' if costs.is_compiled else '~'}{time.fast:.3g} to {time.slow:.3g}",
@@ -215,7 +238,10 @@ class Plan:
         return f"<plan of {self.title}: {self.code or 'nothing fits'}>"
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all values as plain data, in bytes and seconds."""
+        """Returns the values as plain data, in bytes and seconds.
+
+        It has the 50 best candidates; `num_enumerated` counts all.
+        """
         return {
             "topology": self.topology.name,
             "model": self.model_name,
@@ -229,7 +255,7 @@ class Plan:
             "notes": list(self.notes),
             "seconds": self.seconds,
             "code": self.code,
-            "candidates": [self._entry_json(entry) for entry in self.entries],
+            "candidates": [self._entry_json(entry) for entry in self.entries[:_MOST]],
         }
 
     def _entry_json(self, entry: Entry) -> dict[str, Any]:
@@ -318,8 +344,40 @@ def order(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
         if not entry.fits(topology):
             return 1, entry.costs.total_bytes, 0.0, 0
         # Equally fast candidates are sorted by number of mesh axes, then by memory.
-        axes = sum(1 for n in entry.axis_sizes.values() if n > 1)
         # Three digits count, because a step's time is not known more precisely.
-        return 0, float(f"{entry.time.middle:.3g}"), axes, int(entry.costs.total_bytes)
+        time, size = float(f"{entry.time.middle:.3g}"), int(entry.costs.total_bytes)
+        return 0, time, entry.num_axes, size
 
     return sorted(entries, key=key)
+
+
+def simplest_first(
+    ranked: Sequence[Entry], topology: Topology
+) -> tuple[list[Entry], int]:
+    """Moves the equally fast candidates to the front, the simplest first.
+
+    Candidates are equally fast if they differ by at most `EQUAL` from the first, and if
+    their times come from the same source: the compiler or the formulas. The simplest
+    has the fewest mesh axes, then the fewest microbatches, then the shortest list of
+    arguments.
+
+    Returns:
+        The candidates, and the number of equally fast ones.
+    """
+    if not ranked or ranked[0].time is None:
+        return [*ranked], 0
+    first, limit = ranked[0], (1 + EQUAL) * ranked[0].time.middle
+
+    def is_equal(entry: Entry) -> bool:
+        is_near = entry.time is not None and entry.time.middle <= limit
+        return (
+            is_near and entry.fits(topology) and entry.is_compiled == first.is_compiled
+        )
+
+    def key(entry: Entry) -> tuple[int, int, int]:
+        candidate = entry.candidate
+        return entry.num_axes, candidate.num_microbatches, candidate.code.count("=")
+
+    equal = sorted(filter(is_equal, ranked), key=key)
+    rest = [entry for entry in ranked if not is_equal(entry)]
+    return [*equal, *rest], len(equal)

@@ -25,7 +25,14 @@ from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.estimate import Estimate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import Parts
-from nnx_parallel.plan.report import Entry, Plan, explain, order
+from nnx_parallel.plan.report import (
+    EQUAL,
+    Entry,
+    Plan,
+    explain,
+    order,
+    simplest_first,
+)
 from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
@@ -458,8 +465,18 @@ def _conclude(
     # Compiled candidates that fit come first, because an estimate may be too low.
     sure = [e for e in compiled if e.fits(topology)]
     ranked = [*sure, *(e for e in ranked if e not in sure)]
+    ranked, num_equal = simplest_first(ranked, topology)
+    if num_equal > 1:
+        notes = [
+            *notes,
+            f"the first {num_equal} candidates are equally fast, to {EQUAL:.0%}; the "
+            "simplest is first",
+        ]
     best = ranked[0] if ranked and ranked[0].fits(topology) else None
-    ranked = [replace(e, why=explain(e, best, topology)) for e in ranked]
+    ranked = [
+        replace(e, why="as fast" if 0 < i < num_equal else explain(e, best, topology))
+        for i, e in enumerate(ranked)
+    ]
     model = parts.rebuilt()
     trained = [v.get_value() for _, v in variables_of(model, parts.trained)]
     return Plan(
