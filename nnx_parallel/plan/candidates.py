@@ -46,7 +46,9 @@ AXES = ("data", "fsdp", "tensor", "context", "expert", "pipe")
 
 # A ring hides its hops behind products if a device has a few thousand tokens.
 _RING_TOKENS = 2048
-_MOST_STAGES, _MOST_MICROBATCHES = 16, 16
+_MOST_STAGES = 16
+# A device's rows are divided by powers of two up to 2^7.
+_MICROBATCHES = [2**i for i in range(8)]
 # Largest share of the time that stages may wait for stages with one more layer.
 _MOST_IDLE = 0.25
 
@@ -340,9 +342,7 @@ def _microbatches(
     rows = parts.num_rows // shards
     if "microbatches" in fix:
         return [fix["microbatches"]] if rows % fix["microbatches"] == 0 else []
-    wanted = [2**i * (pipe if pipe > 1 else 1) for i in range(5)]
-    most = _MOST_MICROBATCHES * max(pipe, 1)
-    return [n for n in wanted if rows % n == 0 and n <= most]
+    return [n * pipe for n in _MICROBATCHES if rows % (n * pipe) == 0]
 
 
 def _remats(facts: ModelFacts, fix: Mapping[str, Any]) -> list[Remat]:

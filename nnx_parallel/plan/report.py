@@ -18,6 +18,7 @@ from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.roofline import Assumptions, Costs, StepTime
 from nnx_parallel.precision import format_bytes
+from nnx_parallel.sharding.offload import Offload
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 PRODUCTS, _MEMORY = "#0072b2", "#009e73"
@@ -60,7 +61,7 @@ class Entry:
         """The candidate as shortened Python."""
         code = self.candidate.code.removeprefix("strategy=").replace("size=", "")
         code = code.replace("Precision.mixed_bfloat16()", "mixed_bfloat16")
-        return code.replace("backend=Backend(offload=Offload())", "offload=Offload()")
+        return code.replace(f"backend=Backend(offload={Offload()!r})", "offload")
 
     def fits(self, topology: Topology) -> bool:
         """Returns True if a device has enough memory for the candidate."""
