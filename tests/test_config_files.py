@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnx_parallel.models import GPTConfig, config_from_hf
+from nnx_parallel.models import GPTConfig, YarnScaling, config_from_hf
 from nnx_parallel.models.rotary import frequencies
 
 GOLDEN = Path(__file__).parent / "goldens" / "configs.json"
@@ -59,6 +59,8 @@ def differences(config: GPTConfig, resolved: dict[str, Any]) -> dict[str, tuple]
     }
     if config.experts is not None:
         ours["experts"] = [config.experts.top_k, config.experts.normalise]
+    if isinstance(scaling := config.rope_scaling, YarnScaling):
+        ours["growth"] = [scaling.growth, scaling.original_len]
     if (multipliers := config.multipliers) is not None:
         ours["embedding_multiplier"] = multipliers.embedding
         ours["residual_multiplier"] = multipliers.residual

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[1]
 TWO_PROCESSES = """
 import sys
 import jax
+import ml_dtypes
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,7 @@ jax.distributed.initialize(f"localhost:{port}", 2, index)
 
 from nnx_parallel import FSDPRules, gather, make_mesh, process_local_to_global
 from nnx_parallel import shard, sharded_jit, visualize
+from nnx_parallel.sharding.tree import gather_at
 
 mesh = make_mesh({"data": 2, "tensor": 2})
 rows = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -55,6 +57,12 @@ assert [s.data.shape for s in w.addressable_shards] == [(8,)] * 2
 np.testing.assert_array_equal(gather(w), np.arange(16.0))
 total = sharded_jit(lambda x: x.sum(0), mesh, out_shardings=FSDPRules("tensor", 0))(x)
 np.testing.assert_array_equal(gather(total), whole.sum(0))
+# -0.0, infinities, a quiet NaN and a signalling NaN keep their bits.
+special = np.array([0x8000, 0x7F80, 0xFF80, 0x7FC1, 0x7FA1, 1, 0, 2], np.uint16)
+special = special.view(ml_dtypes.bfloat16).reshape(4, 2)
+y = shard(special, P("data", "tensor"), mesh)
+assert gather(y).tobytes() == special.tobytes()
+assert all(gather_at(y, (i,)).tobytes() == special[i].tobytes() for i in range(4))
 assert "0, 1" in str(visualize(x))
 """
 

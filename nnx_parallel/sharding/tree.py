@@ -352,7 +352,7 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
         array([0., 1., 2., 3., 4., 5., 6., 7.], dtype=float32)
     """
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-    if jax.process_count() > 1 and not all(x.is_fully_addressable for x in arrays):
+    if not all(x.is_fully_addressable for x in arrays):
         meet("gather")
 
     def bring(x: Any) -> Any:
@@ -360,12 +360,44 @@ def gather(tree: Any, *, to_host: bool = True) -> Any:
             return x
         if not to_host or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return _replicated(x)
-        if x.is_fully_addressable:
-            return np.asarray(x)
-        # `tiled` returns the array itself, not one copy per process along a new dim.
-        return multihost_utils.process_allgather(x, tiled=True)
+        return _to_host(x, ())
 
     return jax.tree.map(bring, tree)
+
+
+def gather_at(x: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
+    """Gathers ``x[index]`` on the host, bit for bit.
+
+    Args:
+        x: An array. All processes must call this function.
+        index: Indices of the leading dims. The tuple may be empty.
+    """
+    if isinstance(x, np.ndarray):
+        return np.asarray(x[index])
+    if not x.is_fully_addressable:
+        meet("gather")
+    return _to_host(x, index)
+
+
+def _to_host(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+    if x.is_fully_addressable and not index:
+        return np.asarray(x)
+    bits = _bits_at(x, index)
+    if not x.is_fully_addressable:
+        # `tiled` returns the array itself, not one copy per process along a new dim.
+        bits = multihost_utils.process_allgather(bits, tiled=True)
+    return np.asarray(bits).view(x.dtype)
+
+
+# An index into a dim that a mesh axis splits becomes a sum with zeros, and the sum of
+# -0.0 and 0.0 is 0.0. CPUs gather bfloat16 as float32, which changes signalling NaNs.
+# Integers keep all bits (docs/library-notes.md, "Arrays and buffers").
+@jax.jit
+def _bits_at(x: jax.Array, index: tuple[int, ...]) -> jax.Array:
+    """Returns ``x[index]``; a real number becomes an integer of the same size."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8:
+        x = jax.lax.bitcast_convert_type(x, f"u{x.dtype.itemsize}")
+    return x[index]
 
 
 def _replicated(x: jax.Array) -> jax.Array:

@@ -46,8 +46,9 @@ _MIN_BYTES = 2**20
 class SharedReader:
     """Reads arrays with shards in several processes.
 
-    All processes must make the same calls. An error of one process is raised on all
-    processes by the next exchange, and at the latest by `finish`.
+    All processes must make the same calls, even a process without devices in an array's
+    sharding. Such a process reads nothing, but hears of errors. An error of one process
+    is raised on all processes by the next exchange, and at the latest by `finish`.
 
     Args:
         tensors: The arrays in files, by name.
@@ -204,7 +205,7 @@ def _fill(
     messages = links.messages(received)
     starts = dict.fromkeys(links.processes, 0)
     for index, plan in plans.items():
-        if not plan.boxes[own]:
+        if not plan.boxes.get(own):
             continue
         # Only pages that are written take memory.
         tensor = plan.tensor
@@ -328,8 +329,12 @@ class _Links:
     sharding: NamedSharding
 
     def exchange(self, messages: Mapping[int, bytes] | None, num_bytes: int) -> Any:
-        """Starts an exchange of at most ``num_bytes`` bytes from process to process."""
-        if not num_bytes or messages is None:
+        """Starts an exchange of at most ``num_bytes`` bytes from process to process.
+
+        A process without devices in the sharding does not take part.
+        """
+        is_part = process_index() in self.processes
+        if not num_bytes or messages is None or not is_part:
             return None
         num_lanes = self.sharding.mesh.shape["lane"]
         words = -(-num_bytes // (4 * num_lanes)) * num_lanes

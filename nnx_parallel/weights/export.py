@@ -19,7 +19,7 @@ from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.durable import make_directory, move, publish, sync
 from nnx_parallel.errors import WeightsError
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.sharding.tree import gather
+from nnx_parallel.sharding.tree import gather_at
 from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import (
     INDEX,
@@ -268,7 +268,7 @@ def _maker(
     dtype: np.dtype,
 ) -> Make:
     def make() -> np.ndarray:
-        parts = [gather(x[index] if index else x) for x in ours]
+        parts = [gather_at(x, index) for x in ours]
         return join_parts(rules, parts, sizes).astype(dtype)
 
     return make

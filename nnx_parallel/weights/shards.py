@@ -78,12 +78,16 @@ class Shards:
 
     def assemble(self) -> jax.Array:
         """Returns our array, once the shards are filled."""
-        shape = self.array.shape
+        shape, sharding = self.array.shape, self.sharding
+        if not self.blocks:  # this process has no device in the sharding
+            return jax.make_array_from_single_device_arrays(
+                shape, sharding, [], dtype=self.array.dtype
+            )
 
         def block(index: Any) -> np.ndarray:
             return self.blocks[bounds_of(index, shape)]
 
-        return jax.make_array_from_callback(shape, self.sharding, block)
+        return jax.make_array_from_callback(shape, sharding, block)
 
 
 def bounds_of(index: Iterable[slice], shape: Sequence[int]) -> Bounds:

@@ -107,6 +107,22 @@ NEOX = {
     "rotary_pct": [LEFT_OUT, 0.5, 1.0],
     "rotary_emb_base": [LEFT_OUT, 20_000],
 }
+YARN_3 = {
+    "rope_type": "yarn",
+    "rope_theta": 2e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.2,
+}
+YARN_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 3e4,
+    "factor": 8.0,
+    "beta_fast": 28.0,
+    "original_max_position_embeddings": 64,
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gpt2": {**LAYER_NORM},
     "llama": COMMON,
@@ -154,6 +170,32 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "attention_multiplier": [LEFT_OUT, 0.25],
     },
     "gpt_neox": {**COMMON, **NEOX},
+    "ministral3": {
+        **COMMON,
+        "rope_parameters": [
+            *[LEFT_OUT] * 3,
+            YARN_3,
+            {**YARN_3, "mscale_all_dim": 0.5},
+            {**YARN_3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
+            {**YARN_3, "attention_factor": 1.5},
+            {name: x for name, x in YARN_3.items() if name != "rope_theta"},
+            {name: x for name, x in YARN_3.items() if "beta" not in name},
+            ROTATIONS[0],
+        ],
+    },
+    "gpt_oss": {
+        **COMMON,
+        "rope_parameters": [
+            *[LEFT_OUT] * 3,
+            *ROTATIONS,
+            YARN_OSS,
+            {**YARN_OSS, "truncate": False},
+            {**YARN_OSS, "attention_factor": 1.5},
+        ],
+        "num_local_experts": [8],
+        "num_experts_per_tok": [LEFT_OUT, 2, 3],
+        "swiglu_limit": [LEFT_OUT] * 6 + [7.0, 5.0],
+    },
 }
 
 
@@ -218,7 +260,7 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
         or each.attn
         for each in layers
     ]
-    by_config = kind in ("mistral", "mixtral", "qwen3_moe", "phi3")
+    by_config = kind in ("mistral", "ministral3", "mixtral", "qwen3_moe", "phi3")
     found["windows"] = [
         (config.sliding_window if by_config else getattr(a, "sliding_window", None))
         or None
@@ -237,9 +279,13 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
     routers = [m for m in model.modules() if hasattr(m, "top_k")]
     if routers:
         router = routers[0]
-        # Mixtral always divides the weights by their sum.
-        normalise = getattr(router, "norm_topk_prob", kind == "mixtral")
+        # Mixtral and gpt-oss always divide the weights by their sum.
+        is_sure = kind in ("mixtral", "gpt_oss")
+        normalise = getattr(router, "norm_topk_prob", is_sure)
         found["experts"] = [router.top_k, bool(normalise)]
+    if kind == "ministral3":  # queries grow with the position
+        names = ("llama_4_scaling_beta", "original_max_position_embeddings")
+        found["growth"] = [config.rope_parameters.get(name) for name in names]
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if kind == "granite":
             found[name] = getattr(config, name)

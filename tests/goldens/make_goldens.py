@@ -82,6 +82,27 @@ FAMILIES = {
         "tie_word_embeddings": False,
         **BFLOAT16,
     },
+    "mistral_small3": {  # without a window, unlike Mistral 7B
+        "model_type": "mistral",
+        **SIZES,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        "sliding_window": None,
+        "rope_theta": 100_000_000.0,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **BFLOAT16,
+    },
+    "ministral": {
+        "model_type": "ministral",
+        **SIZES,
+        "num_hidden_layers": 4,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        "sliding_window": 8,
+        "rope_theta": 100_000_000.0,
+        "tie_word_embeddings": False,
+        **BFLOAT16,
+    },
     "qwen2": {
         "model_type": "qwen2",
         **{k: v for k, v in SIZES.items() if k != "head_dim"},

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from nnx_parallel.weights.files import open_tensors
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 WORKER = Path(__file__).with_name("weights_worker.py")
+SUBSET_WORKER = Path(__file__).with_name("subset_worker.py")
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +29,13 @@ def run(
     source: str | Path, target: Path, strategy: str, processes: int
 ) -> tuple[int, str]:
     """Returns the exit code and the output of the worker."""
+    return launch(processes, WORKER, source, target, strategy)
+
+
+def launch(processes: int, *given: Any) -> tuple[int, str]:
+    """Returns the exit code and the output of a script with arguments."""
     sizes = ["--processes", str(processes), "--devices-per-process", "2"]
-    arguments = [str(WORKER), str(source), str(target), strategy]
+    arguments = [*map(str, given)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(["launch", "--cpu", *sizes, *arguments])
@@ -57,6 +64,15 @@ def test_processes_read_each_byte_once_and_one_writes(
     assert max(counted) < 0.75 * whole
 
 
+def with_nans(file: Path) -> bytes:
+    """Returns the content of a file, with a NaN at the end of each array."""
+    changed = bytearray(file.read_bytes())
+    for tensor in open_tensors(file).values():
+        end = tensor.start + tensor.num_bytes
+        changed[end - 4 : end] = np.float32(np.nan).tobytes()
+    return bytes(changed)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -74,11 +90,7 @@ def test_damage_in_one_copy_is_an_error_of_all(
     file = tmp_path / "1" / "model.safetensors"
     data = file.read_bytes()
     if damage == "values":
-        changed = bytearray(data)
-        for tensor in open_tensors(file).values():
-            end = tensor.start + tensor.num_bytes
-            changed[end - 4 : end] = np.float32(np.nan).tobytes()
-        data = bytes(changed)
+        data = with_nans(file)
     elif damage == "other values":  # as in a copy of another training
         first = next(iter(open_tensors(file).values())).start
         data = data[:first] + bytes([data[first] ^ 1]) + data[first + 1 :]
@@ -91,4 +103,27 @@ def test_damage_in_one_copy_is_an_error_of_all(
     code, out = run(f"{tmp_path}/{{}}", tmp_path / "out", "fsdp", 2)
     assert code == 1, out
     for process in range(2):
+        assert re.search(rf"^\[{process}\] .*{message}", out, re.MULTILINE), out
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("processes", ["1,2", "1"])
+def test_processes_without_devices_wait_for_the_others(processes: str) -> None:
+    code, out = launch(3, SUBSET_WORKER, GOLDENS / "llama", processes)
+    assert code == 0, out
+    for process in range(3):
+        num_shards = 24 if str(process) in processes else 0  # of 12 arrays, 2 devices
+        assert f"[{process}] arrays 12 shards {num_shards}" in out
+
+
+@pytest.mark.deep
+def test_processes_without_devices_hear_of_errors(tmp_path: Path) -> None:
+    for process in range(3):
+        shutil.copytree(GOLDENS / "llama", tmp_path / str(process))
+    file = tmp_path / "1" / "model.safetensors"
+    file.write_bytes(with_nans(file))
+    code, out = launch(3, SUBSET_WORKER, f"{tmp_path}/{{}}", "1,2")
+    assert code == 1, out
+    for process in range(3):
+        message = "WeightsError: '.*' in '.*' has values that are not finite"
         assert re.search(rf"^\[{process}\] .*{message}", out, re.MULTILINE), out
