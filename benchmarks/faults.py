@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Table
-from nnx_parallel.distributed import PEER_LOST
+from nnx_parallel.distributed import PEER_LOST, PREEMPTED
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "worker.py"
@@ -32,7 +32,10 @@ STEPS_PER_SIGNAL = 40
 _START_SECONDS = 240
 _END_SECONDS = 60
 # One of several processes ends with an exit code, not by the signal.
-_CODES = {signal.SIGINT: {-signal.SIGINT, 128 + signal.SIGINT}, signal.SIGTERM: {0}}
+_CODES = {
+    signal.SIGINT: {-signal.SIGINT, 128 + signal.SIGINT},
+    signal.SIGTERM: {PREEMPTED},
+}
 _SAVED = "resume with the same command"
 
 

@@ -25,6 +25,7 @@ from nnx_parallel.checkpoint import CheckpointReader
 from nnx_parallel.cli import _parsers, main  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.inspect import _judge  # pyright: ignore[reportPrivateUsage]
 from nnx_parallel.cli.launch import MANIFESTS, Job
+from nnx_parallel.distributed import PREEMPTED
 from tests.processes.running import ENVIRONMENT
 
 JOB = Job(
@@ -71,13 +72,14 @@ def run_script(kind: str, code: str, tmp_path: Path) -> tuple[int, list[str]]:
     """Runs a script with a fake scheduler, which records the arguments of its calls."""
     bin_directory, calls = tmp_path / "bin", tmp_path / "calls"
     bin_directory.mkdir()
-    for name in ("srun", "gcloud"):
+    for name in ("srun", "gcloud", "scontrol"):
         tool = bin_directory / name
         tool.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >> {calls}\n{code}\n')
         tool.chmod(0o755)
     script = tmp_path / "script.sh"
     script.write_text(MANIFESTS[kind](JOB))
     environment = {"PATH": f"{bin_directory}:/usr/bin:/bin", "TPU": "a", "ZONE": "b"}
+    environment["SLURM_JOB_ID"] = "17"
     done = subprocess.run(["bash", script], env=environment, check=False)
     return done.returncode, calls.read_text().splitlines()
 
@@ -96,6 +98,13 @@ def test_scripts_restart_given_number_of_times(kind: str, tmp_path: Path) -> Non
     code, calls = run_script(kind, "exit 75", tmp_path)
     assert code == 75
     assert len(calls) == 3
+
+
+def test_slurm_requeues_preempted_run(tmp_path: Path) -> None:
+    code, calls = run_script("slurm", f"exit {PREEMPTED}", tmp_path)
+    assert code == PREEMPTED
+    assert calls[1:] == ["requeue 17"]
+    assert "train gpt.py" in calls[0]
 
 
 def test_slurm_script_requests_tasks_devices_and_signal(
@@ -126,7 +135,7 @@ def test_jobset_matches_schema(capsys: pytest.CaptureFixture[str]) -> None:
     name = manifest["metadata"]["name"]
     assert name == "train-gpt"
     spec = manifest["spec"]
-    assert spec["failurePolicy"] == {"maxRestarts": 2}
+    assert spec["failurePolicy"]["maxRestarts"] == 2
     assert spec["network"] == {"enableDNSHostnames": True, "subdomain": name}
     (jobs,) = spec["replicatedJobs"]
     assert (jobs["name"], jobs["replicas"]) == ("workers", 1)
@@ -144,6 +153,28 @@ def test_jobset_matches_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert env["NNX_PARALLEL_NUM_PROCESSES"]["value"] == "4"
     field = env["NNX_PARALLEL_PROCESS_ID"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def test_jobset_restarts_preempted_pods_without_a_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    spec = yaml.safe_load(printed("jobset", capsys))["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    codes, conditions = job["podFailurePolicy"]["rules"]
+    assert codes["action"] == conditions["action"] == "FailJob"
+    # Kubernetes refuses the policy unless a container has this name and pods are not
+    # restarted.
+    pod = job["template"]["spec"]
+    container = codes["onExitCodes"].pop("containerName")
+    assert container == pod["containers"][0]["name"]
+    assert codes["onExitCodes"] == {"operator": "In", "values": [PREEMPTED]}
+    assert conditions["onPodConditions"] == [
+        {"type": "DisruptionTarget", "status": "True"}
+    ]
+    assert pod["restartPolicy"] == "Never"
 
 
 def test_jobset_name_begins_with_letter(capsys: pytest.CaptureFixture[str]) -> None:

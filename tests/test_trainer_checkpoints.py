@@ -26,7 +26,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.checkpoint import CheckpointManager, CheckpointReader, reader
 from nnx_parallel.data import DataState
-from nnx_parallel.distributed import Watchdog
+from nnx_parallel.distributed import PREEMPTED, Watchdog
 from nnx_parallel.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -206,7 +206,7 @@ def test_sigterm_ends_evaluation(tmp_path: Path) -> None:
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
     with pytest.raises(SystemExit) as ended:
         trainer.fit(make_batches(4), 4, eval_data=data, eval_every=2)
-    assert ended.value.code == 0
+    assert ended.value.code == PREEMPTED
     assert saved_steps(tmp_path) == {2}
     assert data.num_taken < 9
 
@@ -278,7 +278,7 @@ def test_jax_preemption_notice_ends_fit(
     trainer = make_trainer(Checkpoint(tmp_path, every=100))
     with pytest.raises(SystemExit) as ended:
         trainer.fit(make_batches(4), 4)
-    assert ended.value.code == 0
+    assert ended.value.code == PREEMPTED
     assert saved_steps(tmp_path) == {2}
 
 

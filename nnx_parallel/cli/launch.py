@@ -31,7 +31,7 @@ from nnx_parallel.distributed.initialize import (
     PROCESS_ID,
 )
 from nnx_parallel.distributed.messages import listen
-from nnx_parallel.distributed.runtime import PEER_LOST, TAGGED
+from nnx_parallel.distributed.runtime import PEER_LOST, PREEMPTED, TAGGED
 from nnx_parallel.errors import MeshShapeError
 
 RESTART = "NNX_PARALLEL_RESTART"
@@ -87,13 +87,15 @@ class Job:
 def launch(job: Job) -> int:
     """Runs the processes to their end, and restarts them after failures.
 
-    They are restarted at most ``job.max_restarts`` times. Lines of their output appear
+    They are restarted at most ``job.max_restarts`` times, also if a SIGTERM that the
+    launcher did not forward has stopped them. Lines of their output appear
     as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are forwarded to every process; after
     such a signal nothing is restarted. Child processes that outlive their parent, such
     as a data loader's, are killed once all processes have ended.
 
     Returns:
-        0, or the exit code of the first process to fail (128 + n after signal n).
+        0, or the exit code of the first process to fail (128 + n after signal n). The
+        code is 143, `PREEMPTED`, if a SIGTERM has stopped the run.
 
     Raises:
         MeshShapeError: If the visible devices are fewer than the processes need.
@@ -122,7 +124,7 @@ def _wait(processes: list[Process]) -> int:
         _thread(_watch, i, process, ended)
     failures: list[tuple[int, int]] = []
     deadline: float | None = None
-    num_running = len(processes)
+    num_running, is_preempted = len(processes), False
     while num_running:
         wait = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
@@ -135,11 +137,14 @@ def _wait(processes: list[Process]) -> int:
                 _kill_group(process)
             continue
         num_running -= 1
-        if code != 0:
+        is_preempted |= code == PREEMPTED
+        # Preempted processes have agreed to end. Each may still write its part of the
+        # checkpoint, so none is killed.
+        if code not in (0, PREEMPTED):
             failures.append((index, code))
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
     if not failures:
-        return 0
+        return PREEMPTED if is_preempted else 0
     # A process that ends because another process is lost may be reaped before the lost
     # process.
     own = [failure for failure in failures if failure[1] != PEER_LOST]
@@ -295,10 +300,40 @@ while true; do
   # If one process fails, srun ends all of them.
   srun --kill-on-bad-exit=1 {shlex.join(("python", *job.command))} && exit 0
   code=$?
+  if [ "$code" -eq {PREEMPTED} ]; then
+    # A SIGTERM stopped the run, which has saved a checkpoint. Slurm starts it again.
+    scontrol requeue "$SLURM_JOB_ID"
+    exit "$code"
+  fi
   if [ "$restarts" -ge {job.max_restarts} ]; then exit "$code"; fi
   restarts=$((restarts + 1))
   echo "Exit code $code: starting all processes again ($restarts)." >&2
 done
+"""
+
+
+# If a pod is preempted, its Job fails with the reason PodFailurePolicy, and the restart
+# does not count: https://jobset.sigs.k8s.io/docs/concepts/failure_policy/
+_RESTART_RULES = """\
+    rules:
+    - name: "preempted"
+      action: "RestartJobSetAndIgnoreMaxRestarts"
+      onJobFailureReasons:
+      - "PodFailurePolicy"
+"""
+_POD_RULES = f"""\
+        podFailurePolicy:
+          rules:
+          - action: "FailJob"
+            onExitCodes:
+              containerName: "train"
+              operator: "In"
+              values:
+              - {PREEMPTED}
+          - action: "FailJob"
+            onPodConditions:
+            - type: "DisruptionTarget"
+              status: "True"
 """
 
 
@@ -329,7 +364,7 @@ metadata:
 spec:
   failurePolicy:
     maxRestarts: {job.max_restarts}
-  network:
+{_RESTART_RULES}  network:
     enableDNSHostnames: true
     subdomain: "{name}"
   replicatedJobs:
@@ -341,7 +376,7 @@ spec:
         completions: {job.num_processes}
         completionMode: "Indexed"
         backoffLimit: 0
-        template:
+{_POD_RULES}        template:
           spec:
             restartPolicy: "Never"
             terminationGracePeriodSeconds: 120

@@ -9,6 +9,7 @@ from nnx_parallel.distributed.initialize import initialize as initialize
 from nnx_parallel.distributed.messages import join as join
 from nnx_parallel.distributed.runtime import HUNG as HUNG
 from nnx_parallel.distributed.runtime import PEER_LOST as PEER_LOST
+from nnx_parallel.distributed.runtime import PREEMPTED as PREEMPTED
 from nnx_parallel.distributed.runtime import Termination as Termination
 from nnx_parallel.distributed.runtime import Watchdog as Watchdog
 from nnx_parallel.distributed.runtime import print_once as print_once

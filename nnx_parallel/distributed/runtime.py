@@ -36,6 +36,13 @@ TAGGED = "NNX_PARALLEL_TAGGED"
 PEER_LOST = 75
 """Exit code of a process that ends because another is lost; the run may be retried."""
 
+PREEMPTED = 128 + signal.SIGTERM
+"""Exit code 143 of a process in which a SIGTERM has ended a fit.
+
+A shell has the same code for a process that a SIGTERM has killed. Schedulers start such
+a run again.
+"""
+
 INTERRUPT = "Ctrl-C"
 """Argument of the KeyboardInterrupt that ends a fit on all processes."""
 

@@ -4,7 +4,6 @@ import contextlib
 import copy
 import itertools
 import os
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from nnx_parallel.data.rows import LastBatch, Pad, SmallerBatches, check_last_ba
 from nnx_parallel.distributed.agreement import allgather_object, count_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
+    PREEMPTED,
     Termination,
     Watchdog,
     make_interrupt,
@@ -119,8 +119,11 @@ class Loop:
         """Requests that the fit ends after the current step."""
         self._stop_request = reason
 
-    def log(self, metrics: Values) -> None:
-        """Logs numbers for the newest step."""
+    def log(self, metrics: Values | str) -> None:
+        """Logs numbers for the newest step, or a text."""
+        if isinstance(metrics, str):
+            self._logger.message(metrics)
+            return
         self._logger.log(self.run.step, {name: float(x) for name, x in metrics.items()})
 
     def fit(self) -> History:
@@ -146,7 +149,8 @@ class Loop:
                 stack.callback(setattr, checkpoints, "report", str)
                 stack.enter_context(checkpoints)
         if self._stop_reason == SIGTERM:
-            raise SystemExit(0 if checkpoints.options else 128 + signal.SIGTERM)
+            # Also after the last step, because the script may have more to do.
+            raise SystemExit(PREEMPTED)
         if self._stop_reason == INTERRUPT:
             raise make_interrupt(INTERRUPT)
         return history

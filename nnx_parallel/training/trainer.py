@@ -430,7 +430,8 @@ class Trainer:
             Metrics by name, with one entry for each step done in this call.
 
         Raises:
-            SystemExit: With code 0 after a SIGTERM, once a checkpoint is saved.
+            SystemExit: With code 143, ``distributed.PREEMPTED``, after a SIGTERM, once
+                a checkpoint is saved.
             KeyboardInterrupt: After Ctrl-C, once the current step is saved; a second
                 Ctrl-C ends the fit at once. If nothing catches it, a script ends with
                 code 130 and no traceback; in a notebook the Trainer can still be used.
@@ -466,15 +467,15 @@ class Trainer:
         if self._loop is not None:  # otherwise no fit is running
             self._loop.stop(reason)
 
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Sends numbers to the loggers of the running fit, for the current `step`.
+    def log(self, metrics: Mapping[str, float] | str) -> None:
+        """Sends numbers or a text to the loggers of the running fit.
 
-        This method is for callbacks. The numbers do not enter the history. All
-        processes may call it, but only process 0 logs. Without a running fit it does
-        nothing.
+        This method is for callbacks. The numbers belong to the current `step`, and do
+        not enter the history. All processes may call it, but only process 0 logs.
+        Without a running fit it does nothing.
 
         Args:
-            metrics: Scalars by name.
+            metrics: Scalars by name, or a line for people to read.
         """
         if self._loop is not None:
             self._loop.log(metrics)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from nnx_parallel.distributed import HUNG, PEER_LOST
+from nnx_parallel.distributed import HUNG, PEER_LOST, PREEMPTED
 from tests.processes.running import ENVIRONMENT, WORKER, arguments, launch
 from tests.waiting import wait_until
 
@@ -325,7 +325,8 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", steps=60, checkpoint=saved)
     ended = launch(settings)
-    assert ended.code == 0, ended.text
+    assert ended.code == PREEMPTED == 143, ended.text
+    assert "failed first" not in ended.text
     found = re.search(
         r"Saved step (\d+) in '.*': resume with the same command\.", ended.text
     )
@@ -338,10 +339,27 @@ def test_sigterm_to_one_process_saves_and_ends_all(tmp_path: Path) -> None:
     assert f"Resumed from step {step}" in again.text
 
 
+def test_preempted_run_restarts_to_identical_parameters(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    whole = {"model": "linear", "steps": 12, "out": str(out)}
+    assert launch(whole).code == 0
+    expected = json.loads(out.read_text())["fsdp"]["digest"]
+    out.unlink()
+    saved = {"directory": str(tmp_path / "run"), "every": 100}
+    fault = {"kind": "term", "process": 1, "step": 5}
+    ended = launch(
+        whole | {"checkpoint": saved, "fault": fault}, options=["--max-restarts", "1"]
+    )
+    assert ended.code == 0, ended.text
+    assert "Starting all processes again (1 restarts left)." in ended.text
+    assert "Resumed from step" in ended.text
+    assert json.loads(out.read_text())["fsdp"]["digest"] == expected
+
+
 def test_sigterm_in_last_step_is_handled(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     ended = launch(break_process("term", steps=2, checkpoint=saved))
-    assert ended.code == 0, ended.text
+    assert ended.code == PREEMPTED, ended.text
     assert "Saved step 2 in" in ended.text
     assert "resume with the same command" in ended.text
 
@@ -414,7 +432,7 @@ def test_signals_reach_every_process(number: int, tmp_path: Path) -> None:
         process.send_signal(number)
         rest = process.stdout.read()
         code = process.wait(timeout=60)
-    assert code == (0 if number == signal.SIGTERM else 128 + signal.SIGINT), rest
+    assert code == 128 + number, rest
     assert "resume with the same command" in rest
     assert "is lost" not in rest
     assert "Starting all processes again" not in rest
@@ -439,12 +457,12 @@ def test_printing_processes_save_after_launcher_is_killed(tmp_path: Path) -> Non
     assert [name for name in os.listdir(run) if name.isdigit()]
 
 
-def test_sigterm_to_single_process_saves_and_exits_zero(tmp_path: Path) -> None:
+def test_sigterm_to_single_process_saves(tmp_path: Path) -> None:
     saved = {"directory": str(tmp_path / "run")}
     settings = break_process("term", process=0, checkpoint=saved)
     worker = [sys.executable, str(WORKER), json.dumps(settings)]
     done = subprocess.run(
         worker, env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == PREEMPTED, done.stderr
     assert "resume with the same command" in done.stdout
