@@ -195,6 +195,37 @@ def test_adapters_are_written_in_peft_format(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_adapters_of_alternating_layers_with_other_order_of_features(
+    tmp_path: Path,
+) -> None:
+    """Llama 4 has another order of the features of queries in files."""
+    base, folder = GOLDENS / "llama4", tmp_path / "adapters"
+    model = lora(GPT.from_pretrained(base), targets="query|mlp.up", rank=2)(nnx.Rngs(0))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "lora_b":
+            size = leaf.get_value().size
+            leaf.set_value(np.arange(size).reshape(leaf.get_value().shape) / size)
+    save_adapters(folder, model, base="llama4")
+    found = content(folder)
+    assert len(found) == 2 * (4 + 2)
+    save_pretrained(tmp_path / "merged", merge_lora(model))
+    merged, before = content(tmp_path / "merged"), content(base)
+    for layer in ("3.self_attn.q_proj", "2.feed_forward.up_proj"):
+        a, b = (
+            found[f"base_model.model.model.layers.{layer}.lora_{x}.weight"]
+            for x in "AB"
+        )
+        name = f"model.layers.{layer}.weight"
+        expected = before[name].astype(np.float32) + b @ a
+        np.testing.assert_allclose(merged[name], expected, atol=1e-6)
+    again: Any = load_adapters(GPT.from_pretrained(base), folder)(nnx.Rngs(1))
+    for block in (0, 1):
+        ours, theirs = (
+            m.blocks.layer[block].attention.query.lora_b[...] for m in (model, again)
+        )
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_adapters_of_several_ranks_and_scales(tmp_path: Path) -> None:
     base = GPT.from_pretrained(GOLDENS / "llama")
     model = lora(base, targets="up|gate", rank=2, alpha=3)(nnx.Rngs(0))

@@ -57,6 +57,16 @@ def differences(config: GPTConfig, resolved: dict[str, Any]) -> dict[str, tuple]
         "num_params": config.num_params,
         "scale": fields["attention_scale"],
     }
+    growth = config.query_growth and [
+        config.query_growth.rate,
+        config.query_growth.length,
+    ]
+    ours |= {
+        "chunks": [config.chunk if x == "local" else None for x in config.kinds],
+        "late_norms": [config.late_qk_norm and x for x in config.rotated],
+        "growths": [None if x else growth for x in config.rotated],
+        "with_experts": [*config.with_experts],
+    }
     if config.experts is not None:
         ours["experts"] = [config.experts.top_k, config.experts.normalise]
     if isinstance(scaling := config.rope_scaling, YarnScaling):

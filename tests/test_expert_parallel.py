@@ -73,7 +73,15 @@ MIXTURES = {
 OTHER_MIXTURES = {
     "biased": replace(
         MIXTURE, use_bias=True, shared_dim=64, shared_gate=True, bias_rate=0.01
-    )
+    ),
+    "llama4": replace(
+        MIXTURE,
+        shared_dim=64,
+        scores="sigmoid",
+        normalise=False,
+        scales_inputs=True,
+        bias_rate=0.01,
+    ),
 }
 # Added to the biases of later experts. With 0, tokens go to all experts; with 100, all
 # tokens go to the same experts ("switch": to one expert).
@@ -100,7 +108,7 @@ class TokenByToken(MoE):
         bias = None if self.bias is None else self.bias[...]
         capacity = mixture.capacity(x.shape[1])
         gate: Any = self.gate
-        has_biases = mixture.use_bias
+        has_biases, is_scaled = mixture.use_bias, mixture.scales_inputs
 
         def token(taken: jax.Array, inputs: Any) -> tuple[jax.Array, jax.Array]:
             x, chosen, weights = inputs
@@ -109,13 +117,15 @@ class TokenByToken(MoE):
                 expert = chosen[j]
                 taken = taken.at[expert].add(1)
                 is_kept = capacity is None or taken[expert] <= capacity
-                up, middle = x @ self.up[expert], x @ gate[expert]
+                weight = weights[j] * is_kept
+                rows, weight = (x * weight, 1) if is_scaled else (x, weight)
+                up, middle = rows @ self.up[expert], rows @ gate[expert]
                 if has_biases:
                     up += self.up_bias[expert]
                     middle += self.gate_bias[expert]
                 out = self.activate(up, middle) @ self.down[expert]
                 out = out + self.down_bias[expert] if has_biases else out
-                y += weights[j] * is_kept * out
+                y += weight * out
             return taken, y
 
         def row(*inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,6 +241,7 @@ OTHERS = [
     ("deepseek", "uniform", "ep2_pp2_tp2", 4),
     ("biased", "skewed", "ep2_tp2_sequence", 1),
     ("biased", "uniform", "ep2_pp2_tp2", 4),
+    ("llama4", "skewed", "ep2_tp2_sequence", 1),
 ]
 # Cases with axes that other cases above also have.
 SLOW_OTHERS = [

@@ -4,6 +4,7 @@
 so they depend on neither torch nor this library's weight reader.
 """
 
+import itertools
 import json
 import math
 import re
@@ -42,6 +43,7 @@ from nnx_parallel.models import (
     next_token_loss,
 )
 from nnx_parallel.models.gpt_config import PRESETS
+from nnx_parallel.models.rotary import Growth
 from nnx_parallel.weights.family import family_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -78,26 +80,39 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
     sizes = config.sizes | {"seq": config.seq_len}
     entries = family_of(config, GPT.families).names(config.fields)
     for ours, theirs, pattern in entries:
+        pattern, _, given_sizes = pattern.partition(", ")
         part, count, *span, pattern = re.findall(
             r"(?:part (\d) of (\d): )?(?:heads (\d+):(\d+) of (\d+): )?(.+)", pattern
         )[0]
         first, last, num_heads = (int(x or 0) for x in span)
         all_sizes = sizes | {"n": int(count or 1)}
         all_sizes |= {"heads": num_heads} if num_heads else {}
+        all_sizes |= {n: int(x) for n, x in re.findall(r"(\w+)=(\d+)", given_sizes)}
+        if ".mlp." in ours and ours.endswith(".kernel"):  # not an array of experts
+            all_sizes |= {"mlp": config.fields["mlp_dim"]}
         used = {n: all_sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
         if ".shared." in ours and config.experts:
             used = {
                 n: config.experts.shared_dim if n == "mlp" else used[n] for n in used
             }
-        counts = (config.num_layers, config.sizes["expert"])[: theirs.count("{}")]
-        names = [theirs.format(*index) for index in np.ndindex(counts)]
+        # {1::2} stands for the layers 1, 3, 5 and so on, as in a slice of Python.
+        slices = re.findall(r"\{(.*?)\}", theirs)
+        numbers = [
+            range(count)[slice(*(int(x) if x else None for x in text.split(":")))]
+            for text, count in zip(
+                slices, (config.num_layers, config.sizes["expert"]), strict=False
+            )
+        ]
+        counts, plain = tuple(map(len, numbers)), re.sub(r"\{.*?\}", "{}", theirs)
+        names = [plain.format(*index) for index in itertools.product(*numbers)]
         arrays = [rearrange(given[name], pattern, **used) for name in names]
         if part:
             arrays = [array[int(part)] for array in arrays]
         if num_heads:  # (embed, heads, head_dim)
             arrays = [array[:, first:last] for array in arrays]
         shape = (*counts, *arrays[0].shape)
-        found[tuple(ours.split("."))] = np.stack(arrays).reshape(shape)
+        path = tuple(int(x) if x.isdigit() else x for x in ours.split("."))
+        found[path] = np.stack(arrays).reshape(shape)
     return found
 
 
@@ -170,7 +185,19 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3", {"activation": "swiglu"}),
     ("olmo3", {"local_rope_theta": None}),
     ("smollm3", {"rotated_layers": (False, True)}),
+    ("llama4", {"chunk": None, "layer_kinds": None}),
+    ("llama4", {"late_qk_norm": False}),
+    ("llama4", {"query_growth": None}),
 ]
+OUTPUTS: dict[str, Any] = {
+    "num_experts": 4,
+    "top_k": 2,
+    "mlp_dim": 16,
+    "shared_dim": 16,
+    "scores": "sigmoid",
+    "normalise": False,
+}
+"""Experts with weights that scale outputs instead of inputs."""
 DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma", {"scale_embedding": False}),
     ("gpt_neox", {"exact_gelu": False}),
@@ -182,6 +209,8 @@ DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("ministral3", {"rope_scaling": None}),
     ("phi3", {"rope_scaling": None}),
     ("phi3", {"window": None}),
+    ("llama4", {"chunk": 16}),
+    ("llama4", {"experts": Experts(**OUTPUTS)}),
 ]
 
 
@@ -233,6 +262,9 @@ PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
     "mistral-7b": 7_241_732_096,
+    # With 871,932,416 parameters for images, the folders have 108.6 and 401.6 billion.
+    "llama4-scout": 107_769_861_120,
+    "llama4-maverick": 400_711_848_960,
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen2.5-0.5b": 494_032_768,
@@ -528,6 +560,16 @@ BAD_OF_FAMILY = [
     ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0.*must be 7.0, or absent"),
     ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False.*must be True, or absent"),
     ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2.*must be 1"),
+    ("llama4", {"attention_bias": True}, "attention_bias=True.*must be False"),
+    ("llama4", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
+    ("llama4", {"no_rope_layers": [1, 0]}, "has 2 no_rope_layers for 4 layers"),
+    ("llama4", {"attention_chunk_size": None}, "needs attention_chunk_size, but it"),
+    ("llama4", {"attention_chunk_size": 8.0}, "attention_chunk_size=8.0. It must be"),
+    (
+        "llama4",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types .'sliding_attention'.*Supported layer_types: chunked_attention",
+    ),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0.*must be None, or absent"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=T"),
     (
@@ -563,6 +605,7 @@ def test_layers_of_one_kind_share_their_rotation() -> None:
         assert (found.local_rope_theta, found.layer_kinds) == (None, None)
 
 
+GROWTH = Growth(rate=0.1, length=8)
 LONG_ROPE = LongRopeScaling(short=(1.0, 1.0), long=(2.0, 2.0), original_len=8)
 
 
@@ -582,6 +625,13 @@ LONG_ROPE = LongRopeScaling(short=(1.0, 1.0), long=(2.0, 2.0), original_len=8)
         ({"zero_centered_norm": True}, "zero_centered_norm .*needs norm='rms'"),
         ({"post_norms": True, "block": "parallel"}, "needs block='sequential'"),
         ({"logit_softcap": 0.0}, "logit_softcap is 0.0; it must be above 0, or None"),
+        ({"chunk": 4, "window": 4}, "chunk is 4, which needs window=None"),
+        ({"chunk": 0}, "chunk is 0; it must be at least 1"),
+        ({"late_qk_norm": True}, "late_qk_norm is True.*positions='rope'"),
+        ({"query_growth": GROWTH}, "query_growth is .*needs rotated_layers"),
+        ({"expert_layers": (True, False)}, "expert_layers is .*needs experts"),
+        ({"expert_layers": (True,)}, "expert_layers is .*with True and False whose"),
+        ({"expert_layers": (True, True, False)}, "length divides num_layers=4"),
         ({"pre_norms": False}, "pre_norms is False, which needs post_norms=True"),
         ({"wide_qk_norm": True}, "wide_qk_norm is True, which needs qk_norm"),
         ({"separate_norms": True}, "separate_norms is True.*needs block='parallel'"),
@@ -631,8 +681,10 @@ def test_exporting_gemma3_with_a_soft_cap_of_attention_raises() -> None:
 def test_unknown_preset_lists_presets() -> None:
     with pytest.raises(ValueError, match=r"Unknown preset 'llama4'. Presets: gpt2, "):
         GPTConfig.preset("llama4")
-    with pytest.raises(ValueError, match=r"high_frequency is 1.0; it must be above"):
-        RopeScaling(factor=2.0, high_frequency=1.0)
+    with pytest.raises(ValueError, match=r"high_frequency is 0.5; it must be at le"):
+        RopeScaling(factor=2.0, high_frequency=0.5)
+    with pytest.raises(ValueError, match=r"Growth.length is 0; it must be at least 1"):
+        Growth(rate=0.1, length=0)
 
 
 STRATEGIES = {

@@ -62,6 +62,9 @@ MIXTURES = {
         bias_rate=0.01,
         balance_loss=0.5,
     ),
+    "llama4": replace(
+        MIXTRAL, normalise=False, scores="sigmoid", shared_dim=8, scales_inputs=True
+    ),
     "biased": replace(MIXTRAL, top_k=3, use_bias=True, shared_dim=8, shared_gate=True),
     "capacity": replace(MIXTRAL, capacity_factor=1.0),
     "tight": replace(MIXTRAL, top_k=1, normalise=False, capacity_factor=0.5),
@@ -130,7 +133,10 @@ def slow(moe: MoE, x: jax.Array, choices: np.ndarray) -> tuple[jax.Array, jax.Ar
             y += every
         for j in range(k):
             weight = is_kept[j] * mixture.scale * scores[chosen[j]] / total
-            y += weight * one_mlp(moe, chosen[j], x)
+            if mixture.scales_inputs:
+                y += one_mlp(moe, chosen[j], weight * x)
+            else:
+                y += weight * one_mlp(moe, chosen[j], x)
         balance = num / k * jnp.sum(share / SEQ * scores / scores.sum())
         z = jax.nn.logsumexp(logits) ** 2
         return y, mixture.balance_loss * balance + mixture.z_loss * z
@@ -511,6 +517,7 @@ def test_listed_blocks_aggregate_layer_metrics():
 def test_presets_have_published_active_sizes():
     # In billions of parameters, rounded as in the papers.
     active = {"mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "qwen3-30b-a3b": 3.3}
+    active |= {"llama4-scout": 17, "llama4-maverick": 17}
     active |= {"qwen3-235b-a22b": 22, "qwen1.5-moe-a2.7b": 2.7, "olmoe-1b-7b": 1.3}
     for name, expected in active.items():
         found = GPTConfig.preset(name).num_active_params / 1e9
@@ -769,8 +776,8 @@ def test_dense_layers_of_wrong_type_raise():
 
 def test_mlp_dim_with_experts_raises():
     message = (
-        "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers: the width "
-        "of experts is Experts.mlp_dim."
+        "GPTConfig.mlp_dim is 64, which needs experts=None or dense_layers or "
+        "expert_layers: the width of experts is Experts.mlp_dim."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         replace(CONFIG, mlp_dim=64)

@@ -26,6 +26,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.layers import Experts, segment_positions
+from nnx_parallel.models.rotary import Growth
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 
@@ -79,7 +80,20 @@ LEARNED = GPTConfig.tiny(vocab_size=64, num_layers=2, embed_dim=32)
 LLAMA = GPTConfig.tiny_llama(
     vocab_size=64, num_layers=2, embed_dim=32, window=4, softcap=3.0
 )
+CHUNKS = replace(
+    LLAMA,
+    window=None,
+    softcap=None,
+    num_layers=4,
+    chunk=3,
+    layer_kinds=("local", "global"),
+    rotated_layers=(True, False),
+    late_qk_norm=True,
+    query_growth=Growth(rate=0.5, length=4, ahead=1),
+)
+"""A model with the attention of Llama 4."""
 DEEP = pytest.mark.deep
+NAMES = {LEARNED: "learned", LLAMA: "rope", CHUNKS: "chunks"}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +105,12 @@ DEEP = pytest.mark.deep
         pytest.param(LEARNED, FSDP(2, min_size=0, prefetch="first"), marks=DEEP),
         pytest.param(LLAMA, TensorParallel(2), marks=DEEP),
         pytest.param(LEARNED, Pipeline(2), marks=DEEP),
+        (CHUNKS, Composite(Pipeline(2), ContextParallel(2))),
+        pytest.param(CHUNKS, ContextParallel(2, exchange="gather"), marks=DEEP),
+        pytest.param(CHUNKS, ContextParallel(2, exchange="all_to_all"), marks=DEEP),
+        pytest.param(CHUNKS, Composite(TensorParallel(2), FSDP(2)), marks=DEEP),
     ],
-    ids=lambda x: "rope" if x is LLAMA else "learned" if x is LEARNED else repr(x),
+    ids=lambda x: NAMES[x] if isinstance(x, GPTConfig) else repr(x),
 )
 def test_packed_documents_match_separate_rows(config: GPTConfig, strategy: Strategy):
     """One device has one document per row; the strategy has packed documents."""
@@ -159,6 +177,23 @@ def test_longer_rows_match_shorter_rows(mixture):
     _, apart = batches()
     wide = {name: np.pad(x, ((0, 2), (0, 16))) for name, x in apart.items()}
     assert_same_step(one_step(DataParallel(1), config, wide), expected)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Composite(ContextParallel(2), FSDP(2, min_size=0)),
+        pytest.param(ContextParallel(2, exchange="gather"), marks=DEEP),
+        pytest.param(ContextParallel(2, exchange="all_to_all"), marks=DEEP),
+    ],
+    ids=repr,
+)
+def test_chunks_of_split_rows_match_one_device(strategy: Strategy):
+    """Chunks of 3 tokens cross the borders between devices."""
+    batch = {"tokens": batches()[0]["tokens"][:2]}
+    assert_same_step(
+        one_step(strategy, CHUNKS, batch), one_step(DataParallel(1), CHUNKS, batch)
+    )
 
 
 def test_packed_document_matches_single_document():

@@ -215,6 +215,26 @@ def test_alternating_layers_stack_by_period(x: jax.Array) -> None:
         Stack.of(blocks, period=4)
 
 
+def test_stack_builds_blocks_of_several_kinds(x: jax.Array) -> None:
+    def narrow(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Sequential(
+            nnx.Linear(WIDTH, 4, rngs=rngs), nnx.Linear(4, WIDTH, rngs=rngs)
+        )
+
+    def plain(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    stack = Stack([narrow, plain], 3, rngs=nnx.Rngs(0))
+    blocks, expected = stack.unstack(), x
+    kernels = [block.kernel[...] for block in blocks[1::2]]
+    assert [type(block) for block in blocks] == 3 * [nnx.Sequential, nnx.Linear]
+    assert not np.array_equal(kernels[0], kernels[1])
+    for block in blocks:
+        expected = block(expected)
+    np.testing.assert_allclose(stack(x), expected, rtol=1e-5)
+    assert Stack.of(blocks, period=2).layer[1].kernel.shape == (3, WIDTH, WIDTH)
+
+
 # Loops in other people's style
 
 

@@ -18,14 +18,20 @@ from safetensors.flax import save_file
 
 from nnx_parallel import FSDP
 from nnx_parallel.errors import WeightsError
-from nnx_parallel.layers import lora
+from nnx_parallel.layers import Stack, lora
 from nnx_parallel.models import GPT
 from nnx_parallel.weights import (
     Pretrained,
     save_pretrained,
 )
 from nnx_parallel.weights.files import open_tensors
-from nnx_parallel.weights.names import groups_of, join_parts, rules_of
+from nnx_parallel.weights.names import (
+    find_numbers,
+    groups_of,
+    join_parts,
+    name_at,
+    rules_of,
+)
 from tests.folders import GOLDENS, STRATEGIES, check_equal, content, make_trainer
 
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -208,6 +214,42 @@ def test_unequal_parts_of_an_array_load_and_save(tmp_path: Path) -> None:
         *(jax.tree.leaves(nnx.state(m)) for m in (model, expected)), strict=True
     )
     assert all(np.array_equal(found, x) for found, x in pairs)
+
+
+def alternating(rngs: nnx.Rngs) -> nnx.Module:
+    """Returns four layers of two widths, which alternate."""
+    widths = (8, 16, 8, 16)
+    blocks = [nnx.Dict(up=nnx.Linear(4, width, rngs=rngs)) for width in widths]
+    return nnx.Dict(blocks=Stack.of(blocks, period=2))
+
+
+ALTERNATING = [
+    (f"blocks.layer.{i}.up.{last}", f"h.{{{i}::2}}.up.{theirs}", pattern)
+    for i in range(2)
+    for last, theirs, pattern in (
+        ("kernel", "weight", "out into -> into out"),
+        ("bias", "bias", "out -> out"),
+    )
+]
+
+
+def test_alternating_layers_load_and_save(tmp_path: Path) -> None:
+    expected: Any = alternating(nnx.Rngs(1))
+    save_pretrained(tmp_path / "weights", expected, names=ALTERNATING)
+    written = content(tmp_path / "weights")
+    assert [written[f"h.{i}.up.weight"].shape[0] for i in range(4)] == [8, 16, 8, 16]
+    kernels = expected["blocks"].layer[1]["up"].kernel.get_value()
+    np.testing.assert_array_equal(written["h.3.up.weight"], kernels[1].T)
+    source = Pretrained(alternating, tmp_path / "weights", ALTERNATING)
+    model = FSDP(min_size=1).init(source, nnx.Rngs(0))
+    pairs = zip(
+        *(jax.tree.leaves(nnx.state(m)) for m in (model, expected)), strict=True
+    )
+    assert all(np.array_equal(found, x) for found, x in pairs)
+    assert find_numbers("h.{1::2}.e.{}.w", "h.3.e.4.w")
+    assert not find_numbers("h.{1::2}.e.{}.w", "h.2.e.4.w")
+    assert not find_numbers("h.{3:}.w", "h.2.w")
+    assert name_at("h.{3:}.e.{}.w", (2, 1)) == "h.5.e.1.w"
 
 
 def test_slices_of_a_dim_in_the_middle() -> None:

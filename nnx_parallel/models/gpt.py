@@ -34,13 +34,13 @@ from nnx_parallel.layers import (
     segment_positions,
 )
 from nnx_parallel.layers.activations import ACTIVATIONS
-from nnx_parallel.layers.attention import attention
+from nnx_parallel.layers.attention import attention, chunk_segments
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig
 from nnx_parallel.models.rotary import YarnScaling, frequencies, rotate
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.family import Published
+from nnx_parallel.weights.family import Published, period_of
 
 Start = int | jax.Array
 """The position of the first token, or the positions of all tokens, int (batch, seq)."""
@@ -94,13 +94,18 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalises (..., *dims) in float32 or wider; returns the same shape."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        scale = self.scale[...].astype(wide.dtype)
-        axes = tuple(range(-scale.ndim, 0))
-        variance = (wide**2).mean(axes, keepdims=True)
+        scale = self.scale[...]
+        normed = _normalise(x, tuple(range(-scale.ndim, 0)), self.epsilon)
+        scale = scale.astype(normed.dtype)
         scale = 1 + scale if self.is_zero_centered else scale
-        normed = wide * jax.lax.rsqrt(variance + self.epsilon)
         return (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+
+
+def _normalise(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
+    """Divides by the root of the mean square, in float32 or wider."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    variance = (wide**2).mean(axes, keepdims=True)
+    return wide * jax.lax.rsqrt(variance + epsilon)
 
 
 Norm = nnx.LayerNorm | nnx.RMSNorm | RMSNorm
@@ -173,10 +178,13 @@ class Attention(nnx.Module):
         start: Start,
         cache: Cache | None,
         segments: jax.Array | None = None,
+        chunks: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | None]:
         """Computes attention for the tokens of ``x``, with positions from ``start``.
 
-        Returns an array with the shape of ``x``, and the new cache or ``None``.
+        In local layers, ``chunks`` takes the place of ``segments``, unless it is
+        ``None``. Returns an array with the shape of ``x``, and the new cache or
+        ``None``.
         """
         positions = _positions(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
@@ -188,17 +196,32 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         if self.config.positions == "rope":
             length = x.shape[1] if cache is None else cache[0].shape[1]
-            speeds, amplitude = self._rotation(length)
-            query, key = (rotate(x, positions, speeds, amplitude) for x in (query, key))
-            scaling = self.config.rope_scaling
-            if isinstance(scaling, YarnScaling) and scaling.growth:
-                query = scaling.grow(query, positions)
+            query, key = self._rotate(query, key, positions, length)
         if cache is None:
-            return self.out(self._attend(query, key, value, segments)), None
+            return self.out(self._attend(query, key, value, segments, chunks)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
         seen = self._seen(jnp.arange(keys.shape[1])[None, :], positions[:, None])
         mask = seen[None, None]  # (1, 1, seq, total_len)
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
+
+    def _rotate(
+        self, query: jax.Array, key: jax.Array, positions: jax.Array, length: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotates queries and keys, and makes the queries of late positions larger."""
+        config, scaling = self.config, self.config.rope_scaling
+        speeds, amplitude = self._rotation(length)
+        query, key = (rotate(x, positions, speeds, amplitude) for x in (query, key))
+        if isinstance(scaling, YarnScaling) and scaling.growth:
+            query = scaling.grow(query, positions)
+        is_rotated = True if self.is_rotated is None else self.is_rotated[...]
+        if config.late_qk_norm:
+            normed = (_normalise(x, (-1,), config.norm_epsilon) for x in (query, key))
+            pairs = zip(normed, (query, key), strict=True)
+            query, key = (jnp.where(is_rotated, n.astype(x.dtype), x) for n, x in pairs)
+        if config.query_growth is not None:
+            grown = config.query_growth(query, positions)
+            query = jnp.where(is_rotated, query, grown)
+        return query, key
 
     def _rotation(self, length: int) -> Rotation:
         """Returns the frequencies (rotary_dim / 2,) and the amplitude of this layer.
@@ -224,13 +247,16 @@ class Attention(nnx.Module):
         key: jax.Array,
         value: jax.Array,
         segments: jax.Array | None,
+        chunks: jax.Array | None,
     ) -> jax.Array:
-        """Computes causal attention, which is limited to the window in local layers."""
+        """Computes causal attention, which is limited in local layers."""
 
-        def attend(window: int | None, *qkv: jax.Array) -> jax.Array:
-            return self._attention(*qkv, causal=True, segments=segments, window=window)
+        def attend(rules: dict[str, Any], *qkv: jax.Array) -> jax.Array:
+            return self._attention(*qkv, causal=True, **rules)
 
-        local, whole = partial(attend, self.config.window), partial(attend, None)
+        near = segments if chunks is None else chunks
+        local = partial(attend, {"segments": near, "window": self.config.window})
+        whole = partial(attend, {"segments": segments})
         if self.is_local is not None:  # each layer runs one of two branches
             return jax.lax.cond(self.is_local[...], local, whole, query, key, value)
         run = local if self.config.kinds[0] == "local" else whole
@@ -252,10 +278,13 @@ class Attention(nnx.Module):
 
         ``keys`` (1, total_len) and ``queries`` (seq, 1) are positions.
         """
-        seen = keys <= queries
-        if self.config.window is None:
+        seen, (window, chunk) = keys <= queries, (self.config.window, self.config.chunk)
+        if window is not None:
+            near = seen & (keys >= queries - window)
+        elif chunk is not None:
+            near = seen & (keys // chunk == queries // chunk)
+        else:
             return seen
-        near = seen & (keys >= queries - self.config.window)
         if self.is_local is not None:
             return jnp.where(self.is_local[...], near, seen)
         return near if self.config.kinds[0] == "local" else seen
@@ -341,6 +370,7 @@ class Block(nnx.Module):
         start: Start = 0,
         cache: Cache | None = None,
         segments: jax.Array | None = None,
+        chunks: jax.Array | None = None,
     ) -> Stream | tuple[Stream, Cache | None]:
         """Maps (batch, seq, embed) to the same shape.
 
@@ -349,7 +379,7 @@ class Block(nnx.Module):
         """
         x, losses = _split(stream)
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        attended, new_cache = self.attention(normed, start, cache, segments)
+        attended, new_cache = self.attention(normed, start, cache, segments, chunks)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         given, x = x, self._add(x, attended)
@@ -383,18 +413,20 @@ class Block(nnx.Module):
 
 def _stack(config: GPTConfig, layers: range, *, rngs: nnx.Rngs) -> Stack:
     """Returns a stack with one block for each of these layers."""
-
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, rngs=rngs)
-
-    stack = Stack(make, len(layers), rngs=rngs, remat=config.remat)
+    with_experts = [config.with_experts[i] for i in layers]
+    period = period_of(with_experts)
+    configs = [config if x else config.dense for x in with_experts[:period]]
+    makers = [partial(Block, each) for each in configs]
+    stack = Stack(makers, len(layers) // period, rngs=rngs, remat=config.remat)
     block: Any = stack.layer
-    if config.is_mixed:
-        is_local = [config.kinds[i] == "local" for i in layers]
-        block.attention.is_local.set_value(jnp.array(is_local))
-    if not all(config.rotated):
-        is_rotated = [config.rotated[i] for i in layers]
-        block.attention.is_rotated.set_value(jnp.array(is_rotated))
+    for first, each in zip(layers, block if makers[1:] else [block], strict=False):
+        own = range(first, layers.stop, period)
+        if config.is_mixed:
+            is_local = [config.kinds[i] == "local" for i in own]
+            each.attention.is_local.set_value(jnp.array(is_local))
+        if not all(config.rotated):
+            is_rotated = [config.rotated[i] for i in own]
+            each.attention.is_rotated.set_value(jnp.array(is_rotated))
     return stack
 
 
@@ -427,9 +459,7 @@ class GPT(Published):
             else None
         )
         count = config.dense_layers
-        self.dense_blocks = (
-            _stack(config.dense, range(count), rngs=rngs) if count else None
-        )
+        self.dense_blocks = _stack(config, range(count), rngs=rngs) if count else None
         self.blocks = _stack(config, range(count, config.num_layers), rngs=rngs)
         self.norm = _make_norm(config, rngs=rngs)
         init = nnx.initializers.normal(0.02)
@@ -462,8 +492,8 @@ class GPT(Published):
         """Returns the input of the head, ``(batch, seq, embed)``, for int tokens."""
         hidden, losses = self.hidden_and_losses(tokens, segments)
         if losses is not None:
-            block: Any = self.blocks.layer
-            warn_of_lost_losses(block.mlp)
+            mixtures = (m for _, m in nnx.iter_modules(self) if isinstance(m, MoE))
+            warn_of_lost_losses(next(mixtures))
         return hidden
 
     def hidden_and_losses(
@@ -481,7 +511,12 @@ class GPT(Published):
         if experts is not None and experts.has_losses:
             zeros = constrain(jnp.zeros(tokens.shape, jnp.float32), "batch", "seq")
             x = (x, zeros)
-        args = {} if segments is None else {"start": positions, "segments": segments}
+        args: dict[str, Any] = {}
+        if segments is not None:
+            args = {"start": positions, "segments": segments}
+        if (chunk := self.config.chunk) is not None:
+            # Layers see the chunks as documents, so every implementation supports them.
+            args["chunks"] = chunk_segments(tokens.shape, chunk, segments)
         for stack in self._stacks:
             x = stack(x, **args)
         x, losses = _split(x)
@@ -526,7 +561,7 @@ class GPT(Published):
         shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])
         dtype, caches = self.embed.embedding.get_value().dtype, []
         for stack in self._stacks:
-            empty = jnp.zeros((stack.num_layers, *shape), dtype)
+            empty = jnp.zeros((stack.num_layers * stack.period, *shape), dtype)
             empty = constrain(empty, "layers", "batch", None, "kv_heads", "head_dim")
             caches.append((empty, empty))
         return tuple(caches)

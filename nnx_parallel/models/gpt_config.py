@@ -23,6 +23,8 @@ References:
     https://arxiv.org/abs/2204.06745
     [13] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025, section 2.3,
     https://arxiv.org/abs/2508.10925
+    [14] Meta AI, "The Llama 4 herd", 2025,
+    https://ai.meta.com/blog/llama-4-multimodal-intelligence/
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from nnx_parallel.models.families import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     mistral,
     olmo,
     olmoe,
@@ -52,14 +55,14 @@ from nnx_parallel.models.families import (
     smollm3,
 )
 from nnx_parallel.models.families.granite import Multipliers
-from nnx_parallel.models.rotary import LongRopeScaling, Scaling
+from nnx_parallel.models.rotary import Growth, LongRopeScaling, Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
 
 _FILES = (
     # A model that does not come from files may fit two families equally well. Then it
     # is written as the later one (`nearest`), for instance as Llama and not as Phi-3.
     *(gpt2, phi3, llama, mistral, qwen, qwen_moe, gemma),
-    *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe),
+    *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe, llama4),
 )
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -104,12 +107,16 @@ class GPTConfig:
         qk_norm: True for an RMSNorm of queries and keys, before they are rotated [7].
         wide_qk_norm: True if each of these norms is over all heads together [10], and
             not over each head.
+        late_qk_norm: True to divide rotated queries and keys by the root of their mean
+            square, in the layers that rotate [14]. This norm has no parameters.
         positions: ``learned`` for a table of positions, or ``rope`` for rotation of
             queries and keys [3].
         rotary_dim: Number of features of a head that rotate, from the first [12];
             ``None`` means ``head_dim``.
         rotated_layers: A pattern that repeats over the layers, with True for layers
             that rotate queries and keys [11]; ``None`` means all layers.
+        query_growth: Growth of queries with their position in the layers that do not
+            rotate [14]; ``None`` means no growth.
         rope_theta: Base of the rotation's wavelengths.
         rope_scaling: Stretching of these wavelengths, a `RopeScaling`, `YarnScaling` or
             `LongRopeScaling`; ``None`` does not stretch them.
@@ -137,9 +144,12 @@ class GPTConfig:
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
         window: Number of earlier keys that a query sees, in addition to the key of its
             token; ``None`` means all earlier keys.
+        chunk: Length of the chunks into which each sequence is cut, or each document of
+            a packed sequence. A query sees only the earlier keys of its chunk [14].
+            ``None`` means no chunks. A model has a window or chunks, but not both.
         layer_kinds: A pattern of kinds that repeats over the layers. ``"local"`` layers
-            have the window, and ``"global"`` layers see all keys [6]. With ``None``,
-            all layers have the window.
+            have the window or the chunks, and ``"global"`` layers see all keys [6].
+            With ``None``, all layers have the window or the chunks.
         softcap: Bound of attention's scores; ``None`` means no bound.
         sinks: True for one additional, learned logit for each head, which takes part in
             the softmax over keys but has no value [13].
@@ -151,6 +161,10 @@ class GPTConfig:
             layers have an MLP. Its kernels have biases only with `Experts.use_bias`.
         dense_layers: Number of layers at the start that have an MLP of width
             ``mlp_dim`` instead of experts [9].
+        expert_layers: A pattern that repeats over the layers, with True for layers with
+            experts, and False for layers with an MLP of width ``mlp_dim`` [14]. Its
+            length must divide ``num_layers``. ``None`` means that all layers after the
+            ``dense_layers`` have experts.
         family: The ``model_type`` of the files from which the model was read. Exported
             files have the same type if this type can represent the other fields. With
             ``None`` they have the most similar type. The model does not depend on it.
@@ -181,9 +195,11 @@ class GPTConfig:
     post_norms: bool = False
     qk_norm: bool = False
     wide_qk_norm: bool = False
+    late_qk_norm: bool = False
     positions: Positions = "learned"
     rotary_dim: int | None = None
     rotated_layers: tuple[bool, ...] | None = None
+    query_growth: Growth | None = None
     rope_theta: float = 10_000.0
     rope_scaling: Scaling | None = None
     local_rope_theta: float | None = None
@@ -200,6 +216,7 @@ class GPTConfig:
     attention: Implementation | None = None
     attention_scale: float | None = None
     window: int | None = None
+    chunk: int | None = None
     layer_kinds: tuple[LayerKind, ...] | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -208,11 +225,13 @@ class GPTConfig:
     z_loss: float = 0.0
     experts: Experts | None = None
     dense_layers: int = 0
+    expert_layers: tuple[bool, ...] | None = None
     family: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         numbers = ("vocab_size", "seq_len", "num_layers", "embed_dim", "num_heads")
-        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window", "rotary_dim")
+        numbers += ("num_kv_heads", "head_dim", "mlp_dim", "window", "chunk")
+        numbers += ("rotary_dim",)
         given = {n: v for n in numbers if (v := getattr(self, n)) is not None}
         # Types are checked before ranges, because only numbers can be compared.
         for name, value in {**given, "dense_layers": self.dense_layers}.items():
@@ -255,6 +274,7 @@ class GPTConfig:
                 raise ValueError(f"GPTConfig.{name} is {found!r}; it must be {rule}.")
         check_remat(self.remat)
         self._check_heads()
+        self._check_patterns()
         self._check_parts()
 
     def _check_heads(self) -> None:
@@ -292,7 +312,8 @@ class GPTConfig:
                 "features that rotate."
             )
 
-    def _check_parts(self) -> None:
+    def _check_patterns(self) -> None:
+        """Checks the patterns that repeat over the layers."""
         kinds = get_args(LayerKind)
         pattern = self.layer_kinds
         if pattern is not None and (not pattern or not set(pattern) <= set(kinds)):
@@ -307,19 +328,36 @@ class GPTConfig:
                 f"GPTConfig.rotated_layers is {rotated!r}; it must be None, or a tuple "
                 "of bools. The tuple is repeated over the layers."
             )
+        layers, count = self.expert_layers, self.num_layers
+        if layers is not None and (set(layers) != {True, False} or count % len(layers)):
+            raise ValueError(
+                f"GPTConfig.expert_layers is {layers!r}; it must be None, or a tuple "
+                f"with True and False whose length divides num_layers={count}. The "
+                "tuple is repeated over the layers."
+            )
+
+    def _check_parts(self) -> None:
         if not (self.pre_norms or self.post_norms):
             raise ValueError(
                 "GPTConfig.pre_norms is False, which needs post_norms=True: each layer "
                 "has a norm."
             )
         rope, experts = self.positions == "rope", self.experts is not None
-        has_mlps = not experts or self.dense_layers > 0
-        mlps = "experts=None or dense_layers: the width of experts is Experts.mlp_dim"
+        has_mlps = self._num_dense > 0
+        mlps = (
+            "experts=None or dense_layers or expert_layers: the width of experts is "
+            "Experts.mlp_dim"
+        )
+        is_cut = self.window is not None or self.chunk is not None
+        first = "dense_layers=0: the pattern lists these layers too"
         posts = "block='sequential': the norms follow attention and MLP"
         rules = (
             ("mlp_dim", has_mlps, mlps),
             ("dense_layers", experts, "experts: without them all layers are dense"),
-            ("layer_kinds", self.window is not None, "window: local layers have it"),
+            ("expert_layers", experts, "experts: without them all layers are dense"),
+            ("expert_layers", self.dense_layers == 0, first),
+            ("chunk", self.window is None, "window=None: local layers have only one"),
+            ("layer_kinds", is_cut, "window or chunk: local layers have it"),
             ("rope_scaling", rope, "positions='rope': it changes the rotation"),
             ("local_rope_theta", self.is_mixed, "layer_kinds: some layers are local"),
             ("local_rope_theta", rope, "positions='rope': it changes the rotation"),
@@ -329,6 +367,12 @@ class GPTConfig:
             ("separate_norms", self.block == "parallel", "block='parallel'"),
             ("rotary_dim", rope, "positions='rope': these features rotate"),
             ("rotated_layers", rope, "positions='rope': these layers rotate"),
+            ("late_qk_norm", rope, "positions='rope': it follows the rotation"),
+            (
+                "query_growth",
+                not all(self.rotated),
+                "rotated_layers: queries grow in layers that do not rotate",
+            ),
             (
                 "exact_gelu",
                 self.activation == "gelu" and has_mlps,
@@ -344,8 +388,9 @@ class GPTConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer; a layer without a window is global."""
-        plain: LayerKind = "global" if self.window is None else "local"
+        """The kind of each layer; a layer without a window or chunks is global."""
+        is_whole = self.window is None and self.chunk is None
+        plain: LayerKind = "global" if is_whole else "local"
         pattern = self.layer_kinds or (plain,)
         return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
 
@@ -359,6 +404,15 @@ class GPTConfig:
         """True for each layer that rotates, if ``positions`` is ``rope``."""
         pattern = self.rotated_layers or (True,)
         return tuple(bool(pattern[i % len(pattern)]) for i in range(self.num_layers))
+
+    @property
+    def with_experts(self) -> tuple[bool, ...]:
+        """True for each layer with experts."""
+        pattern = self.expert_layers or (self.experts is not None,)
+        return tuple(
+            bool(pattern[i % len(pattern)]) and i >= self.dense_layers
+            for i in range(self.num_layers)
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -380,12 +434,12 @@ class GPTConfig:
     @property
     def _num_dense(self) -> int:
         """Number of layers without experts."""
-        return self.num_layers if self.experts is None else self.dense_layers
+        return self.num_layers - sum(self.with_experts)
 
     @property
     def dense(self) -> GPTConfig:
         """The config of the dense layers, which is this config without experts."""
-        return replace(self, experts=None, dense_layers=0)
+        return replace(self, experts=None, dense_layers=0, expert_layers=None)
 
     @property
     def num_active_params(self) -> int:
@@ -486,9 +540,10 @@ class GPTConfig:
         return vars(self) | {
             "num_kv_heads": sizes["kv_heads"],
             "head_dim": sizes["head_dim"],
-            "mlp_dim": sizes["mlp"],
+            "mlp_dim": self._dense_dim if self.expert_layers else sizes["mlp"],
             "qkv_bias": self.use_bias if self.qkv_bias is None else self.qkv_bias,
             "layer_kinds": self.kinds,
+            "expert_layers": self.with_experts if self.expert_layers else None,
             "experts": experts,
             "attention_scale": round(scale, 12),
             "rope_theta": self.rope_theta if self.positions == "rope" else None,

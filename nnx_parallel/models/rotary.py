@@ -9,6 +9,8 @@ References:
     [4] Peng et al., "YaRN: Efficient Context Window Extension of Large Language
     Models", 2023, sections 3.2 and 3.4, https://arxiv.org/abs/2309.00071
     [5] Ding et al., "LongRoPE", 2024, section 3, https://arxiv.org/abs/2402.13753
+    [6] Nakanishi, "Scalable-Softmax Is Superior for Attention", 2025,
+    https://arxiv.org/abs/2501.19399
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class RopeScaling:
             ("factor", self.factor > 0, "above 0"),
             ("original_len", length is None or length >= 1, "at least 1, or None"),
             ("low_frequency", low > 0, "above 0"),
-            ("high_frequency", high > low, f"above low_frequency={low}"),
+            ("high_frequency", high >= low, f"at least low_frequency={low}"),
         )
         _check(self, rules)
 
@@ -74,8 +76,48 @@ class RopeScaling:
             return plain / self.factor
         low, high = self.low_frequency, self.high_frequency
         turns = plain * self.original_len / (2 * math.pi)
+        if high == low:
+            return jnp.where(turns > low, plain, plain / self.factor)
         kept = jnp.clip((turns - low) / (high - low), 0, 1)
         return plain * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """Growth of queries with their position, so that scores are larger [6].
+
+    A query at position p is multiplied by ``1 + rate * ln(1 + (p + ahead) // length)``.
+
+    Attributes:
+        rate: Factor of the logarithm.
+        length: Number of positions after which the factor changes.
+        ahead: Number that is added to positions: 0, or 1 as in Llama 4.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    rate: float
+    length: int
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("rate", self.rate >= 0, "at least 0"),
+            ("length", self.length >= 1, "at least 1"),
+            ("ahead", self.ahead in (0, 1), "0 or 1"),
+        )
+        _check(self, rules)
+
+    def __call__(self, query: jax.Array, positions: jax.Array) -> jax.Array:
+        """Returns queries ``(batch, seq, heads, head_dim)``, larger at late positions.
+
+        ``positions`` is int ``(seq,)`` or ``(batch, seq)``.
+        """
+        turns = ((positions + self.ahead) // self.length).astype(jnp.float32)
+        factors = 1 + self.rate * jnp.log1p(turns)
+        dims = (0, 2, 3) if positions.ndim == 1 else (2, 3)
+        return query * jnp.expand_dims(factors, dims).astype(query.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,10 +181,7 @@ class YarnScaling:
 
         ``positions`` is int ``(seq,)`` or ``(batch, seq)``.
         """
-        turns = (positions // self.original_len).astype(jnp.float32)
-        factors = 1 + self.growth * jnp.log1p(turns)
-        dims = (0, 2, 3) if positions.ndim == 1 else (2, 3)
-        return query * jnp.expand_dims(factors, dims).astype(query.dtype)
+        return Growth(rate=self.growth, length=self.original_len)(query, positions)
 
     def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
         """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.
@@ -224,7 +263,7 @@ Scaling = RopeScaling | YarnScaling | LongRopeScaling
 """Changes of the rotation for sequences longer than in a model's first training."""
 
 
-def _check(scaling: Scaling, rules: Iterable[tuple[str, bool, str]]) -> None:
+def _check(scaling: Scaling | Growth, rules: Iterable[tuple[str, bool, str]]) -> None:
     for name, is_met, rule in rules:
         if not is_met:
             kind, found = type(scaling).__name__, getattr(scaling, name)

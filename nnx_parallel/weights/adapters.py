@@ -25,9 +25,11 @@ from nnx_parallel.weights.export import (
 from nnx_parallel.weights.family import Published
 from nnx_parallel.weights.files import Described, find_folder, open_tensors, read_config
 from nnx_parallel.weights.names import (
+    DIM,
     WEIGHTS,
     Entry,
     Rule,
+    find_numbers,
     numbered_rules,
     with_numbers,
 )
@@ -110,9 +112,7 @@ def load_adapters(
         for layer, modules in layers.items():
             strengths.setdefault(_strength(config, layer, modules), []).append(layer)
         if layers:
-            entries += [
-                (r.ours, r.theirs, f"{r.left} -> {r.right}") for r in _factors(kernel)
-            ]
+            entries += _factors(kernel)
     if not strengths:
         raise WeightsError(
             f"{str(file)!r} has no adapter for a layer of the model. The first arrays "
@@ -157,10 +157,9 @@ def _adapted_layers(kernel: Rule, given: Collection[str]) -> dict[str, list[str]
 
     The keys are paths of layers in our model. A stacked layer has several modules.
     """
-    name, layer = re.escape(_name(kernel, "a")), kernel.ours.removesuffix(".kernel")
-    pattern = re.compile(name.replace(r"\{\}", r"(\d+)"))
+    name, layer = _name(kernel, "a"), kernel.ours.removesuffix(".kernel")
     found: dict[str, list[str]] = {}
-    for match in filter(None, map(pattern.fullmatch, sorted(given))):
+    for match in filter(None, (find_numbers(name, each) for each in sorted(given))):
         modules = found.setdefault(with_numbers(layer, match), [])
         modules.append(match[0].removeprefix(_PREFIX).removesuffix(".lora_A.weight"))
     return found
@@ -248,7 +247,7 @@ def save_adapters(
         found.update(theirs)
         path, _, last = rule.ours.rpartition(".")
         if last == "kernel" and f"{path}.lora_a" in factors:
-            rules |= {each.ours: each for each in _factors(rule)}
+            rules |= {entry[0]: Rule.of(entry) for entry in _factors(rule)}
             strength = arrays[f"{path}.lora_a"].shape[-1], layers[path].lora_scale
             strengths |= {name.removesuffix(".weight"): strength for name in theirs}
     if missing := sorted(factors - rules.keys()):
@@ -329,25 +328,37 @@ def _starts(name: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(1, len(parts))]
 
 
-def _factors(kernel: Rule) -> list[Rule]:
-    """Returns rules for a kernel's factors. In PEFT, A is (rank, in), B (out, rank)."""
-    if kernel.num_parts or kernel.span or kernel.given:
+def _factors(kernel: Rule) -> list[Entry]:
+    """Returns entries for a kernel's factors. In PEFT, A is (rank, in), B (out, rank).
+
+    Raises:
+        WeightsError: If the kernel is a part of an array in files, or has more than two
+            dims there.
+    """
+    groups = DIM.findall(kernel.left)
+    if kernel.num_parts or kernel.span or len(groups) != 2:
         raise WeightsError(
             f"`{kernel.ours}` is a part of the fused kernel {kernel.theirs!r}. PEFT "
             "can adapt only the complete kernel. Merge the adapters, and use "
             "save_pretrained."
         )
-    groups = re.findall(r"\([^)]*\)|\w+", kernel.left)
-    dims = kernel.right.split()
+    dims = [(g, set(re.findall(r"\w+", g))) for g in DIM.findall(kernel.right)]
+    sides = []
+    for group in groups:
+        names = set(re.findall(r"\w+", group))
+        at = [i for i, (_, own) in enumerate(dims) if own & names]
+        given = [f"{name}={size}" for name, size in kernel.given if name in names]
+        ours = " ".join(dims[i][0] for i in at)
+        sides.append((at, group, ours, ", " + " ".join(given) if given else ""))
     # The input dims are the first dims of our kernel.
-    ins, outs = sorted(groups, key=lambda g: dims.index(re.findall(r"\w+", g)[0]))
+    (_, ins, our_ins, in_sizes), (_, outs, our_outs, out_sizes) = sorted(sides)
     path = kernel.ours.removesuffix("kernel")
     patterns = {
-        "a": f"rank {ins} -> {ins.strip('()')} rank",
-        "b": f"{outs} rank -> rank {outs.strip('()')}",
+        "a": f"rank {ins} -> {our_ins} rank{in_sizes}",
+        "b": f"{outs} rank -> rank {our_outs}{out_sizes}",
     }
     return [
-        Rule.of((f"{path}lora_{x}", _name(kernel, x), pattern))
+        (f"{path}lora_{x}", _name(kernel, x), pattern)
         for x, pattern in patterns.items()
     ]
 

@@ -20,7 +20,7 @@ from flax import nnx
 
 from nnx_parallel.errors import WeightsError, warn_user
 from nnx_parallel.weights.files import find_folder, read_config
-from nnx_parallel.weights.names import Entry, rename_tensors
+from nnx_parallel.weights.names import Entry, name_at, rename_tensors
 from nnx_parallel.weights.pretrained import Pretrained
 from nnx_parallel.weights.quantised import read_quantization
 
@@ -160,9 +160,9 @@ def _text_config(content: Values) -> Values | None:
 _COUNTS = {
     10_000: "num_layers",
     65_536: "num_heads num_kv_heads num_experts num_local_experts num_experts_per_tok "
-    "sliding_window_pattern",
+    "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval",
     2**31 - 1: "vocab_size seq_len embed_dim head_dim mlp_dim width num_labels "
-    "moe_intermediate_size sliding_window",
+    "moe_intermediate_size sliding_window attention_chunk_size floor_scale",
 }
 """The largest valid value of some fields, and of some settings that have no field."""
 
@@ -324,10 +324,38 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
     """Returns names of the head that the files lack, if they have the other arrays."""
     names = [theirs for _, theirs, _ in source.names]
     first = next((n for n in names if n.startswith(family.prefix)), "")
-    if first.replace("{}", "0") not in source.tensors:
+    if name_at(first, (0, 0)) not in source.tensors:
         return []
     heads = [name for name in names if not name.startswith(family.prefix)]
     return [name for name in heads if name not in source.tensors]
+
+
+def period_of(kinds: Sequence) -> int:
+    """Returns the length of the shortest pattern that, repeated, gives ``kinds``.
+
+    The length divides the number of layers.
+    """
+    count = len(kinds)
+    lengths = (n for n in range(1, count + 1) if count % n == 0)
+    return next(n for n in lengths if [*kinds] == [*kinds[:n]] * (count // n))
+
+
+def alternate(tables: Sequence[Sequence[Entry]]) -> list[Entry]:
+    """Returns the table of names of a model in which blocks of several kinds alternate.
+
+    ``tables`` has a table for each block of a group; each table is for a model in which
+    all blocks are of this kind.
+    """
+    if not tables[1:]:
+        return [*tables[0]]
+    found: dict[str, Entry] = {}
+    for i, table in enumerate(tables):
+        for ours, theirs, pattern in table:
+            path = ours.replace("blocks.layer.", f"blocks.layer.{i}.", 1)
+            if path != ours:
+                theirs = theirs.replace("{}", f"{{{i}::{len(tables)}}}", 1)
+            found[path] = path, theirs, pattern
+    return [*found.values()]
 
 
 _DIMS = {

@@ -6,6 +6,9 @@ An entry is ``(our path, their name, pattern)``, such as
 
 - ``{}`` in their name is the number of a layer. The first dim of our array enumerates
   layers. A second ``{}`` is the number of an expert; the next dim enumerates experts.
+- ``{3:}`` in place of ``{}`` means that our array has the numbers from 3 on, and
+  ``{1::2}`` means the numbers 1, 3, 5 and so on, as in a slice of Python. So layers of
+  two kinds can follow each other or alternate in the files.
 - ``{}`` in our path is a number in a list of layers. Then the first ``{}`` in their
   name is the same number: ``("layers.{}.kernel", "h.{}.weight", "o i -> i o")``.
 - The pattern, in the notation of einops, rearranges their array to ours. It names every
@@ -46,7 +49,10 @@ _PART = re.compile(
     r"(?:part (\d+) of (\d+): *|(\w+) (\d+):(\d+) of (\d+): *)?"
     r"(.*?) *-> *([^,]*)(?:, *(.+))?"
 )
-_GROUP = re.compile(r"\([^)]*\)|\w+")
+DIM = re.compile(r"\([^)]*\)|\w+")
+"""A dim in one side of a pattern, or several dims that are joined."""
+_NUMBER = re.compile(r"\{(?:(\d+):(?::(\d+))?)?\}")
+"""A placeholder in a name: ``{}``, ``{start:}`` or ``{start::step}``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class Rule:
 
     Attributes:
         ours: Dotted path of our array.
-        theirs: Name of their array, which may contain ``{}``.
+        theirs: Name of their array, which may contain ``{}`` or ``{1::2}``.
         left: Dims of their array, in the notation of einops.
         right: Dims of our array, without the dims of layers and experts. If their array
             has parts, the dim of parts is included.
@@ -125,7 +131,7 @@ class Rule:
     @property
     def num_stacked(self) -> int:
         """Number of leading dims of our array that enumerate layers and experts."""
-        return self.theirs.count("{}")
+        return len(_NUMBER.findall(self.theirs))
 
     def names(self, shape: Sequence[int]) -> dict[tuple[int, ...], str]:
         """Returns the names of their arrays that make up our array of this shape.
@@ -133,7 +139,7 @@ class Rule:
         The keys are indices along the dims of layers and experts.
         """
         indices = np.ndindex(*shape[: self.num_stacked])
-        return {index: self.theirs.format(*index) for index in indices}
+        return {index: name_at(self.theirs, index) for index in indices}
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Returns the size of each dim in the pattern, from the shape of our array.
@@ -141,7 +147,7 @@ class Rule:
         Raises:
             WeightsError: If the dims of the pattern do not match the shape.
         """
-        dims, given = _GROUP.findall(self.right), dict(self.given)
+        dims, given = DIM.findall(self.right), dict(self.given)
         ours = [self.num_parts] if self.num_parts else []
         ours += shape[self.num_stacked :]
         for dim, size in zip(dims, ours, strict=False):
@@ -177,7 +183,7 @@ class Rule:
     def shape_of_theirs(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of their array."""
         sizes = self._whole(sizes)
-        of_each = [re.findall(r"\w+", group) for group in _GROUP.findall(self.left)]
+        of_each = [re.findall(r"\w+", group) for group in DIM.findall(self.left)]
         return tuple(math.prod(sizes.get(n, 1) for n in names) for names in of_each)
 
     @property
@@ -242,6 +248,34 @@ def own_names(shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
         path: " ".join(f"d{i}" for i in range(len(x))) for path, x in shapes.items()
     }
     return [(path, path, f"{each} -> {each}") for path, each in dims.items()]
+
+
+def name_at(name: str, index: Sequence[int]) -> str:
+    """Returns a name in files, at these indices of our dims of layers and experts."""
+    indices = iter(index)
+
+    def number(match: re.Match[str]) -> str:
+        start, step = match.groups(default="")
+        return str(int(start or 0) + int(step or 1) * next(indices))
+
+    return _NUMBER.sub(number, name)
+
+
+def find_numbers(name: str, found: str) -> re.Match[str] | None:
+    """Matches a name in a file with a name that has placeholders.
+
+    Returns:
+        The match, with a group for each number, or ``None`` if the names differ or if
+        a number does not belong to our array.
+    """
+    escaped = _NUMBER.sub("{}", name).split("{}")
+    match = re.fullmatch(r"(\d+)".join(map(re.escape, escaped)), found)
+    ranges = [(int(a or 0), int(b or 1)) for a, b in _NUMBER.findall(name)]
+    numbers = map(int, match.groups()) if match else ()
+    is_in = all(
+        n >= a and (n - a) % b == 0 for n, (a, b) in zip(numbers, ranges, strict=False)
+    )
+    return match if is_in else None
 
 
 def with_numbers(name: str, match: re.Match[str]) -> str:
@@ -398,7 +432,7 @@ def rename_tensors(
         WeightsError: If the files have arrays of two language models.
     """
     table = [theirs for _, theirs, _ in entries if theirs.startswith(prefix)]
-    first = table[0].removeprefix(prefix).replace("{}", "0") if table else ""
+    first = name_at(table[0].removeprefix(prefix), (0, 0)) if table else ""
     # A key is a start of names that files may have. Its value is the start in a file
     # that the class with a head writes.
     starts = {

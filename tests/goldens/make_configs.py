@@ -123,6 +123,21 @@ YARN_OSS = {
     "beta_fast": 28.0,
     "original_max_position_embeddings": 64,
 }
+LLAMA_4 = {
+    "intermediate_size_mlp": [40],
+    "num_local_experts": [4],
+    "num_experts_per_tok": [LEFT_OUT, 2],
+    "interleave_moe_layer_step": [LEFT_OUT, 2, 3],
+    "moe_layers": [LEFT_OUT, [], [0, 2], [1, 2, 3]],
+    "no_rope_layers": [LEFT_OUT, [], [1, 0, 1, 0], [1, 1, 1, 1]],
+    "no_rope_layer_interval": [LEFT_OUT, 2],
+    "attention_chunk_size": [LEFT_OUT, 16, None],
+    "layer_types": [LEFT_OUT, ["chunked_attention", "full_attention"] * 2],
+    "use_qk_norm": [LEFT_OUT, False],
+    "attn_temperature_tuning": [LEFT_OUT, False],
+    "floor_scale": [LEFT_OUT, 32],
+    "attn_scale": [LEFT_OUT, 0.25],
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gpt2": {**LAYER_NORM},
     "llama": COMMON,
@@ -196,6 +211,7 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "num_experts_per_tok": [LEFT_OUT, 2, 3],
         "swiglu_limit": [LEFT_OUT] * 6 + [7.0, 5.0],
     },
+    "llama4_text": {**COMMON, **LLAMA_4},
 }
 
 
@@ -221,9 +237,14 @@ def rounded(x: float) -> float:
     return float(f"{x:.7g}")
 
 
+def decoder(model: PreTrainedModel) -> Any:
+    """Returns the model without its head, in which Llama 4 has another name."""
+    return getattr(model.base_model, "model", model.base_model)
+
+
 def rotations(model: PreTrainedModel, kinds: list[str]) -> list[Any]:
     """Returns each layer's frequencies, followed by the amplitude, or ``None``."""
-    base = model.base_model
+    base = decoder(model)
     if (rotary := getattr(base, "rotary_emb", None)) is None:
         return [None] * len(kinds)
     found = []
@@ -249,7 +270,8 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
         model(torch.zeros((1, 4), dtype=torch.long), use_cache=False)
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * count
-    layers = getattr(model.base_model, "layers", None) or model.base_model.h
+    base = decoder(model)
+    layers = getattr(base, "layers", None) or base.h
     of_layers = rotations(model, kinds)
     different = [x for i, x in enumerate(of_layers) if x not in of_layers[:i]]
     found: dict[str, Any] = {"rotations": different}
@@ -286,6 +308,19 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
     if kind == "ministral3":  # queries grow with the position
         names = ("llama_4_scaling_beta", "original_max_position_embeddings")
         found["growth"] = [config.rope_parameters.get(name) for name in names]
+    if kind == "llama4_text":
+        found["chunks"] = [
+            config.attention_chunk_size if kind == "chunked_attention" else None
+            for kind in config.layer_types
+        ]
+        found["late_norms"] = [hasattr(a, "qk_norm") for a in attentions]
+        found["growths"] = [
+            [a.attn_scale, a.floor_scale]
+            if a.attn_temperature_tuning and not a.use_rope
+            else None
+            for a in attentions
+        ]
+        found["with_experts"] = [layer.is_moe_layer for layer in layers]
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if kind == "granite":
             found[name] = getattr(config, name)

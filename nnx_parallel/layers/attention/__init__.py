@@ -7,5 +7,8 @@ sequence, `context` exchanges keys and values. Start reading in `dot_product`.
 
 from nnx_parallel.layers.attention.dot_product import attention as attention
 from nnx_parallel.layers.attention.dot_product import (
+    chunk_segments as chunk_segments,
+)
+from nnx_parallel.layers.attention.dot_product import (
     segment_positions as segment_positions,
 )

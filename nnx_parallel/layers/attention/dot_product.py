@@ -352,3 +352,34 @@ def segment_positions(segments: Array) -> Array:
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+
+
+def chunk_segments(
+    shape: tuple[int, ...], length: int, segments: Array | None = None
+) -> Array | None:
+    """Computes segment ids of chunks, for attention that does not leave a chunk.
+
+    Each row is cut into chunks of ``length`` tokens. In a packed row, each document is
+    cut, so that a document does not depend on its place in the row.
+
+    Args:
+        shape: The shape of the tokens, ``(batch, seq)``.
+        length: Number of tokens in a chunk.
+        segments: int ``(batch, seq)``, the id of each token's document, or ``None``.
+
+    Returns:
+        int32 ``(batch, seq)``, the id of each token's chunk, and 0 for padding. If each
+        row is a single chunk, the result is ``segments``.
+
+    Example:
+        >>> documents = jnp.array([[1, 1, 1, 2, 2, 0]])
+        >>> chunk_segments((1, 6), 2, documents)
+        Array([[1, 1, 2, 3, 3, 0]], dtype=int32)
+    """
+    if shape[1] <= length:
+        return segments
+    if segments is None:
+        return jnp.broadcast_to(jnp.arange(shape[1]) // length + 1, shape)
+    starts = segment_positions(segments) % length == 0
+    ids = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    return jnp.where(segments == 0, 0, ids)

@@ -321,6 +321,18 @@ class Routed(NamedTuple):
     chosen: Array
     weights: Array
 
+    def with_scaled_inputs(self) -> "Routed":
+        """Returns a copy of each token for each choice, scaled by the weight.
+
+        The shape of ``x`` is then ``(batch, seq * top_k, embed)``, and each token has
+        one choice of weight 1.
+        """
+        batch, embed = self.x.shape[::2]
+        scaled = self.x[:, :, None] * self.weights[..., None]
+        chosen = self.chosen.reshape(batch, -1, 1)
+        ones = jnp.ones(chosen.shape, self.weights.dtype)
+        return Routed(scaled.reshape(batch, -1, embed), chosen, ones)
+
     def flat(self) -> tuple[Array, Array, Array]:
         """Returns the three arrays with one dim of tokens in place of batch and seq."""
         x, chosen, weights = (a.reshape(-1, a.shape[-1]) for a in self)

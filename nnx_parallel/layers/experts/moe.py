@@ -483,9 +483,13 @@ def _run_shard(
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
     experts = ExpertMLPs(kernels=kernels.for_sum(axes.mlp), activate=activate)
     routed = Routed(x, chosen, weights.astype(x.dtype))
+    run = partial(gathered, experts, axes)
     if exchange == "ragged":
-        return ragged(experts, axes, routed, alongside), load
-    return gathered(experts, axes, routed), load
+        run = partial(ragged, experts, axes, alongside=alongside)
+    if not mixture.scales_inputs:
+        return run(routed), load
+    y = run(routed.with_scaled_inputs())  # (batch, seq * top_k, embed)
+    return jnp.sum(y.reshape(*chosen.shape, -1), axis=2), load
 
 
 class _Documents(NamedTuple):

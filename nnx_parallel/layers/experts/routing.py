@@ -10,6 +10,8 @@ References:
     [4] Zoph et al., "ST-MoE", 2022, section 3.2, https://arxiv.org/abs/2202.08906
     [5] Yang et al., "Qwen2 Technical Report", 2024, section 2.2.2,
     https://arxiv.org/abs/2407.10671
+    [6] Meta AI, "The Llama 4 herd", 2025,
+    https://ai.meta.com/blog/llama-4-multimodal-intelligence/
 """
 
 import math
@@ -26,6 +28,7 @@ from nnx_parallel.errors import ExpertsError, kind_of, suggests_names
 Scores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "batch"]
 _COUNTS = ("num_experts", "top_k", "mlp_dim", "shared_dim", "num_groups", "top_groups")
+_FLAGS = ("shared_gate", "use_bias", "normalise", "scales_inputs")
 _NUMBERS = ("scale", "bias_rate", "balance_loss", "z_loss")
 
 
@@ -49,6 +52,8 @@ class Experts:
             1. With ``top_k=1`` and several experts it must be False, because the weight
             would be constant.
         scale: Factor of the weights.
+        scales_inputs: True to multiply the input of an expert by its weight, instead of
+            its output [6].
         num_groups: Number of groups of neighbouring experts.
         top_groups: Number of groups from which a token's experts are chosen: the groups
             with the largest sums of their two best scores [2].
@@ -89,6 +94,7 @@ class Experts:
     use_bias: bool = False
     normalise: bool = True
     scale: float = 1.0
+    scales_inputs: bool = False
     num_groups: int = 1
     top_groups: int = 1
     bias_rate: float = 0.0
@@ -110,15 +116,13 @@ class Experts:
             ("top_k", 1 <= self.top_k <= count, f"1 to num_experts={count}"),
             ("mlp_dim", self.mlp_dim >= 1, "at least 1"),
             ("shared_dim", self.shared_dim >= 0, "at least 0"),
-            ("shared_gate", type(self.shared_gate) is bool, "True or False"),
+            *((n, type(vars(self)[n]) is bool, "True or False") for n in _FLAGS),
             (
                 "shared_gate",
                 self.shared_dim > 0 or not self.shared_gate,
                 "False without shared_dim",
             ),
             ("scores", _is_one_of(self.scores, scores), f"one of {scores}"),
-            ("use_bias", type(self.use_bias) is bool, "True or False"),
-            ("normalise", type(self.normalise) is bool, "True or False"),
             ("scale", self.scale > 0, "above 0"),
             (
                 "num_groups",

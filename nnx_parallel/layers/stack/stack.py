@@ -69,8 +69,10 @@ class Stack(nnx.Module):
 
     Args:
         make_block: A function that builds one block from an ``nnx.Rngs``. The block
-            maps ``(x, *args)`` to an array with the shape and dtype of ``x``.
-        num_layers: The number of blocks, N.
+            maps ``(x, *args)`` to an array with the shape and dtype of ``x``. If blocks
+            of several kinds alternate, pass a list with a function for each kind. Then
+            a layer of the stack is a group, an ``nnx.List`` with a block of each kind.
+        num_layers: The number of blocks or, for several kinds, of groups: N.
         rngs: Keys for all blocks.
         remat: The values that the backward pass recomputes (`Remat`); ``None`` uses the
             Trainer's policy.
@@ -92,7 +94,7 @@ class Stack(nnx.Module):
 
     def __init__(
         self,
-        make_block: Callable[[nnx.Rngs], nnx.Module],
+        make_block: Callable[[nnx.Rngs], nnx.Module] | Sequence[Callable],
         num_layers: int,
         *,
         rngs: nnx.Rngs,
@@ -103,12 +105,18 @@ class Stack(nnx.Module):
                 f"num_layers={num_layers}. A Stack needs at least 1 layer."
             )
         check_remat(remat)
-        _check_unshared(make_block)
+        makers = make_block if isinstance(make_block, Sequence) else [make_block]
+
+        def make_layer(rngs: nnx.Rngs) -> nnx.Module:
+            blocks = [build_model(make, rngs) for make in makers]
+            return nnx.List(blocks) if blocks[1:] else blocks[0]
+
+        _check_unshared(make_layer)
         self.num_layers = num_layers
-        self.period = 1
+        self.period = len(makers)
         self.remat: Remat | None = remat
         keys = jax.random.split(rngs.params(), num_layers)
-        self.layer = jax.vmap(lambda key: build_model(make_block, nnx.Rngs(key)))(keys)
+        self.layer = jax.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys)
         self.name_layers()
 
     @classmethod

@@ -336,23 +336,50 @@ _KINDS = {"sliding_attention": "local", "full_attention": "global"}
 def _read_windows(settings: Values, types: Sequence[str]) -> dict[str, Any]:
     if (window := settings.get("sliding_window")) is None:
         return {}
+    kinds = read_kinds(settings, types)
+    if set(kinds) == {"global"}:
+        return {}
+    # In files, the window also counts the key of the query's own token.
+    found: dict[str, Any] = {"window": window - 1}
+    return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
+
+
+def read_kinds(
+    settings: Values, types: Sequence[str], local: str = "sliding_attention"
+) -> tuple[str, ...]:
+    """Returns the kind of each layer.
+
+    ``types`` are the ``layer_types``, if the file does not have them, and ``local`` is
+    the type of layers that do not see all keys.
+    """
+    known = {local: "local", "full_attention": "global"}
     types = types if settings.get("layer_types") is None else settings["layer_types"]
-    if unknown := set(types) - set(_KINDS):
+    if unknown := set(types) - set(known):
         raise ValueError(
             f"config.json has layer_types {sorted(unknown)}, which GPT does not "
-            f"support. Supported layer_types: {', '.join(_KINDS)}."
+            f"support. Supported layer_types: {', '.join(known)}."
         )
     if len(types) != (count := settings["num_hidden_layers"]):
         raise ValueError(
             f"config.json has {len(types)} layer_types for {count} layers. It must "
             "have one for each layer."
         )
-    kinds = tuple(_KINDS[each] for each in types)
-    if set(kinds) == {"global"}:
-        return {}
-    # In files, the window also counts the key of the query's own token.
-    found: dict[str, Any] = {"window": window - 1}
-    return found if set(kinds) == {"local"} else found | {"layer_kinds": kinds}
+    return tuple(known[each] for each in types)
+
+
+def read_rotated(settings: Values) -> tuple[bool, ...]:
+    """Returns True for each layer that rotates queries and keys."""
+    count, period = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
+    # In spite of its name, this setting is 1 for layers that rotate.
+    given = settings["no_rope_layers"] or [
+        int((i + 1) % period != 0) for i in range(count)
+    ]
+    if len(given) < count:
+        raise ValueError(
+            f"config.json has {len(given)} no_rope_layers for {count} layers. It must "
+            "have one for each layer."
+        )
+    return tuple(bool(x) for x in given[:count])
 
 
 _LLAMA_2 = {"vocab_size": 32_000, "seq_len": 4096}

@@ -9,12 +9,7 @@ from nnx_parallel.weights.family import Values
 
 
 def _read(settings: Values) -> dict[str, Any]:
-    count, period = settings["num_hidden_layers"], settings["no_rope_layer_interval"]
-    # In spite of its name, this setting is 1 for layers that rotate.
-    given = settings["no_rope_layers"]
-    if given is None:
-        given = [int((i + 1) % period != 0) for i in range(count)]
-    rotated = tuple(bool(x) for x in given[:count])
+    rotated = llama.read_rotated(settings)
     types = (
         ["full_attention" if x else "sliding_attention" for x in rotated]
         if settings["use_sliding_window"]
