@@ -23,7 +23,7 @@ NAMES = {
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
     "published": "predicted speeds of TPUs against published ones; compiled, not run",
-    "weights": "a checkpoint of 2 GB read by 1, 2 and 4 processes: bytes, memory",
+    "weights": "2 GB read by 1, 2 and 4 processes (--python PATH adds transformers)",
     "families": "logits of folders by transformers under strategies, beside its logits",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
@@ -55,7 +55,9 @@ def main() -> int:
         "--full", action="store_true", help="pipeline, maxtext: all cases"
     )
     parser.add_argument("--tiny", action="store_true", help="gpu, grouped, maxtext")
-    parser.add_argument("--python", help="maxtext: the python of its environment")
+    parser.add_argument(
+        "--python", help="maxtext, weights: python of the other library"
+    )
     parser.add_argument("--json", metavar="PATH", help="write the figures to a file")
     options = parser.parse_args()
     if options.name is None:

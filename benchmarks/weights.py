@@ -2,10 +2,11 @@
 
 This library reads a checkpoint in the shape of Llama 3.2 1B over 8 simulated devices,
 in 1, 2 and 4 processes. `safetensors.flax.load_file` reads it as whole arrays on one
-device. Each reading is a run of new processes. On a cluster, processes do not share a
-cache of files, so each process has a copy of the folder. The cache is emptied first.
-The system counts the bytes. Memory is the increase of a process's peak. On simulated
-devices the shards are in the host's memory too.
+device, and so does `from_pretrained` of transformers, which runs in an environment of
+its own (``--python PATH``). Each reading is a run of new processes. On a cluster,
+processes do not share a cache of files, so each process has a copy of the folder. The
+cache is emptied first. The system counts the bytes. Memory is the increase of a
+process's peak. On simulated devices the shards are in the host's memory too.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ RUNS = [
 ]
 
 
-def measure(rounds: int = 3, tiny: bool = False) -> Table:
-    """Bytes, memory and seconds of each reader, in turn."""
+def measure(rounds: int = 3, *, tiny: bool = False, python: str | None = None) -> Table:
+    """Bytes, memory and seconds of each reader, in turn.
+
+    Args:
+        rounds: Readings by each reader; the table has their medians.
+        tiny: A tiny checkpoint, in seconds.
+        python: The python of an environment with torch and transformers.
+    """
+    readers = [*RUNS, ("transformers", 1)] if python else RUNS
     table = Table("weights of 2 GB")
     with tempfile.TemporaryDirectory() as parent:
         folders = [Path(parent) / f"model{i}" for i in range(4)]
@@ -46,9 +54,12 @@ def measure(rounds: int = 3, tiny: bool = False) -> Table:
         for folder in folders[1:]:
             shutil.copytree(folders[0], folder)
         size = (folders[0] / "model.safetensors").stat().st_size
-        runs = [[figures_of(*each, folders) for each in RUNS] for _ in range(rounds)]
+        runs = [
+            [figures_of(*each, folders, python) for each in readers]
+            for _ in range(rounds)
+        ]
     table.add("bytes of the arrays", f"{size:,}")
-    for (reader, processes), *figures in zip(RUNS, *runs, strict=True):
+    for (reader, processes), *figures in zip(readers, *runs, strict=True):
         name = f"{reader}, {processes} process{'es' if processes > 1 else ''}"
         disk = np.median([[x["disk"] for x in each] for each in figures], axis=0)
         table.add(f"{name}: from disk, all processes", float(disk.sum()) / size)
@@ -56,6 +67,8 @@ def measure(rounds: int = 3, tiny: bool = False) -> Table:
         for key, unit in (("memory", size), ("seconds", 1)):
             most = np.median([max(x[key] for x in each) for each in figures])
             table.add(f"{name}: {key}", float(most) / unit)
+    if not python:
+        table.add("transformers", "left out: --python PATH has it")
     return table
 
 
@@ -73,16 +86,14 @@ def write(folder: Path, tiny: bool) -> None:
 
 
 def figures_of(
-    reader: str, processes: int, folders: list[Path]
+    reader: str, processes: int, folders: list[Path], python: str | None = None
 ) -> list[dict[str, float]]:
     """Figures of one reading, by process."""
-    sizes = [
-        "--processes",
-        str(processes),
-        "--devices-per-process",
-        f"{8 // processes}",
-    ]
-    launch = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu", *sizes]
+    devices = str(8 // processes)
+    launch = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu"]
+    launch += ["--processes", str(processes), "--devices-per-process", devices]
+    if reader == "transformers" and python:
+        launch = [python, "-I"]  # in isolated mode: this process has other packages
     run = subprocess.run(
         [*launch, str(CHILD), reader, *map(str, folders)],
         capture_output=True,
