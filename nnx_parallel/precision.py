@@ -195,6 +195,18 @@ def format_bytes(count: float) -> str:
     return f"{count:.4g} TiB"
 
 
+def format_number(value: float) -> str:
+    """Formats a metric for a line of text.
+
+    Example:
+        >>> format_number(2.41312), format_number(0.0003), format_number(12_345)
+        ('2.413', '3.00e-04', '1.23e+04')
+    """
+    is_plain = value == 0 or 0.01 <= abs(value) < 1000
+    kind = ".3f" if is_plain or not math.isfinite(value) else ".2e"
+    return f"{value:{kind}}"
+
+
 def format_clock(seconds: float) -> str:
     """Formats a duration.
 

@@ -269,7 +269,7 @@ def test_long_plain_line_is_not_wrapped() -> None:
     lines = plain_lines(1, logs)
     assert lines[:2] == [
         "step   7/120 · loss  2.413 · accuracy 0.750 · z_loss 1.00e-04 · "
-        "grad norm 1.000 · lr 0.0003 · 48.2k tok/s ·  310 ms/step · "
+        "grad norm 1.000 · lr 3.00e-04 · 48.2k tok/s ·  310 ms/step · "
         "memory 12.5 GiB (31%) · 41% MFU",
         "step   7/120 · eval_loss 1.23e+04 · eval_f1 0.500",
     ]
@@ -287,7 +287,7 @@ LOSS, OWN, SPEED, TOOK = "loss  2.413", "accuracy 0.750", "48.2k tok/s", "took 0
         (
             200,
             [
-                *(LOSS, OWN, "z_loss 1.00e-04", "grad norm 1.000", "lr 0.0003", SPEED),
+                *(LOSS, OWN, "z_loss 1.00e-04", "grad norm 1.000", "lr 3.00e-04", SPEED),
                 *(" 310 ms/step", "memory 12.5 GiB (31%)", "41% MFU", TOOK),
             ],
         ),
@@ -458,3 +458,170 @@ def test_missing_extra_raises_import_error() -> None:
     )
     with pytest.raises(ImportError, match=re.escape(message)):
         WandbLogger(project="test")
+
+
+class Wandb:
+    """The part of wandb that the logger calls; it keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.config, self.rows, self.lines = self, [], []
+        self.values: dict[str, Any] = {}
+
+    def init(self, **options: Any) -> Wandb:
+        self.values |= options.get("config", {})
+        return self
+
+    def update(self, values: Any, *, allow_val_change: bool) -> None:
+        assert allow_val_change
+        self.values |= values
+
+    def define_metric(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def log(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def termlog(self, text: str) -> None:
+        self.lines.append(text)
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Wandb:
+    monkeypatch.setitem(sys.modules, "wandb", service := Wandb())
+    return service
+
+
+def test_wandb_gets_config_and_keeps_users_values(wandb: Wandb) -> None:
+    logger = WandbLogger(project="test", config={"seed": "mine", "size": 3})
+    logger.start(first_step=0, num_steps=2)
+    logger.configure({"seed": 0, "mesh": {"fsdp": 8}})
+    logger.configure({"batch": "{x: f32[8,4]}"})
+    assert wandb.values == {
+        "seed": "mine",
+        "size": 3,
+        "mesh": {"fsdp": 8},
+        "batch": "{x: f32[8,4]}",
+    }
+
+
+def test_messages_are_printed_once(wandb: Wandb) -> None:
+    file = io.StringIO()
+    console = ConsoleLogger(console=Console(file=file, width=80))
+    LoggerGroup([WandbLogger(project="test"), console]).message("Saved.")
+    assert (file.getvalue(), wandb.lines) == ("Saved.\n", [])
+    LoggerGroup([WandbLogger(project="test")]).message("Saved.")
+    assert wandb.lines == ["Saved."]
+
+
+def test_config_is_a_json_line(tmp_path: Path) -> None:
+    group = LoggerGroup([JSONLinesLogger(tmp_path / "metrics.jsonl"), Plain()])
+    group.start(first_step=3, num_steps=10)
+    group.configure({"seed": 7, "mesh": {"data": 8}})
+    group.finish()
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert line["step"] == 3
+    assert line["config"] == {"seed": 7, "mesh": {"data": 8}}
+
+
+class Plain:
+    """A logger without `configure`."""
+
+    def start(self, *, first_step: int, num_steps: int) -> None:
+        pass
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_rates_of_parts_are_shown() -> None:
+    rates = {"loss": 1.0, "learning_rate/muon": 0.02, "learning_rate/adam": 3e-4}
+    line = plain_lines(1, [(7, rates)])[0]
+    assert line == "step   7/120 · loss  1.000 · lr muon 0.020 · lr adam 3.00e-04"
+
+
+class Handle:
+    """A display of a notebook."""
+
+    def __init__(self, text: str) -> None:
+        self.texts = [text]
+
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.texts.append(data["text/plain"])
+
+
+class Notebook:
+    """The parts of IPython that a notebook's display needs."""
+
+    def __init__(self, *, has_kernel: bool) -> None:
+        self.handles: list[Handle] = []
+        if has_kernel:
+            self.kernel = self
+
+    def get_ipython(self) -> Notebook:
+        return self
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
+        assert raw
+        assert display_id
+        self.handles.append(Handle(data["text/plain"]))
+        return self.handles[-1]
+
+
+def run_in_notebook(
+    monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool, steps: int = 120
+) -> list[Handle]:
+    notebook = Notebook(has_kernel=has_kernel)
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    logger = ConsoleLogger()
+    logger.start(first_step=0, num_steps=120)
+    logger.message("model  GPT")
+    for step in range(1, steps + 1):
+        logger.log(step, {"loss": 1.0})
+    if steps:
+        logger.log(steps, {"eval_loss": 2.0})
+    logger.message("Saved.")
+    logger.finish()
+    return notebook.handles
+
+
+def test_notebook_redraws_one_display(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (display,) = run_in_notebook(monkeypatch, has_kernel=True)
+    first, *_, last = (text.splitlines() for text in display.texts)
+    assert first[0] == "model  GPT"
+    assert first[1].startswith("step   0/120 ")
+    assert "compiling 0:00" in first[1]
+    message, evaluation, saved, line = last
+    assert message == "model  GPT"
+    assert evaluation == "step 120/120 · eval_loss 2.000"
+    assert saved == "Saved."
+    assert line.startswith("step 120/120 ━")
+    assert line.endswith("100% loss  1.000 · took 0:00")
+    assert len(display.texts) < 10  # not at each step
+    assert capsys.readouterr().out == ""
+
+
+def test_notebook_removes_line_of_fit_without_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (display,) = run_in_notebook(monkeypatch, has_kernel=True, steps=0)
+    assert display.texts[-1] == "model  GPT\nSaved."
+
+
+def test_ipython_in_terminal_is_not_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_in_notebook(monkeypatch, has_kernel=False) == []
+    assert "step  50/120" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """Messages of a fit other than metrics: at the start, at saves, at the end."""
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.loggers import Logger
+from nnx_parallel.precision import format_number
 
 
 class Memory(Logger):
@@ -102,10 +104,49 @@ def test_summary_names_best_evaluation() -> None:
     history = trainer.fit(DATA, 4, eval_data=DATA[:1], eval_every=2)
     best = history["eval_loss"].min()
     assert re.fullmatch(
-        rf"Trained 4 steps in \d:\d\d\. Best eval_loss {best:.4g} at step 2\. "
+        rf"Trained 4 steps in \d:\d\d\. Best eval_loss {format_number(best)} at step 2\. "
         r"Not saved: the Trainer has no checkpoint=\.",
         memory.messages[-1],
     )
+
+
+class Configured(Memory):
+    def __init__(self) -> None:
+        super().__init__()
+        self.configs: list[dict[str, Any]] = []
+
+    def configure(self, config: dict[str, Any]) -> None:
+        self.configs.append(config)
+
+
+def test_loggers_get_settings_of_run() -> None:
+    logger = Configured()
+    make_trainer(logger, strategy=FSDP(), seed=3).fit(DATA, 1)
+    run, batch = logger.configs
+    assert run["strategy"] == "FSDP()"
+    assert run["mesh"] == {"fsdp": 8}
+    assert (run["num_params"], run["seed"], run["num_steps"]) == (4160, 3, 1)
+    assert (run["model"], run["num_microbatches"]) == ("Linear", 1)
+    assert run["versions"]["jax"] == jax.__version__
+    assert run["devices"] == {"cpu": 8}
+    assert batch == {"batch": "f32[8,64]", "num_rows": 8}
+    assert json.loads(json.dumps(run)) == run
+
+
+def test_first_line_comes_before_arrays(capfd: Any) -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(64, 64, rngs=rngs)
+
+    class Watching(ConsoleLogger):
+        def start(self, *, first_step: int, num_steps: int) -> None:
+            lines.append(capfd.readouterr().out)
+
+    lines: list[str] = []
+    trainer = make_trainer(Watching(), model=build)
+    trainer.fit(DATA, 1)
+    trainer.fit(DATA, 2)
+    assert re.fullmatch(r"Preparing Linear with jax .*, flax .*, optax .*\.\n", lines[0])
+    assert "Preparing" not in lines[1]
 
 
 def held(tree: Any) -> int:

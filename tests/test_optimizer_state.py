@@ -13,6 +13,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
+    Offload,
+    Backend,
     FSDP,
     Composite,
     TensorParallel,
@@ -22,7 +24,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
-from nnx_parallel.optimizers.steps import learning_rate
+from nnx_parallel.optimizers.by_layer import by_layer
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
@@ -271,9 +273,73 @@ def test_injected_learning_rate_is_logged_per_step() -> None:
     np.testing.assert_allclose(history["learning_rate"], [0.01, 0.02, 0.03], rtol=1e-6)
 
 
-def test_unreadable_learning_rate_is_not_reported() -> None:
-    state = optax.adam(schedule).init({"kernel": jnp.ones(2)})
-    assert learning_rate(state) is None
+def halved(count: Any) -> Any:
+    return 1.0 / 2.0**count
+
+
+def labels(params: Any) -> Any:
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "bias", params)
+
+
+RATE, TWICE = [0.01, 0.02, 0.03], [1.0, 0.5, 0.25]
+SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
+    "argument": (optax.adam(schedule), {"learning_rate": RATE}),
+    "chain": (
+        optax.chain(optax.clip(1.0), optax.adamw(schedule)),
+        {"learning_rate": RATE},
+    ),
+    "scale after schedule is not a rate": (
+        optax.chain(optax.scale_by_schedule(halved), optax.sgd(schedule)),
+        {"learning_rate": RATE},
+    ),
+    "constant": (optax.adam(0.1), {}),
+    "schedule of no rate": (optax.scale_by_schedule(halved), {}),
+    "several": (
+        optax.chain(optax.sgd(schedule), optax.sgd(halved)),
+        {"learning_rate/0": RATE, "learning_rate/1": TWICE},
+    ),
+    "labels": (
+        optax.multi_transform(
+            {"matrix": optax.sgd(schedule), "bias": optax.adam(halved)}, labels
+        ),
+        {"learning_rate/matrix": RATE, "learning_rate/bias": TWICE},
+    ),
+    "labels and injected": (
+        optax.multi_transform(
+            {
+                "matrix": optax.inject_hyperparams(optax.sgd)(learning_rate=schedule),
+                "bias": optax.adam(halved),
+            },
+            labels,
+        ),
+        {"learning_rate/matrix": RATE, "learning_rate/bias": TWICE},
+    ),
+    "masked": (
+        optax.masked(optax.sgd(schedule), lambda x: jax.tree.map(lambda _: True, x)),
+        {"learning_rate": RATE},
+    ),
+    "accumulated": (
+        optax.MultiSteps(optax.sgd(schedule), every_k_schedule=2),
+        {"learning_rate": [0.01, 0.01, 0.02]},
+    ),
+    "by layer": (by_layer(optax.sgd(schedule)), {"learning_rate": RATE}),
+}
+
+
+@pytest.mark.parametrize(("tx", "rates"), SCHEDULED.values(), ids=SCHEDULED)
+def test_learning_rate_of_schedule_is_logged(
+    tx: Any, rates: dict[str, list[float]]
+) -> None:
+    history = make_trainer(tx).fit(make_batches(3), 3)
+    assert {name for name in history if "learning_rate" in name} == {*rates}
+    for name, expected in rates.items():
+        np.testing.assert_allclose(history[name], expected, rtol=1e-6)
+
+
+def test_learning_rate_is_logged_if_optimizer_is_offloaded() -> None:
+    trainer = make_trainer(optax.adam(schedule), backend=Backend(offload=Offload()))
+    history = trainer.fit(make_batches(3), 3)
+    np.testing.assert_allclose(history["learning_rate"], RATE, rtol=1e-6)
 
 
 def test_optimizer_receives_loss() -> None:

@@ -1,8 +1,12 @@
-"""Shows progress as one line that a terminal redraws in place, or as plain lines."""
+"""Shows progress as one line that a terminal or notebook redraws, or as plain lines."""
 
+import importlib
+import io
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -10,9 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from nnx_parallel.precision import format_bytes, format_clock
+from nnx_parallel.precision import format_bytes, format_clock, format_number
 
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 16, 30
+_NOTEBOOK_WIDTH = 110
 
 Metrics = Mapping[str, float]
 
@@ -35,8 +40,8 @@ def _tokens_each(metrics: Metrics) -> str:
 # The Trainer's metrics, in the order in which the line shows them after the loss's
 # metrics. On a narrow terminal, the metrics with the highest rank are dropped first.
 _FIELDS: dict[str, tuple[int, Callable[[Metrics], str]]] = {
-    "grad_norm": (4, lambda m: f"grad norm {_number(m['grad_norm'])}"),
-    "learning_rate": (8, lambda m: f"lr {m['learning_rate']:.3g}"),
+    "grad_norm": (4, lambda m: f"grad norm {format_number(m['grad_norm'])}"),
+    "learning_rate": (8, lambda m: f"lr {format_number(m['learning_rate'])}"),
     "tokens_per_second": (2, _tokens),
     "tokens_per_second_per_device": (7, _tokens_each),
     "examples_per_second": (
@@ -64,14 +69,15 @@ class ConsoleLogger:
 
     If the line does not fit, values are dropped in this order: HFU, learning rate,
     tokens per second per device, seconds per step, memory, MFU, the gradient's norm,
-    and the loss's other metrics. If the output is not a terminal, a plain line with all
-    metrics is printed every ``every`` steps, and after ``seconds`` without one. In both
-    cases, each evaluation and each message gets a separate line.
+    and the loss's other metrics. A Jupyter notebook redraws one display, with this line
+    below the messages. If the output is neither, a plain line with all metrics is
+    printed every ``every`` steps, and after ``seconds`` without one. In all cases, each
+    evaluation and each message gets a separate line.
 
     Args:
         every: Number of steps from one plain line to the next.
         seconds: A plain line is also printed this many seconds after the last one.
-        console: Console to write to; standard output by default.
+        console: Console to write to; by default the notebook or standard output.
 
     Example:
         >>> import sys
@@ -90,8 +96,9 @@ class ConsoleLogger:
         if every < 1:
             raise ValueError(f"every={every}. It must be 1 or more.")
         self.every, self.seconds = every, seconds
-        self._console = console
+        self._console, self._is_given = console, console is not None
         self._live: Live | None = None
+        self._display: _Display | None = None
         self._line = _StatusLine(0, 0)
         self._next_line, self._next_time = 0, math.inf
 
@@ -103,7 +110,9 @@ class ConsoleLogger:
         self._console = self._console or Console()
         self._line = _StatusLine(first_step, num_steps)
         self._next_line = first_step + 1
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if not self._is_given and (module := _notebook()):
+            self._display = _Display(module, self._line)
+        elif self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(self._line, console=self._console, refresh_per_second=8)
             self._live.start()
 
@@ -117,12 +126,14 @@ class ConsoleLogger:
             # numbers.
             is_due = step >= min(self._next_line, self._line.num_steps)
             is_due |= time.monotonic() >= self._next_time
-            if self._live is None and is_due:
+            if self._display is not None:
+                self._display.draw(step >= self._line.num_steps)
+            elif self._live is None and is_due:
                 self._next_line = (step // self.every + 1) * self.every
                 self._next_time = time.monotonic() + self.seconds
                 self._print([self._line.position(step), *self._line.fields()])
         if evaluation:
-            fields = [f"{name} {_number(value)}" for name, value in evaluation.items()]
+            fields = [f"{name} {format_number(value)}" for name, value in evaluation.items()]
             self._print([self._line.position(step), *fields])
 
     def message(self, text: str) -> None:
@@ -141,12 +152,69 @@ class ConsoleLogger:
             self._live.transient = self._line.first is None
             self._live.stop()
             self._live = None
+        if self._display is not None:
+            self._line.ended = time.monotonic()
+            self._display.draw(is_due=True)
+            self._display = None
 
     def _print(self, fields: list[str]) -> None:
+        if self._display is not None:
+            self._display.add(" · ".join(fields))
+            return
         console = self._console = self._console or Console()
         # Rich would read the brackets of a plain string as markup. `soft_wrap` keeps a
         # line in one piece on a narrow console.
         console.print(Text(_separator(console.options).join(fields)), soft_wrap=True)
+
+
+def _notebook() -> Any:
+    """Returns IPython's module of displays if a notebook runs this code, or ``None``."""
+    ipython: Any = sys.modules.get("IPython")
+    # The shell of a notebook has a kernel. The shell of a terminal has none.
+    if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):
+        return None
+    return importlib.import_module("IPython.display")
+
+
+class _Display:
+    """A display of a notebook: messages, and below them the progress line.
+
+    Args:
+        module: ``IPython.display``.
+        line: The progress line.
+    """
+
+    def __init__(self, module: Any, line: "_StatusLine") -> None:
+        self._module, self._line = module, line
+        self._messages: list[str] = []
+        self._handle: Any = None
+        self._next_time = 0.0
+
+    def add(self, text: str) -> None:
+        """Adds a message."""
+        self._messages.append(text)
+        self.draw(is_due=True)
+
+    def draw(self, is_due: bool) -> None:
+        """Draws if it is due, or if the last drawing is half a second old."""
+        if not is_due and time.monotonic() < self._next_time:
+            return
+        self._next_time = time.monotonic() + 0.5
+        lines = list(self._messages)
+        # If a fit fails before its first step, the line is removed.
+        if self._line.first is not None or self._line.ended is None:
+            # Rich would write HTML in a notebook.
+            console = Console(
+                file=io.StringIO(), width=_NOTEBOOK_WIDTH, force_jupyter=False
+            )
+            with console.capture() as capture:
+                console.print(self._line)
+            lines.append(capture.get().rstrip())
+        data = {"text/plain": "\n".join(lines)}
+        if self._handle is None:
+            self._handle = self._module.display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 class _StatusLine:
@@ -186,10 +254,13 @@ class _StatusLine:
     def _ranked_fields(self) -> Iterator[tuple[int, str]]:
         metrics = self._metrics
         if "loss" in metrics:
-            yield 0, f"loss {_number(metrics['loss']):>6}"
+            yield 0, f"loss {format_number(metrics['loss']):>6}"
         for name, value in metrics.items():
-            if name not in _FIELDS and name not in _NOT_SHOWN:
-                yield _OWN_RANK, f"{name} {_number(value)}"
+            part = name.removeprefix("learning_rate/")
+            if part != name:  # the rate of a part of the optimizer
+                yield _FIELDS["learning_rate"][0], f"lr {part} {format_number(value)}"
+            elif name not in _FIELDS and name not in _NOT_SHOWN:
+                yield _OWN_RANK, f"{name} {format_number(value)}"
         for name, (rank, spell) in _FIELDS.items():
             is_said = name == "examples_per_second" and "tokens_per_second" in metrics
             if name in metrics and not is_said:
@@ -235,12 +306,6 @@ class _StatusLine:
 
 def _separator(options: ConsoleOptions) -> str:
     return " | " if options.ascii_only else " · "
-
-
-def _number(value: float) -> str:
-    is_plain = value == 0 or 0.01 <= abs(value) < 1000
-    kind = ".3f" if is_plain or not math.isfinite(value) else ".2e"
-    return f"{value:{kind}}"
 
 
 def _count(value: float) -> str:

@@ -33,7 +33,10 @@ class Logger(Protocol):
     ``eval_loss``. The first update is step 1.
 
     A logger with an attribute ``logs_layers = True`` also gets metrics of each layer,
-    such as ``expert_loads/blocks.layer.mlp/0``.
+    such as ``expert_loads/blocks.layer.mlp/0``. A logger with a method
+    ``configure(config)`` gets the settings of the run after `start`: a dict of JSON
+    values such as ``strategy``, ``mesh``, ``num_params``, ``seed`` and ``versions``. A
+    second call has facts of the first batch: ``batch`` and ``num_rows``.
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -84,10 +87,19 @@ class LoggerGroup:
             if getattr(logger, "logs_layers", False):
                 self._call(logger, logger.log, step, metrics)
 
-    def message(self, text: str) -> None:
-        """Sends the text to each logger."""
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Passes settings of the run to the loggers that record them."""
         for logger in self._active():
-            self._call(logger, logger.message, text)
+            if configure := getattr(logger, "configure", None):
+                self._call(logger, configure, config)
+
+    def message(self, text: str) -> None:
+        """Sends the text to each logger, but only to one logger that prints it."""
+        loggers = self._active()
+        is_printed = any(isinstance(logger, ConsoleLogger) for logger in loggers)
+        for logger in loggers:
+            if not (is_printed and isinstance(logger, WandbLogger)):
+                self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
         """Passes a new last step of the run to the loggers that display it."""
@@ -179,6 +191,10 @@ class JSONLinesLogger:
         """Writes one line."""
         self._step = step
         self._write({name: _json_number(value) for name, value in metrics.items()})
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Writes one line with the settings under ``config``."""
+        self._write({"config": dict(config)})
 
     def message(self, text: str) -> None:
         """Writes one line with the text under ``message``, at the last logged step."""
@@ -296,6 +312,12 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Writes the settings as JSON under ``config``."""
+        text = json.dumps(config, indent=2).replace("\n", "\n    ")
+        # TensorBoard shows lines that begin with four spaces as they are.
+        self._writer.add_text("config", f"    {text}", self._step)
+
     def message(self, text: str) -> None:
         """Writes the text under ``message``, at the last logged step."""
         self._writer.add_text("message", text, self._step)
@@ -311,9 +333,10 @@ class TensorBoardLogger:
 class WandbLogger:
     """Sends metrics to Weights & Biases.
 
-    To continue the same run after a restart, pass a fixed ``id`` and
-    ``resume="allow"``. The x-axis of charts is ``step``, which may go back after a
-    restart.
+    The run's config has the settings of the run: strategy, mesh, number of parameters,
+    batch, seed, versions and others. Names in your ``config`` keep your values. To
+    continue the same run after a restart, pass a fixed ``id`` and ``resume="allow"``.
+    The x-axis of charts is ``step``, which may go back after a restart.
 
     Args:
         **init_kwargs: Arguments of ``wandb.init``, such as ``project``, ``name`` and
@@ -342,8 +365,19 @@ class WandbLogger:
         """Sends the metrics with their step."""
         self._run.log({"step": step} | {k: float(x) for k, x in metrics.items()})
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Adds the settings to the run's config."""
+        given = self.init_kwargs.get("config")
+        names = given if isinstance(given, Mapping) else vars(given or object)
+        new = {name: value for name, value in config.items() if name not in names}
+        # A resumed run may have another mesh.
+        self._run.config.update(new, allow_val_change=True)
+
     def message(self, text: str) -> None:
-        """Prints the text, which Weights & Biases keeps with the run's output."""
+        """Prints the text, which Weights & Biases keeps with the run's output.
+
+        A run that also has a `ConsoleLogger` prints its messages only once.
+        """
         self._module.termlog(text)
 
     def finish(self) -> None:

@@ -5,8 +5,10 @@ an array (N, out). An optimizer that checks the rank would treat these biases as
 matrix. In this module, "rank" means the rank of an array in one layer.
 """
 
+import contextlib
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -245,16 +247,91 @@ def lost_updates(before: Any, updates: Any, after: Any) -> jax.Array | None:
     return jnp.asarray(lost / jnp.maximum(nonzero, 1.0))
 
 
-def learning_rate(opt_state: optax.OptState) -> jax.Array | None:
-    """Returns the learning rate of an optimizer under ``optax.inject_hyperparams``.
+def learning_rates(
+    tx: Any, before: optax.OptState, after: optax.OptState
+) -> dict[str, jax.Array]:
+    """Returns the learning rates of a step, by the names of their metrics.
 
-    Returns ``None`` for other optimizers, because their learning rate is a constant
-    inside the update and cannot be read.
+    A rate is read from ``optax.inject_hyperparams``, or computed from a schedule that
+    an optimizer of Optax got as its learning rate. A constant rate cannot be read. A
+    single rate is ``learning_rate``. If there are several, each name has the label of
+    ``optax.multi_transform``, or a number, as in ``learning_rate/muon``.
+
+    Args:
+        tx: The optimizer.
+        before: Its state before the step, with the counts of the schedules.
+        after: Its state after the step.
     """
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if f".{path_of(path)}".endswith(".hyperparams.learning_rate"):
-            return leaf
-    return None
+    found: dict[str, jax.Array] = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(after):
+        if f".{path_of(keys)}".endswith(".hyperparams.learning_rate"):
+            found[path_of(keys)] = leaf
+
+    def is_count(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    nodes = jax.tree_util.tree_leaves_with_path(before, is_leaf=is_count)
+    counts = [(path_of(keys), node.count) for keys, node in nodes if is_count(node)]
+    schedules = [*_schedules(getattr(tx, "update", None), set())]
+    # The states and the schedules have the same order. If an optimizer hides some of
+    # the schedules, it is unknown which belongs to which state.
+    if len(counts) == len(schedules):
+        for (path, count), schedule in zip(counts, schedules, strict=True):
+            if schedule is not None:
+                # `by_layer` keeps an equal count for each layer.
+                found[path] = jnp.asarray(schedule(jnp.ravel(count)[0]))
+    if len(found) == 1:
+        return {"learning_rate": rate for rate in found.values()}
+    labels = [
+        path.rpartition("inner_states.")[2].partition(".")[0]
+        if "inner_states." in path
+        else str(index)
+        for index, path in enumerate(found)
+    ]
+    if len(set(labels)) < len(labels):
+        labels = [str(index) for index in range(len(found))]
+    names = [f"learning_rate/{label}" for label in labels]
+    return dict(zip(names, found.values(), strict=True))
+
+
+def _schedules(part: Any, seen: set[int]) -> Iterator[Callable | None]:
+    """Yields the schedule of each ``optax.scale_by_schedule`` inside an optimizer.
+
+    It yields ``None`` for a schedule that is not a learning rate. Optax keeps schedules
+    and inner optimizers only in the closures of its functions.
+    """
+    if isinstance(part, dict):
+        part = [part[key] for key in sorted(part, key=str)]  # as JAX orders states
+    if isinstance(part, list | tuple):
+        for inner in part:
+            yield from _schedules(inner, seen)
+        return
+    if isinstance(part, partial):
+        yield from _schedules([part.func, *part.args, *part.keywords.values()], seen)
+        return
+    if inspect.ismethod(part):  # of `optax.MultiSteps`, for example
+        yield from _schedules([part.__func__, *vars(part.__self__).values()], seen)
+        return
+    if not inspect.isfunction(part) or id(part) in seen:
+        return
+    seen.add(id(part))
+    held = _closure_of(part)
+    if part.__qualname__ == "scale_by_schedule.<locals>.update_fn":
+        step_size = held.get("step_size_fn")
+        is_rate = "scale_by_learning_rate." in getattr(step_size, "__qualname__", "")
+        yield _closure_of(step_size).get("learning_rate") if is_rate else None
+        return
+    yield from _schedules([*held.values()], seen)
+
+
+def _closure_of(function: Any) -> dict[str, Any]:
+    """Returns the variables of outer functions that a function uses."""
+    held = dict[str, Any]()
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            held[name] = cell.cell_contents
+    return held
 
 
 def warn_of_changes(plan: StatePlan, restored: TrainState) -> None:

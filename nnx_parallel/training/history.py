@@ -73,8 +73,9 @@ class History(dict[str, np.ndarray]):
         )
 
     def _repr_html_(self) -> str:
-        names = [n for n in self if not n.startswith("eval_") and n not in _OF_RUN]
-        more = [n for n in self if n.startswith("eval_") and n not in _OF_RUN]
+        shown = [n for n in self if n not in _OF_RUN and "learning_rate/" not in n]
+        names = [n for n in shown if not n.startswith("eval_")]
+        more = [n for n in shown if n.startswith("eval_")]
         names += [n for n in more if n.removeprefix("eval_") not in names]
         plots = "".join(self._plot(name) for name in names)
         return f"<div>{escape(repr(self))}</div><div>{plots}</div>"

@@ -15,7 +15,13 @@ from nnx_parallel.data.batches import BatchAgreement, data_share
 from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
 from nnx_parallel.data.prefetch import PrefetchIterator, check_data
 from nnx_parallel.data.reading import Cursor
-from nnx_parallel.data.rows import LastBatch, Pad, SmallerBatches, check_last_batch
+from nnx_parallel.data.rows import (
+    LastBatch,
+    Pad,
+    SmallerBatches,
+    check_last_batch,
+    count_rows,
+)
 from nnx_parallel.distributed.agreement import allgather_object, count_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
@@ -37,6 +43,7 @@ from nnx_parallel.training.diagnostics import (
     check_replicas,
     explain_non_finite,
     explaining_memory,
+    shapes_of,
 )
 from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.history import History
@@ -168,6 +175,7 @@ class Loop:
         programs = self.programs
         # Options are checked first, because they decide which collectives a save runs.
         checkpoints.check_options()
+        run.announce()
         resumed = run.resume()
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
@@ -196,6 +204,7 @@ class Loop:
         }
         agree_on_run(programs.plan, programs.losses, settings, run.step)
         logger.start(first_step=run.step, num_steps=self.num_steps)
+        logger.configure(run.config(self.num_steps))
         checkpoints.report = self._report_save
         if header := run.header(self.num_steps, *programs.compiler_options):
             logger.message(header)
@@ -392,6 +401,8 @@ class Loop:
         start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
+        facts = {"batch": shapes_of(batch), "num_rows": count_rows(batch)}
+        self._logger.configure(facts)
         if self.programs.players:
             self._trace_turns(batch)
         for player, programs in self.programs.turns.items():

@@ -22,6 +22,7 @@ from nnx_parallel.data.rows import count_rows, partition
 from nnx_parallel.errors import NonFiniteLossError, warn_user
 from nnx_parallel.loggers.logger import LoggerGroup
 from nnx_parallel.mesh import Device
+from nnx_parallel.precision import format_number
 from nnx_parallel.training.history import History
 
 PEAK_FLOPS = {
@@ -288,7 +289,7 @@ class Recorder:
             return ""
         pick = min if mode == "min" else max
         value, step = pick(finite, key=lambda pair: pair[0])
-        return f"Best {name} {value:.4g} at step {step}."
+        return f"Best {name} {format_number(value)} at step {int(step)}."
 
     def history(self) -> History:
         """Returns every metric by name, with NaN for steps that do not have it.

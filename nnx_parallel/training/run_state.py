@@ -17,7 +17,7 @@ from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.checkpoint.plain import read_weights
 from nnx_parallel.checkpoint.reader import CheckpointReader
 from nnx_parallel.data.reading import DataState
-from nnx_parallel.distributed.agreement import meet, strip_addresses
+from nnx_parallel.distributed.agreement import meet, strip_addresses, versions
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
     CheckpointError,
@@ -520,10 +520,34 @@ class RunState:
         if own.local_directory is not None:
             known = facts_to_verify(own.description, self.plan, options)
             facts["verified"] = last_verified(own.local_directory, known)
-        facts["step"] = f"{self.step:,} {of} {num_steps:,}"
+        facts["step"] = f"{self.step} {of} {num_steps}"
         if options or refused:
             facts["compiler options"] = format_options(options, refused)
         return aligned([*facts.items()])
+
+    def announce(self) -> None:
+        """Reports the first line of the first fit, before any array is made."""
+        if not self._is_introduced:
+            found, names = versions(), ("jax", "flax", "optax")
+            libraries = ", ".join(f"{name} {found[name]}" for name in names)
+            self.report(f"Preparing {self.checkpoints.description['model']} with {libraries}.")
+
+    def config(self, num_steps: int) -> dict[str, Any]:
+        """Returns the settings of the run as JSON values, for loggers."""
+        run = self.checkpoints.description
+        mesh = self.plan.layout.mesh
+        kinds = Counter(device.device_kind for device in mesh.devices.flat)
+        names = (
+            *("strategy", "mesh", "model", "optimizer", "num_params"),
+            *("num_microbatches", "seed", "players"),
+        )
+        return {
+            **{name: run[name] for name in names if name in run},
+            "num_steps": num_steps,
+            "devices": dict(kinds),
+            "precision": repr(self.plan.precision),
+            "versions": versions(),
+        }
 
     def describe(self) -> Description:
         """Returns the placement of every array, with reasons. Traces nothing."""
@@ -582,7 +606,7 @@ class RunState:
         facts |= {name: x for name in ENVIRONMENT if (x := os.environ.get(name))}
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()
-        return facts | {"step": f"{int(step):,}" if is_known else "-"}
+        return facts | {"step": f"{int(step)}" if is_known else "-"}
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:

@@ -40,7 +40,7 @@ from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
 from nnx_parallel.optimizers.offload import check_offload
 from nnx_parallel.optimizers.steps import (
     final_gradients,
-    learning_rate,
+    learning_rates,
     optimize,
     where,
 )
@@ -111,7 +111,7 @@ def make_train_step(
 
     The state is donated. A state that was donated before raises a `DonatedArrayError`.
     Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm`` and the
-    metrics of the loss. With ``optax.inject_hyperparams`` there is ``learning_rate``. A
+    metrics of the loss. If a schedule sets it, there is ``learning_rate``. A
     model with experts also has arrays ``(layers,)``, such as
     ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This expression
     leaves them out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
@@ -530,9 +530,11 @@ def _update(
     if plan.player:
         # The run itself reads names that are reserved: it reports them for each step.
         shared = {name: x for name, x in metrics.items() if name in RESERVED_METRICS}
-        own = computed.metrics.keys() | {"grad_norm", "learning_rate"}
+        own = computed.metrics.keys() | {"grad_norm"}
         metrics = {
-            f"{plan.player}/{name}" if name in own else name: x
+            f"{plan.player}/{name}"
+            if name in own or name.startswith("learning_rate")
+            else name: x
             for name, x in metrics.items()
         } | shared
     return plan.widen(state, new), metrics
@@ -558,8 +560,7 @@ def _apply_gradients(
             conditions.append(metrics["grad_norm"] <= skip.max_grad_norm)
         is_kept = reduce(jnp.logical_and, conditions) if conditions else None
         params, opt_state = optimize(plan, state, params, grads, metrics, is_kept)
-        if (rate := learning_rate(opt_state)) is not None:
-            metrics["learning_rate"] = rate
+        metrics |= learning_rates(plan.tx, state.opt_state, opt_state)
         if (ema := state.ema) is not None:
             # The average is computed in its dtype, float32, because in bfloat16 a
             # change of a thousandth would be lost.
