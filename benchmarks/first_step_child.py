@@ -21,15 +21,9 @@ import optax
 from flax import nnx
 
 from benchmarks.stock import StockBlock, StockTransformer
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    PathNames,
-    TensorParallel,
-    Trainer,
-)
+from nnx_parallel import FSDP, Composite, DataParallel, TensorParallel, Trainer
 from nnx_parallel.models import GPT, GPTConfig, ResNet, ResNetConfig, next_token_loss
+from nnx_parallel.sharding import PathNames
 
 ROWS, SEQ_LEN, VOCAB, CLASSES, IMAGE_SIZE = 16, 32, 256, 16, 32
 TX = optax.adamw(1e-3)

@@ -25,11 +25,12 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.peers import copied, copy_state, make_step
 from benchmarks.stock import Place, StockTransformer, anywhere, stock_loss
 from benchmarks.timing import Ratio, Runner, Table, interleave
-from nnx_parallel import FSDP, PathRules, Trainer, audit
+from nnx_parallel import FSDP, Trainer, audit
 from nnx_parallel.audit.collectives import KINDS
 from nnx_parallel.layers import linear_cross_entropy
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.models.gpt import Block
+from nnx_parallel.sharding import PathRules
 
 ROWS, SEQ, WIDTH, LAYERS, VOCAB = 32, 128, 128, 4, 256
 TX = optax.adamw(1e-3)

@@ -24,10 +24,9 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     audit,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.models import GPT, GPTConfig
+from nnx_parallel.optimizers import muon, muon_dimension_numbers
 from nnx_parallel.optimizers.steps import update_in_place
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import abstract_model, flatten, nest

@@ -13,9 +13,10 @@ from typing import Any
 
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of
-from nnx_parallel import FSDP, Composite, LogicalRules, TensorParallel
+from nnx_parallel import FSDP, Composite, TensorParallel
 from nnx_parallel.audit import audit
 from nnx_parallel.models import GPTConfig
+from nnx_parallel.sharding import LogicalRules
 from nnx_parallel.training.compilation import TABLE
 
 

@@ -27,9 +27,10 @@ from nnx_parallel.pipeline.prologue_epilogue import PipelineInputs
 from nnx_parallel.pipeline.run import PipelinedFunction, PipelineSchedule
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.programs import trace
-from nnx_parallel.sharding import Claims, Layout, using
+from nnx_parallel.sharding import Layout, using
 from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import StatePlan
+from nnx_parallel.strategies import Claims
 
 State = dict[str, Any]
 Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]

@@ -28,13 +28,13 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
-    Schedule,
     TrainState,
     ZeroBubble,
     audit,
 )
 from nnx_parallel import schedules as pipelines
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.schedules import Schedule
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import StatePlan, init_state, plan_state
 from nnx_parallel.training.step import StepOptions, make_train_step

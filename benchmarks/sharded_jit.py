@@ -22,15 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.timing import Ratio, Runner, Table, interleave
-from nnx_parallel import (
-    FSDPRules,
-    audit,
-    make_mesh,
-    resolve_shardings,
-    shard,
-    sharded_jit,
-)
+from nnx_parallel import audit, make_mesh, shard, sharded_jit
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.sharding import FSDPRules, resolve_shardings
 
 RULES = FSDPRules("fsdp")
 WIDTHS = (64, 256, 256, 64)

@@ -33,11 +33,11 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
-    active_mesh,
 )
 from nnx_parallel.errors import ReplayError, VerificationError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.programs import ClosedJaxpr, inline
+from nnx_parallel.sharding import active_mesh
 from nnx_parallel.sharding.checksum import data_of
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.training.verification import replay

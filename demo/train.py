@@ -26,11 +26,10 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
+from nnx_parallel.optimizers import muon, muon_dimension_numbers
 
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "default": lambda: Composite(TensorParallel(2), FSDP()),

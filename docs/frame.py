@@ -123,7 +123,7 @@ def summarize(app: Sphinx, page: str, source: list[str]) -> None:
     """Adds a table of the names of an API page before the first name."""
     if not page.startswith("api/"):
         return
-    names = re.findall(r"(?m)^\.\. auto(?!module|summary)\w+:: (\w+)$", source[0])
+    names = re.findall(r"(?m)^\.\. auto(?!module|summary)\w+:: ([\w.]+)$", source[0])
     module = re.search(r"(?m)^\.\. currentmodule:: ([\w.]+)$", source[0])
     if not names:
         return

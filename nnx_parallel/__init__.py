@@ -6,59 +6,18 @@ chips, with the same numbers.
 """
 
 from nnx_parallel import errors, layers, weights
-from nnx_parallel.audit.report import Report, audit
+from nnx_parallel.audit.report import audit
 from nnx_parallel.checkpoint.options import Checkpoint
-from nnx_parallel.collectives.matmul import (
-    all_gather_matmul,
-    column_parallel_matmul,
-    matmul_reduce_scatter,
-    row_parallel_matmul,
-)
-from nnx_parallel.data.rows import Pad, Shared
 from nnx_parallel.distributed.initialize import initialize
-from nnx_parallel.distributed.runtime import print_once
-from nnx_parallel.loggers.console import ConsoleLogger
-from nnx_parallel.loggers.logger import (
-    JSONLinesLogger,
-    Logger,
-    TensorBoardLogger,
-    WandbLogger,
-)
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean, Sum
-from nnx_parallel.optimizers.by_layer import by_layer
-from nnx_parallel.optimizers.muon import by_matrix, muon
-from nnx_parallel.optimizers.steps import decay_mask, muon_dimension_numbers
 from nnx_parallel.plan.search import plan
-from nnx_parallel.precision import Precision, cast_floating
-from nnx_parallel.schedules.schedules import (
-    GPipe,
-    Interleaved,
-    OneFOneB,
-    Schedule,
-    ZeroBubble,
-)
-from nnx_parallel.schedules.table import Table
-from nnx_parallel.sharding.constrain import active_mesh, annotate, constrain
+from nnx_parallel.precision import Precision
+from nnx_parallel.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
+from nnx_parallel.sharding.constrain import constrain
 from nnx_parallel.sharding.jit import sharded_jit
-from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.offload import Offload
-from nnx_parallel.sharding.path_names import TRANSFORMER_NAMES, PathNames
-from nnx_parallel.sharding.rules import (
-    ChainRules,
-    FSDPRules,
-    LogicalRules,
-    PathRules,
-    PolicyRules,
-    ZeroAxis,
-)
-from nnx_parallel.sharding.tree import (
-    gather,
-    named_tree_map,
-    process_local_to_global,
-    resolve_shardings,
-    shard,
-)
+from nnx_parallel.sharding.tree import gather, shard
 from nnx_parallel.state import TrainState
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.context_parallel import ContextParallel
@@ -85,11 +44,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Backend",
     "Callback",
-    "ChainRules",
     "Checkpoint",
-    "Claims",
     "Composite",
-    "ConsoleLogger",
     "ContextParallel",
     "DataParallel",
     "Debugging",
@@ -97,64 +53,32 @@ __all__ = [
     "Evaluation",
     "ExpertParallel",
     "FSDP",
-    "FSDPRules",
     "Faults",
     "GPipe",
     "Interleaved",
-    "JSONLinesLogger",
-    "Logger",
-    "LogicalRules",
     "Mean",
     "Offload",
     "OneFOneB",
-    "Pad",
-    "PathNames",
-    "PathRules",
     "Pipeline",
     "Player",
     "Players",
-    "PolicyRules",
     "Precision",
-    "Report",
-    "Schedule",
-    "Shared",
     "SkipSteps",
     "Strategy",
     "Sum",
-    "TRANSFORMER_NAMES",
-    "Table",
-    "TensorBoardLogger",
     "TensorParallel",
     "TrainState",
     "Trainer",
-    "WandbLogger",
-    "ZeroAxis",
     "ZeroBubble",
-    "active_mesh",
-    "all_gather_matmul",
-    "annotate",
     "audit",
-    "by_layer",
-    "by_matrix",
-    "cast_floating",
-    "column_parallel_matmul",
     "compiler_options",
     "constrain",
-    "decay_mask",
     "errors",
     "gather",
     "initialize",
     "layers",
     "make_mesh",
-    "matmul_reduce_scatter",
-    "muon",
-    "muon_dimension_numbers",
-    "named_tree_map",
     "plan",
-    "print_once",
-    "process_local_to_global",
-    "resolve_shardings",
-    "row_parallel_matmul",
     "shard",
     "sharded_jit",
     "simulate_devices",
@@ -164,7 +88,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # `from nnx_parallel import Stack` gets an error that says where `Stack` is.
+    # `from nnx_parallel import Stack` gets an error that says where `Stack` is. So do
+    # names that the package exported before.
     if home := errors.home_of(name):
         raise ImportError(f"{name} is in {home}: from {home} import {name}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    modules = [name for name in errors.HOMES if name in globals()]
+    return sorted({*__all__, *modules, "__version__"})

@@ -158,14 +158,23 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {nearest[0]!r}?" if nearest else ""
 
 
-def home_of(name: str) -> str:
-    """Returns the package, layers or models, that has this public name, or "".
+HOMES = (
+    *("layers", "models", "strategies", "schedules", "sharding", "optimizers", "data"),
+    *("loggers", "audit", "collectives", "precision", "distributed", "weights", "plan"),
+)
+"""Packages and modules with public names, in the order in which they are searched."""
 
-    The packages are imported here, because they import this module.
+
+def home_of(name: str) -> str:
+    """Returns the package or module that has this public name, or "".
+
+    It is imported here, because it imports this module.
     """
-    for home in ("layers", "models") if not name.startswith("_") else ():
+    for home in HOMES if not name.startswith("_") else ():
         module = importlib.import_module(f"nnx_parallel.{home}")
-        if hasattr(module, name):
+        # A module also has names that it has imported from other libraries.
+        owner = getattr(getattr(module, name, None), "__module__", None) or ""
+        if owner.startswith("nnx_parallel."):
             return module.__name__
     return ""
 
@@ -186,8 +195,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     On a thread of the package, such as the thread that reads data, the location is the
     line at which the main thread waits.
     """
-    here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
-    frame = next(_callers(here), here)
+    frame = user_frame()
     if frame.f_code.co_filename == threading.__file__:
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         main = frames.get(threading.main_thread().ident or 0)
@@ -197,6 +205,12 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(text, category, *place, frame.f_globals["__name__"], known)
+
+
+def user_frame() -> FrameType:
+    """Returns the innermost frame outside this package."""
+    here = sys._getframe()  # pyright: ignore[reportPrivateUsage]
+    return next(_callers(here), here)
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:

@@ -13,7 +13,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel import Report, Strategy, audit
+from nnx_parallel import Strategy, audit
+from nnx_parallel.audit import Report
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.state import StatePlan, plan_state

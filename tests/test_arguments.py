@@ -17,7 +17,6 @@ from nnx_parallel import (
     Callback,
     Checkpoint,
     Composite,
-    ConsoleLogger,
     ContextParallel,
     DataParallel,
     Debugging,
@@ -25,18 +24,17 @@ from nnx_parallel import (
     ExpertParallel,
     Faults,
     Offload,
-    PathNames,
-    PathRules,
     Pipeline,
-    PolicyRules,
     Precision,
     Strategy,
     TensorParallel,
     Trainer,
-    muon,
 )
 from nnx_parallel.errors import MeshShapeError, OptimizerError, RuleError
 from nnx_parallel.layers import Experts, MoE
+from nnx_parallel.loggers import ConsoleLogger
+from nnx_parallel.optimizers import muon
+from nnx_parallel.sharding import PathNames, PathRules, PolicyRules
 
 
 class Net(nnx.Module):

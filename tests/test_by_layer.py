@@ -17,18 +17,15 @@ from nnx_parallel import (
     Checkpoint,
     Composite,
     DataParallel,
-    PathNames,
     Pipeline,
     TensorParallel,
     Trainer,
-    by_layer,
-    decay_mask,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.optimizers import by_layer, decay_mask, muon, muon_dimension_numbers
 from nnx_parallel.optimizers.by_layer import warn_of_stacked_updates
+from nnx_parallel.sharding import PathNames
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.state import plan_state

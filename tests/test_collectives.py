@@ -14,17 +14,15 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    Report,
+from nnx_parallel import audit, errors, make_mesh
+from nnx_parallel.audit import Report
+from nnx_parallel.collectives import (
+    Mode,
     all_gather_matmul,
-    audit,
     column_parallel_matmul,
-    errors,
-    make_mesh,
     matmul_reduce_scatter,
     row_parallel_matmul,
 )
-from nnx_parallel.collectives import Mode
 from nnx_parallel.collectives.matmul import column_parallel_matmuls
 
 MODES = get_args(Mode)

@@ -14,16 +14,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.stock import StockTransformer, stock_loss
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    PathRules,
-    Report,
-    Strategy,
-    TensorParallel,
-)
+from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel
+from nnx_parallel.audit import Report
 from nnx_parallel.models import GPTConfig
+from nnx_parallel.sharding import PathRules
 from tests.steps import CompiledStep, compile_gpt, compile_step
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 32, 16, 32

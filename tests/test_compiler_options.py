@@ -11,8 +11,9 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Backend, Logger, Trainer, compiler_options
+from nnx_parallel import FSDP, Backend, Trainer, compiler_options
 from nnx_parallel.errors import ParallelWarning
+from nnx_parallel.loggers import Logger
 from nnx_parallel.training.compilation import TABLE, accepted_options
 from tests.tpus import numbers_from
 

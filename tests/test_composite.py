@@ -9,17 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    LogicalRules,
-    PathRules,
-    Strategy,
-    TensorParallel,
-)
+from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.layers import Dense
+from nnx_parallel.sharding import LogicalRules, PathRules
 from nnx_parallel.sharding.layout import Claims
 from nnx_parallel.sharding.names import MeshAxes
 

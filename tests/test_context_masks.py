@@ -19,7 +19,6 @@ from nnx_parallel import (
     Composite,
     ContextParallel,
     DataParallel,
-    LogicalRules,
     OneFOneB,
     Pipeline,
     Strategy,
@@ -28,7 +27,7 @@ from nnx_parallel import (
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.metrics import Mean
-from nnx_parallel.sharding import constrain
+from nnx_parallel.sharding import LogicalRules, constrain
 from tests.parity.checks import assert_same_numbers
 from tests.parity.models import Arrays, Case
 from tests.parity.pairs import all_pairs, pairs_met

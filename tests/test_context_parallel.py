@@ -19,7 +19,6 @@ from nnx_parallel import (
     DataParallel,
     GPipe,
     Interleaved,
-    LogicalRules,
     OneFOneB,
     Pipeline,
     Strategy,
@@ -30,7 +29,7 @@ from nnx_parallel import (
 from nnx_parallel.collectives.ring import Exchange
 from nnx_parallel.mesh import Device
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
-from nnx_parallel.sharding import constrain
+from nnx_parallel.sharding import LogicalRules, constrain
 from tests.parity.checks import (
     assert_parts,
     assert_placed,

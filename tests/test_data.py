@@ -404,8 +404,8 @@ BATCH_ERRORS = {
     "rows": ({"x": np.zeros((4, 2)), "y": np.zeros(3)}, BatchShapeError, "Arrays of "
              "batch 3 disagree about the number of rows (batch['x']: 4, "
              "batch['y']: 3). Dim 0 of every array is the rows of the global batch; "
-             "give an array that all rows share as nnx_parallel.Shared(array), such as "
-             "the edges of a graph."),
+             "give an array that all rows share as nnx_parallel.data.Shared(array), "
+             "such as the edges of a graph."),
     "int64": ({"id": np.array([0, 2**31])}, DataError, "batch['id'] of batch 3 has "
               "dtype int64 and holds 2147483648. JAX stores it as int32, from "
               "-2147483648 to 2147483647, and would wrap it"),

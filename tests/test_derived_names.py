@@ -20,18 +20,17 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     ExpertParallel,
-    PathNames,
-    PathRules,
-    Report,
     Strategy,
     TensorParallel,
     Trainer,
     audit,
 )
+from nnx_parallel.audit import Report
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.plan import plan
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding import PathNames, PathRules
 from nnx_parallel.training import naming
 from tests.parity.checks import assert_all_below
 from tests.parity.runs import to_host

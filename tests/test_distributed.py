@@ -23,7 +23,7 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, DataParallel, Faults, PolicyRules, Trainer, initialize
+from nnx_parallel import FSDP, DataParallel, Faults, Trainer, initialize
 from nnx_parallel.distributed import (
     HUNG,
     Termination,
@@ -39,6 +39,7 @@ from nnx_parallel.errors import (
     DisagreementError,
     ProcessError,
 )
+from nnx_parallel.sharding import PolicyRules
 from nnx_parallel.sharding.rules import hash_code
 from tests.processes.running import ENVIRONMENT, ROOT
 from tests.waiting import wait_until

@@ -18,17 +18,8 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from nnx_parallel import (
-    FSDP,
-    Callback,
-    Checkpoint,
-    ConsoleLogger,
-    Mean,
-    Pad,
-    Pipeline,
-    Trainer,
-)
-from nnx_parallel.data import batches
+from nnx_parallel import FSDP, Callback, Checkpoint, Mean, Pipeline, Trainer
+from nnx_parallel.data import Pad, batches
 from nnx_parallel.data.batches import DROPPED, BatchAgreement
 from nnx_parallel.errors import (
     BatchShapeError,
@@ -38,6 +29,7 @@ from nnx_parallel.errors import (
     ParallelWarning,
 )
 from nnx_parallel.layers import Stack, cross_entropy
+from nnx_parallel.loggers import ConsoleLogger
 
 SIZES = (16, 16, 5)
 

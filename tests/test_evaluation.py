@@ -22,7 +22,6 @@ from nnx_parallel import (
     DataParallel,
     Evaluation,
     Mean,
-    PathNames,
     Pipeline,
     Sum,
     TensorParallel,
@@ -36,6 +35,7 @@ from nnx_parallel.errors import (
     StateStructureError,
 )
 from nnx_parallel.layers import Stack
+from nnx_parallel.sharding import PathNames
 
 CLASSES = 3
 

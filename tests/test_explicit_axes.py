@@ -22,18 +22,17 @@ from nnx_parallel import (
     Backend,
     Composite,
     DataParallel,
-    LogicalRules,
     Pipeline,
     Strategy,
     TensorParallel,
     Trainer,
-    annotate,
     constrain,
     plan,
     sharded_jit,
 )
 from nnx_parallel.errors import MeshAxisTypeError, ModelError, UnknownAxisError
 from nnx_parallel.layers import Stack
+from nnx_parallel.sharding import LogicalRules, annotate
 
 IDS = np.random.default_rng(0).integers(0, 32, (16, 8))
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)

@@ -20,7 +20,6 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
-    LogicalRules,
     Pipeline,
     Strategy,
     TensorParallel,
@@ -36,7 +35,7 @@ from nnx_parallel.layers.attention.kernels import (
     plain_attention,
     splash_attention,
 )
-from nnx_parallel.sharding import constrain, using
+from nnx_parallel.sharding import LogicalRules, constrain, using
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 from tests.tpus import numbers_from

@@ -11,18 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    LogicalRules,
-    Report,
-    Strategy,
-    TensorParallel,
-    audit,
-)
+from nnx_parallel import FSDP, Composite, DataParallel, Strategy, TensorParallel, audit
+from nnx_parallel.audit import Report
 from nnx_parallel.layers import cross_entropy, linear_cross_entropy
-from nnx_parallel.sharding import using
+from nnx_parallel.sharding import LogicalRules, using
 
 ROWS, SEQ, EMBED, VOCAB = 8, 12, 16, 24
 STRATEGIES: dict[str, Strategy] = {

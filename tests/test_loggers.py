@@ -287,7 +287,14 @@ LOSS, OWN, SPEED, TOOK = "loss  2.413", "accuracy 0.750", "48.2k tok/s", "took 0
         (
             200,
             [
-                *(LOSS, OWN, "z_loss 1.00e-04", "grad norm 1.000", "lr 3.00e-04", SPEED),
+                *(
+                    LOSS,
+                    OWN,
+                    "z_loss 1.00e-04",
+                    "grad norm 1.000",
+                    "lr 3.00e-04",
+                    SPEED,
+                ),
                 *(" 310 ms/step", "memory 12.5 GiB (31%)", "41% MFU", TOOK),
             ],
         ),

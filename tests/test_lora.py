@@ -16,7 +16,6 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
-    PathNames,
     Pipeline,
     Strategy,
     TensorParallel,
@@ -25,6 +24,7 @@ from nnx_parallel import (
 from nnx_parallel.errors import ModelError, RuleError
 from nnx_parallel.layers import Dense, Stack, lora, merge_lora
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.sharding import PathNames
 from tests.parity.checks import assert_gradients_close, assert_params_close
 from tests.parity.runs import first_gradients, recording, to_host
 

@@ -17,12 +17,12 @@ from nnx_parallel import (
     Composite,
     ContextParallel,
     DataParallel,
-    PathNames,
     Pipeline,
     Strategy,
     TensorParallel,
 )
 from nnx_parallel.layers import lora
+from nnx_parallel.sharding import PathNames
 from tests.parity.checks import (
     assert_placed,
     assert_same_bits,

@@ -13,16 +13,8 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from nnx_parallel import (
-    FSDP,
-    Checkpoint,
-    Composite,
-    ConsoleLogger,
-    DataParallel,
-    JSONLinesLogger,
-    Trainer,
-)
-from nnx_parallel.loggers import Logger
+from nnx_parallel import FSDP, Checkpoint, Composite, DataParallel, Trainer
+from nnx_parallel.loggers import ConsoleLogger, JSONLinesLogger, Logger
 from nnx_parallel.precision import format_number
 
 
@@ -102,9 +94,9 @@ def test_summary_names_best_evaluation() -> None:
     memory = Memory()
     trainer = make_trainer(memory, optimizer=optax.sgd(-0.1))  # the loss rises
     history = trainer.fit(DATA, 4, eval_data=DATA[:1], eval_every=2)
-    best = history["eval_loss"].min()
+    best = format_number(history["eval_loss"].min())
     assert re.fullmatch(
-        rf"Trained 4 steps in \d:\d\d\. Best eval_loss {format_number(best)} at step 2\. "
+        rf"Trained 4 steps in \d:\d\d\. Best eval_loss {best} at step 2\. "
         r"Not saved: the Trainer has no checkpoint=\.",
         memory.messages[-1],
     )
@@ -145,7 +137,9 @@ def test_first_line_comes_before_arrays(capfd: Any) -> None:
     trainer = make_trainer(Watching(), model=build)
     trainer.fit(DATA, 1)
     trainer.fit(DATA, 2)
-    assert re.fullmatch(r"Preparing Linear with jax .*, flax .*, optax .*\.\n", lines[0])
+    assert re.fullmatch(
+        r"Preparing Linear with jax .*, flax .*, optax .*\.\n", lines[0]
+    )
     assert "Preparing" not in lines[1]
 
 

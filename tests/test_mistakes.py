@@ -171,8 +171,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fit([{"x": X, "y": np.ones(6, np.float32)}]),
         "Arrays of batch 0 disagree about the number of rows (batch['x']: 8, "
         "batch['y']: 6). Dim 0 of every array is the rows of the global batch; give an "
-        "array that all rows share as nnx_parallel.Shared(array), such as the edges of "
-        "a graph.",
+        "array that all rows share as nnx_parallel.data.Shared(array), such as the "
+        "edges of a graph.",
     ),
     "a number of steps in quotes": (
         lambda: fit(num_steps="100"),
@@ -401,6 +401,22 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ImportError,
         "GPT is in nnx_parallel.models: from nnx_parallel.models import GPT.",
     ),
+    "names that moved": (
+        lambda: nnx_parallel.Pad,
+        ImportError,
+        "Pad is in nnx_parallel.data: from nnx_parallel.data import Pad.",
+    ),
+    "functions that moved": (
+        lambda: nnx_parallel.muon,
+        ImportError,
+        "muon is in nnx_parallel.optimizers: from nnx_parallel.optimizers import muon.",
+    ),
+    "constants that moved": (
+        lambda: nnx_parallel.TRANSFORMER_NAMES,
+        ImportError,
+        "TRANSFORMER_NAMES is in nnx_parallel.sharding: from nnx_parallel.sharding "
+        "import TRANSFORMER_NAMES.",
+    ),
 }
 
 
@@ -412,6 +428,16 @@ def test_habits_of_other_libraries_are_answered(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_unknown_name_of_package_raises() -> None:
+    # `Any` and `Path` are names in modules of the package, but not its own.
+    for name in ("Any", "Path", "Trainr"):
+        message = f"module 'nnx_parallel' has no attribute '{name}'"
+        with pytest.raises(AttributeError, match=re.escape(message)):
+            getattr(nnx_parallel, name)
+    assert {"Trainer", "sharding", "__version__"} <= set(dir(nnx_parallel))
+    assert "state" not in dir(nnx_parallel)
 
 
 def test_error_in_property_is_not_hidden() -> None:

@@ -26,8 +26,9 @@ from nnx_parallel.models import (
     next_token_loss,
 )
 from nnx_parallel.models.gpt import Attention, Block
-from nnx_parallel.sharding import Claims, FSDPRules, Layout, ZeroAxis, using
+from nnx_parallel.sharding import FSDPRules, Layout, using
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
+from nnx_parallel.strategies import Claims, ZeroAxis
 
 SMALL = {"vocab_size": 64, "seq_len": 16, "num_layers": 2, "embed_dim": 32}
 GPT2 = GPTConfig.tiny(**SMALL)

@@ -22,13 +22,11 @@ from nnx_parallel import (
     Composite,
     ExpertParallel,
     OneFOneB,
-    Pad,
     Pipeline,
     Trainer,
-    decay_mask,
     errors,
-    muon_dimension_numbers,
 )
+from nnx_parallel.data import Pad
 from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.layers import Experts, MoE, named
 from nnx_parallel.layers.experts.dispatch import (
@@ -40,6 +38,7 @@ from nnx_parallel.layers.experts.dispatch import (
 from nnx_parallel.loggers import ConsoleLogger, Logger
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
+from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 

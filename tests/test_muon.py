@@ -42,13 +42,11 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
     audit,
-    by_matrix,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.optimizers import by_matrix, muon, muon_dimension_numbers
 from nnx_parallel.optimizers.matrices import pack
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.nnx_arrays import flatten_pure

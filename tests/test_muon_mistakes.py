@@ -9,8 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import by_matrix, decay_mask, muon, muon_dimension_numbers
 from nnx_parallel.errors import OptimizerError
+from nnx_parallel.optimizers import by_matrix, decay_mask, muon, muon_dimension_numbers
 
 PARAMS = {
     "bias": jnp.ones(4),

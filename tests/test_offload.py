@@ -30,12 +30,11 @@ from nnx_parallel import (
     Precision,
     Strategy,
     Trainer,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.checkpoint.manager import CheckpointManager
 from nnx_parallel.errors import OffloadError
 from nnx_parallel.layers import Stack
+from nnx_parallel.optimizers import muon, muon_dimension_numbers
 from nnx_parallel.optimizers import offload as updating
 from nnx_parallel.sharding import offload as offloading
 from nnx_parallel.sharding.placement import Placement

@@ -12,18 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    Offload,
-    Backend,
-    FSDP,
-    Composite,
-    TensorParallel,
-    Trainer,
-    decay_mask,
-    muon_dimension_numbers,
-)
+from nnx_parallel import FSDP, Backend, Composite, Offload, TensorParallel, Trainer
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
+from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
 from nnx_parallel.optimizers.by_layer import by_layer
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import path_of
@@ -277,7 +269,7 @@ def halved(count: Any) -> Any:
     return 1.0 / 2.0**count
 
 
-def labels(params: Any) -> Any:
+def kinds(params: Any) -> Any:
     return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "bias", params)
 
 
@@ -300,7 +292,7 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
     ),
     "labels": (
         optax.multi_transform(
-            {"matrix": optax.sgd(schedule), "bias": optax.adam(halved)}, labels
+            {"matrix": optax.sgd(schedule), "bias": optax.adam(halved)}, kinds
         ),
         {"learning_rate/matrix": RATE, "learning_rate/bias": TWICE},
     ),
@@ -310,7 +302,7 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
                 "matrix": optax.inject_hyperparams(optax.sgd)(learning_rate=schedule),
                 "bias": optax.adam(halved),
             },
-            labels,
+            kinds,
         ),
         {"learning_rate/matrix": RATE, "learning_rate/bias": TWICE},
     ),

@@ -13,20 +13,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import nnx_parallel
-from nnx_parallel import (
-    FSDP,
-    Claims,
-    Composite,
-    DataParallel,
-    FSDPRules,
-    Mean,
-    Pipeline,
-    Strategy,
-    ZeroAxis,
-)
+from nnx_parallel import FSDP, Composite, DataParallel, Mean, Pipeline, Strategy
 from nnx_parallel.errors import PipelineError
 from nnx_parallel.layers import Dense, Embed, Stack, cross_entropy
+from nnx_parallel.sharding import FSDPRules
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
+from nnx_parallel.strategies import Claims, ZeroAxis
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import first_gradients, recording
 from tests.pipelines import make_trainer

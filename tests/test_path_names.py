@@ -18,12 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    TRANSFORMER_NAMES,
-    Claims,
     Composite,
     DataParallel,
-    PathNames,
-    PathRules,
     Pipeline,
     Strategy,
     TensorParallel,
@@ -32,7 +28,9 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import ParallelWarning, SpecRankError
 from nnx_parallel.layers import Stack, named
+from nnx_parallel.sharding import TRANSFORMER_NAMES, PathNames, PathRules
 from nnx_parallel.sharding.nnx_arrays import names_of, variables_of
+from nnx_parallel.strategies import Claims
 from tests.strangers.cases import CASES, stacked
 
 LLAMA = CASES["llama"]  # made of stock modules without names

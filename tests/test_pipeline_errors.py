@@ -16,12 +16,11 @@ from nnx_parallel import (
     Mean,
     OneFOneB,
     Pipeline,
-    Schedule,
     Strategy,
-    Table,
 )
 from nnx_parallel.errors import PipelineError, ScheduleError, StackError
 from nnx_parallel.layers import Stack
+from nnx_parallel.schedules import Schedule, Table
 from nnx_parallel.schedules.schedules import Fixed
 from tests.pipelines import assert_like_one_device, make_trainer
 

@@ -20,7 +20,6 @@ from nnx_parallel import (
     OneFOneB,
     Pipeline,
     Precision,
-    Schedule,
     Strategy,
     ZeroBubble,
 )
@@ -29,6 +28,7 @@ from nnx_parallel.layers import Stack
 from nnx_parallel.layers.stack.stack import using_runner
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, record
 from nnx_parallel.programs import trace
+from nnx_parallel.schedules import Schedule
 from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.model import flatten, nest

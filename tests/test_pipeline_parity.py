@@ -21,12 +21,11 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
-    Schedule,
     Strategy,
-    Table,
     TensorParallel,
     ZeroBubble,
 )
+from nnx_parallel.schedules import Schedule, Table
 from tests.parity.checks import (
     assert_parts,
     assert_placed,

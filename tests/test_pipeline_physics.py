@@ -25,16 +25,16 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
-    Report,
-    Schedule,
     Strategy,
     TensorParallel,
     ZeroBubble,
     audit,
 )
+from nnx_parallel.audit import Report
 from nnx_parallel.audit.hlo import parse
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.pipeline.run import PipelineSchedule
+from nnx_parallel.schedules import Schedule
 from nnx_parallel.schedules.table import plan_buffers
 from nnx_parallel.sharding.model import flatten
 from nnx_parallel.state import init_state

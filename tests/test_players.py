@@ -21,7 +21,6 @@ from nnx_parallel import (
     EarlyStopping,
     Evaluation,
     Faults,
-    JSONLinesLogger,
     Pipeline,
     Player,
     Players,
@@ -40,6 +39,7 @@ from nnx_parallel.errors import (
     PipelineError,
 )
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.sharding.checksum import data_of
 from nnx_parallel.training import loop
 from nnx_parallel.training.verification import replay

@@ -22,7 +22,6 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
-    LogicalRules,
     Strategy,
     TensorParallel,
     Trainer,
@@ -30,7 +29,7 @@ from nnx_parallel import (
 from nnx_parallel.errors import ParallelWarning
 from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.sharding import constrain, using
+from nnx_parallel.sharding import LogicalRules, constrain, using
 from nnx_parallel.sharding.constrain import noticing_idle_claims
 from nnx_parallel.strategies import Pipeline
 from tests.parity.models import CASES, DEEP_CASES

@@ -10,16 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    FSDP,
-    Composite,
+from nnx_parallel import FSDP, Composite, TensorParallel, constrain, make_mesh
+from nnx_parallel.sharding import (
     PathRules,
     PolicyRules,
-    TensorParallel,
-    constrain,
-    make_mesh,
-)
-from nnx_parallel.sharding import (
     active_layout,
     active_mesh,
     annotate,

@@ -11,10 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    PathRules,
-    make_mesh,
-)
+from nnx_parallel import make_mesh
 from nnx_parallel.errors import (
     IndivisibleDimError,
     PlacementTreeError,
@@ -23,6 +20,7 @@ from nnx_parallel.errors import (
     UnmatchedRuleError,
 )
 from nnx_parallel.sharding import (
+    PathRules,
     sharded_jit,
 )
 from tests.jitting import RULES

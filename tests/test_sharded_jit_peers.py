@@ -10,16 +10,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
+from nnx_parallel import constrain, make_mesh, sharded_jit
+from nnx_parallel.sharding import (
     FSDPRules,
     PathRules,
     PolicyRules,
     annotate,
-    constrain,
-    make_mesh,
     process_local_to_global,
     resolve_shardings,
-    sharded_jit,
 )
 
 TUTORIAL = Path(__file__).parents[1] / "tutorials" / "12_migrating.py"

@@ -13,15 +13,13 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
-    FSDPRules,
-    PathRules,
     Pipeline,
     TensorParallel,
     constrain,
     make_mesh,
 )
 from nnx_parallel.errors import PlacementTreeError, SpecRankError, UnknownAxisError
-from nnx_parallel.sharding import Layout, using
+from nnx_parallel.sharding import FSDPRules, Layout, PathRules, using
 from nnx_parallel.sharding.placement import cheapest_dim
 from nnx_parallel.sharding.tree import layout_of
 from tests.placing import FSDP_TP, place

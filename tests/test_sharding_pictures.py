@@ -9,14 +9,16 @@ from xml.etree import ElementTree
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from nnx_parallel import FSDP, PathRules, make_mesh
+from nnx_parallel import FSDP, Trainer, make_mesh
 from nnx_parallel.drawing import fill
+from nnx_parallel.sharding import PathRules
 from nnx_parallel.sharding.rules import FSDPRules
 from nnx_parallel.sharding.tree import shard
 from nnx_parallel.visualize import visualize
@@ -259,3 +261,47 @@ def test_colours_follow_devices(mesh: Mesh) -> None:
         for shards in maps
     ]
     assert colours[0] == colours[1]
+
+
+def test_traced_array_is_drawn_once_when_compiled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loss(model: Any, batch: Any) -> jax.Array:
+        hidden = model(batch)
+        picture = visualize(hidden)
+        assert "printed when the function is compiled" in str(picture)
+        return (hidden**2).mean()
+
+    trainer = Trainer(
+        lambda rngs: nnx.Linear(4, 4, rngs=rngs),
+        optax.sgd(0.1),
+        loss,
+        strategy=FSDP(min_size=0),
+        loggers=(),
+    )
+    trainer.fit([np.ones((16, 4), np.float32)] * 2, 2)
+    line = loss.__code__.co_firstlineno + 2
+    title, summary, *_, caption = capsys.readouterr().out.splitlines()
+    assert title == f"test_sharding_pictures.py:{line}"
+    assert summary == "16 \u00d7 4 float32 · P('fsdp') · 32 B on each of 8 devices"
+    assert caption == "rows: dim 0 of 16 in 8 over fsdp · columns: dim 1 of 4, whole"
+    trainer.evaluate([np.ones((16, 4), np.float32)])
+    assert capsys.readouterr().out == ""  # the same text is not printed again
+
+
+def test_array_in_manual_region_names_manual_axes(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def block(x: jax.Array) -> jax.Array:
+        visualize(x)
+        return 2 * x
+
+    spec = P("fsdp")
+    function = jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec)
+    jax.jit(function)(np.ones((8, 2), np.float32))
+    line = block.__code__.co_firstlineno + 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"test_sharding_pictures.py:{line}",
+        "2 \u00d7 2 float32 · one block for each index of data, fsdp: these axes are "
+        "manual here, and only this code knows how the blocks differ",
+    ]

@@ -15,19 +15,13 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    ChainRules,
     Composite,
     DataParallel,
-    FSDPRules,
-    LogicalRules,
-    PathRules,
-    PolicyRules,
     Strategy,
     TensorParallel,
     Trainer,
     constrain,
     make_mesh,
-    resolve_shardings,
     shard,
     sharded_jit,
 )
@@ -44,7 +38,16 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers import Dense, named
 from nnx_parallel.mesh import MESH_AXES
-from nnx_parallel.sharding import ArrayInfo, Rules
+from nnx_parallel.sharding import (
+    ArrayInfo,
+    ChainRules,
+    FSDPRules,
+    LogicalRules,
+    PathRules,
+    PolicyRules,
+    Rules,
+    resolve_shardings,
+)
 from nnx_parallel.sharding.constrain import check_names
 from nnx_parallel.sharding.names import AXIS_NAMES
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of

@@ -39,7 +39,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"localhost:{port}", 2, index)
 
-from nnx_parallel import FSDPRules, gather, make_mesh, process_local_to_global
+from nnx_parallel import gather, make_mesh
+from nnx_parallel.sharding import FSDPRules, process_local_to_global
 from nnx_parallel import shard, sharded_jit, visualize
 from nnx_parallel.sharding.tree import gather_at
 

@@ -13,14 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    FSDP,
-    LogicalRules,
-    PathRules,
-    PolicyRules,
-    constrain,
-    make_mesh,
-)
+from nnx_parallel import FSDP, constrain, make_mesh
 from nnx_parallel.errors import (
     IndivisibleDimError,
     ParallelError,
@@ -34,6 +27,9 @@ from nnx_parallel.sharding import (
     ArrayInfo,
     ChainRules,
     FSDPRules,
+    LogicalRules,
+    PathRules,
+    PolicyRules,
     named_tree_map,
     resolve_shardings,
     using,

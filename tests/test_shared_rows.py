@@ -11,15 +11,8 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import (
-    FSDP,
-    Composite,
-    DataParallel,
-    Pipeline,
-    Shared,
-    Trainer,
-)
-from nnx_parallel.data import batches
+from nnx_parallel import FSDP, Composite, DataParallel, Pipeline, Trainer
+from nnx_parallel.data import Shared, batches
 from nnx_parallel.data.batches import BatchAgreement
 from nnx_parallel.errors import BatchShapeError, DataError
 from nnx_parallel.layers import Stack
@@ -212,7 +205,7 @@ def test_raw_key_is_never_taken_for_rows(rows: int) -> None:
     batch = {"x": X[:rows], "rng": np.asarray(jax.random.PRNGKey(0))}
     message = (
         "batch['rng'] of batch 0 is uint32 of shape (2,), like a raw PRNGKey. Give a "
-        "key as jax.random.key(seed) or as nnx_parallel.Shared(key)"
+        "key as jax.random.key(seed) or as nnx_parallel.data.Shared(key)"
     )
     with pytest.raises(DataError, match=re.escape(message)):
         make_trainer(devices=jax.devices()[:2]).fit([batch], 1)

@@ -22,22 +22,21 @@ from nnx_parallel import (
     DataParallel,
     EarlyStopping,
     Faults,
-    JSONLinesLogger,
     Mean,
     Offload,
-    PathNames,
     Pipeline,
     Precision,
     SkipSteps,
     TensorParallel,
     Trainer,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.errors import NonFiniteLossError, ParallelWarning
 from nnx_parallel.layers import Stack, cross_entropy
+from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.metrics import result_of
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.optimizers import muon, muon_dimension_numbers
+from nnx_parallel.sharding import PathNames
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.runs import to_host
 

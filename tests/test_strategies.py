@@ -15,12 +15,12 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
-    PathRules,
     Strategy,
     TensorParallel,
     Trainer,
 )
 from nnx_parallel.layers import Dense, Stack
+from nnx_parallel.sharding import PathRules
 from nnx_parallel.sharding.nnx_arrays import variables_of
 
 

@@ -12,17 +12,10 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import (
-    FSDP,
-    Callback,
-    Debugging,
-    JSONLinesLogger,
-    Mean,
-    Trainer,
-)
+from nnx_parallel import FSDP, Callback, Debugging, Mean, Trainer
 from nnx_parallel.distributed import Watchdog
 from nnx_parallel.errors import DataError
-from nnx_parallel.loggers import Logger
+from nnx_parallel.loggers import JSONLinesLogger, Logger
 from nnx_parallel.state import init_state
 from nnx_parallel.training.evaluation import Programs
 from nnx_parallel.training.step import StepOptions

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import nnx_parallel
-import nnx_parallel.models
 
 ROOT = Path(__file__).parents[1]
 HEAD = re.compile(r"^# %%(.*)$", re.MULTILINE)
@@ -20,12 +19,13 @@ SHOWS_CHECKS = "10_write_a_strategy"
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
 PUBLIC = {
     "nnx_parallel": set(nnx_parallel.__all__),
+    **{
+        f"nnx_parallel.{home}": set(
+            vars(importlib.import_module(f"nnx_parallel.{home}"))
+        )
+        for home in nnx_parallel.errors.HOMES
+    },
     "nnx_parallel.errors": set(vars(nnx_parallel.errors)),
-    "nnx_parallel.layers": set(vars(nnx_parallel.layers)),
-    "nnx_parallel.models": set(vars(nnx_parallel.models)),
-    # In the package, this name is a function.
-    "nnx_parallel.plan": set(vars(importlib.import_module("nnx_parallel.plan"))),
-    "nnx_parallel.weights": set(vars(nnx_parallel.weights)),
 }
 
 

@@ -14,19 +14,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import (
-    FSDP,
-    DataParallel,
-    FSDPRules,
-    PathRules,
-    Pipeline,
-    Trainer,
-    decay_mask,
-    make_mesh,
-    resolve_shardings,
-)
+from nnx_parallel import FSDP, DataParallel, Pipeline, Trainer, make_mesh
 from nnx_parallel.errors import ModelError, ParallelWarning, StateStructureError
 from nnx_parallel.layers import Stack
+from nnx_parallel.optimizers import decay_mask
+from nnx_parallel.sharding import FSDPRules, PathRules, resolve_shardings
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
 WIDTH = 16

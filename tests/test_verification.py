@@ -41,14 +41,13 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
-    muon,
-    muon_dimension_numbers,
 )
 from nnx_parallel.cli.doctor import verified_in
 from nnx_parallel.errors import ReplayError, VerificationError
 from nnx_parallel.layers import Stack, lora
 from nnx_parallel.layers.experts import Experts
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.optimizers import muon, muon_dimension_numbers
 from nnx_parallel.training import compilation, step, verification
 from nnx_parallel.training.arguments import Backend
 from nnx_parallel.training.comparison import Part, Sums, compare
@@ -478,7 +477,8 @@ trainer = Trainer(model, optax.sgd(0.1), loss, strategy=FSDP(min_size=0))
 """
 FIT = 'trainer.fit([{"x": x, "y": y}] * 3, num_steps=3)\nraise SystemExit("too far")\n'
 PADDED = """
-from nnx_parallel import Mean, Pad
+from nnx_parallel import Mean
+from nnx_parallel.data import Pad
 def weighted(model, batch):
     error = ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)
     return Mean((error * batch["w"]).sum(), batch["w"].sum())

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 from jax import monitoring
 
-from nnx_parallel import FSDP, Backend, Logger, Trainer, plan
+from nnx_parallel import FSDP, Backend, Trainer, plan
+from nnx_parallel.loggers import Logger
 from nnx_parallel.plan import Candidate
 from nnx_parallel.plan.compiled import options_of
 from nnx_parallel.plan.parts import Parts

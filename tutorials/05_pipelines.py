@@ -19,7 +19,6 @@ from nnx_parallel import (
     Interleaved,
     OneFOneB,
     Pipeline,
-    Table,
     Trainer,
     ZeroBubble,
     audit,
@@ -27,6 +26,7 @@ from nnx_parallel import (
     visualize,
 )
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.schedules import Table
 
 simulate_devices(8)
 

@@ -48,7 +48,8 @@ import nnx_parallel
 import numpy as np
 import optax
 from flax import nnx
-from nnx_parallel import FSDP, Callback, Checkpoint, Trainer, print_once
+from nnx_parallel import FSDP, Callback, Checkpoint, Trainer
+from nnx_parallel.distributed import print_once
 
 nnx_parallel.initialize()
 directory, harm = Path(sys.argv[1]), sys.argv[2:]  # harm: [] or [signal]

@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel import (
     FSDP,
-    ChainRules,
     Composite,
-    FSDPRules,
-    PathRules,
     TensorParallel,
     Trainer,
     constrain,
@@ -30,6 +27,7 @@ from nnx_parallel import (
     simulate_devices,
     visualize,
 )
+from nnx_parallel.sharding import ChainRules, FSDPRules, PathRules
 
 simulate_devices(8)
 

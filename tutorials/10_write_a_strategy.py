@@ -19,7 +19,6 @@ import optax
 
 from nnx_parallel import (
     FSDP,
-    Claims,
     Composite,
     DataParallel,
     Pipeline,
@@ -31,6 +30,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import PlacementConflictError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.strategies import Claims
 
 simulate_devices(8)
 

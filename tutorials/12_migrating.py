@@ -16,15 +16,14 @@ from jax.sharding import PartitionSpec as P
 from nnx_parallel import (
     FSDP,
     Debugging,
-    FSDPRules,
     Trainer,
-    annotate,
     constrain,
     make_mesh,
     sharded_jit,
     simulate_devices,
     visualize,
 )
+from nnx_parallel.sharding import FSDPRules, annotate
 
 simulate_devices(8)
 

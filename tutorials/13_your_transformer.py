@@ -22,10 +22,8 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
-    TRANSFORMER_NAMES,
     Composite,
     DataParallel,
-    PathNames,
     Pipeline,
     TensorParallel,
     Trainer,
@@ -36,6 +34,7 @@ from nnx_parallel import (
     visualize,
 )
 from nnx_parallel.layers import Stack
+from nnx_parallel.sharding import TRANSFORMER_NAMES, PathNames
 
 simulate_devices(8)
 

@@ -14,3 +14,5 @@ from nnx_parallel.data.prefetch import PlacedBatch as PlacedBatch
 from nnx_parallel.data.prefetch import PrefetchIterator as PrefetchIterator
 from nnx_parallel.data.prefetch import check_data as check_data
 from nnx_parallel.data.reading import DataState as DataState
+from nnx_parallel.data.rows import Pad as Pad
+from nnx_parallel.data.rows import Shared as Shared

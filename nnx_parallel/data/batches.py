@@ -55,9 +55,9 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
         if x.dtype == np.uint32 and x.shape == (2,):
             raise DataError(
                 f"{name} of batch {index} is uint32 of shape (2,), like a raw PRNGKey. "
-                "Give a key as jax.random.key(seed) or as nnx_parallel.Shared(key), or "
-                "take rngs in the loss: loss(model, batch, rngs). If it is a number in "
-                "each of two rows, make it int32."
+                "Give a key as jax.random.key(seed) or as "
+                "nnx_parallel.data.Shared(key), or take rngs in the loss: loss(model, "
+                "batch, rngs). If it is a number in each of two rows, make it int32."
             )
     rows = {name: x.shape[0] for name, x in named.items()}
     if not rows:
@@ -72,7 +72,7 @@ def check_batch(batch: Any, *, index: int = 0) -> int:
         raise BatchShapeError(
             f"Arrays of batch {index} disagree about the number of rows ({found}). "
             "Dim 0 of every array is the rows of the global batch; give an array that "
-            "all rows share as nnx_parallel.Shared(array), such as the edges of a "
+            "all rows share as nnx_parallel.data.Shared(array), such as the edges of a "
             "graph."
         )
     name, num_rows = next(iter(rows.items()))

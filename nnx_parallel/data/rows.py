@@ -42,7 +42,7 @@ class Shared:
         value: An array of any shape, or a pytree of arrays.
 
     Example:
-        >>> from nnx_parallel import Shared
+        >>> from nnx_parallel.data import Shared
         >>> rows, mask = np.ones((8, 16)), np.tril(np.ones((16, 16), bool))
         >>> batch = {"x": rows, "mask": Shared(mask), "temperature": np.asarray(0.5)}
         >>> # the loss reads batch["x"], batch["mask"] and batch["temperature"]

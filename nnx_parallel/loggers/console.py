@@ -133,7 +133,9 @@ class ConsoleLogger:
                 self._next_time = time.monotonic() + self.seconds
                 self._print([self._line.position(step), *self._line.fields()])
         if evaluation:
-            fields = [f"{name} {format_number(value)}" for name, value in evaluation.items()]
+            fields = [
+                f"{name} {format_number(value)}" for name, value in evaluation.items()
+            ]
             self._print([self._line.position(step), *fields])
 
     def message(self, text: str) -> None:
@@ -168,7 +170,7 @@ class ConsoleLogger:
 
 
 def _notebook() -> Any:
-    """Returns IPython's module of displays if a notebook runs this code, or ``None``."""
+    """Returns ``IPython.display`` if a notebook runs this code, or ``None``."""
     ipython: Any = sys.modules.get("IPython")
     # The shell of a notebook has a kernel. The shell of a terminal has none.
     if ipython is None or not hasattr(ipython.get_ipython(), "kernel"):

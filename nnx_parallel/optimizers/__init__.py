@@ -8,3 +8,11 @@ An optimizer is an Optax transformation that is written for one device. The modu
 - `matrices` gathers such matrices for `muon` and `by_matrix`.
 - `offload` updates an optimizer that keeps its state in host memory.
 """
+
+from nnx_parallel.optimizers.by_layer import by_layer as by_layer
+from nnx_parallel.optimizers.muon import by_matrix as by_matrix
+from nnx_parallel.optimizers.muon import muon as muon
+from nnx_parallel.optimizers.steps import decay_mask as decay_mask
+from nnx_parallel.optimizers.steps import (
+    muon_dimension_numbers as muon_dimension_numbers,
+)

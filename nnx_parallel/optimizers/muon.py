@@ -65,7 +65,7 @@ def by_matrix(
 
         >>> import jax.numpy as jnp
         >>> import optax
-        >>> from nnx_parallel import by_matrix
+        >>> from nnx_parallel.optimizers import by_matrix
         >>> def polar(matrix):
         ...     left, _, right = jnp.linalg.svd(matrix, full_matrices=False)
         ...     return left @ right
@@ -208,7 +208,7 @@ def muon(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
         TypeError: If Optax's function does not have an argument.
 
     Example:
-        >>> from nnx_parallel import muon, muon_dimension_numbers
+        >>> from nnx_parallel.optimizers import muon, muon_dimension_numbers
         >>> optimizer = lambda model: muon(
         ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
         ... )

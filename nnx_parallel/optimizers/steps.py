@@ -51,7 +51,7 @@ def decay_mask(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str, Any]:
 
     Example:
         >>> import optax
-        >>> from nnx_parallel import decay_mask
+        >>> from nnx_parallel.optimizers import decay_mask
         >>> optimizer = lambda model: optax.adamw(3e-4, mask=decay_mask(model))
     """
     return _map_params(_decays, model, wrt, "optax.adamw(3e-4, mask=decay_mask(model))")
@@ -72,7 +72,7 @@ def muon_dimension_numbers(model: nnx.Module, wrt: Any = nnx.Param) -> dict[str,
 
     Example:
         >>> import optax
-        >>> from nnx_parallel import muon_dimension_numbers
+        >>> from nnx_parallel.optimizers import muon_dimension_numbers
         >>> optimizer = lambda model: optax.contrib.muon(
         ...     0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model)
         ... )
@@ -281,7 +281,7 @@ def learning_rates(
                 # `by_layer` keeps an equal count for each layer.
                 found[path] = jnp.asarray(schedule(jnp.ravel(count)[0]))
     if len(found) == 1:
-        return {"learning_rate": rate for rate in found.values()}
+        return dict(zip(["learning_rate"], found.values(), strict=True))
     labels = [
         path.rpartition("inner_states.")[2].partition(".")[0]
         if "inner_states." in path

@@ -10,11 +10,12 @@ from nnx_parallel.sharding.constrain import (
 from nnx_parallel.sharding.constrain import using as using
 from nnx_parallel.sharding.jit import ShardedFunction as ShardedFunction
 from nnx_parallel.sharding.jit import sharded_jit as sharded_jit
-from nnx_parallel.sharding.layout import Claims as Claims
 from nnx_parallel.sharding.layout import Execution as Execution
 from nnx_parallel.sharding.layout import Layout as Layout
 from nnx_parallel.sharding.names import LOGICAL_AXES as LOGICAL_AXES
 from nnx_parallel.sharding.names import ArrayInfo as ArrayInfo
+from nnx_parallel.sharding.path_names import TRANSFORMER_NAMES as TRANSFORMER_NAMES
+from nnx_parallel.sharding.path_names import PathNames as PathNames
 from nnx_parallel.sharding.placement import Placement as Placement
 from nnx_parallel.sharding.rules import ChainRules as ChainRules
 from nnx_parallel.sharding.rules import FSDPRules as FSDPRules
@@ -22,7 +23,6 @@ from nnx_parallel.sharding.rules import LogicalRules as LogicalRules
 from nnx_parallel.sharding.rules import PathRules as PathRules
 from nnx_parallel.sharding.rules import PolicyRules as PolicyRules
 from nnx_parallel.sharding.rules import Rules as Rules
-from nnx_parallel.sharding.rules import ZeroAxis as ZeroAxis
 from nnx_parallel.sharding.tree import gather as gather
 from nnx_parallel.sharding.tree import named_tree_map as named_tree_map
 from nnx_parallel.sharding.tree import (

@@ -116,7 +116,8 @@ def resolve_shardings(tree: Any, rules: Any, mesh: MeshLike) -> Any:
             rule, or if `FSDPRules` finds no dim of a large array that its axis divides.
 
     Example:
-        >>> from nnx_parallel import FSDPRules, make_mesh
+        >>> from nnx_parallel import make_mesh
+        >>> from nnx_parallel.sharding import FSDPRules
         >>> tree = {"kernel": jax.ShapeDtypeStruct((64, 64), "float32")}
         >>> mesh = make_mesh({"fsdp": None})
         >>> resolve_shardings(tree, FSDPRules(), mesh)["kernel"].spec

@@ -1,5 +1,7 @@
 """Strategies, with one technique in each file, and `Composite` to combine them."""
 
+from nnx_parallel.sharding.layout import Claims as Claims
+from nnx_parallel.sharding.rules import ZeroAxis as ZeroAxis
 from nnx_parallel.strategies.base import Composite as Composite
 from nnx_parallel.strategies.base import Strategy as Strategy
 from nnx_parallel.strategies.context_parallel import ContextParallel as ContextParallel

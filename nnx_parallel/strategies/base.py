@@ -45,7 +45,7 @@ class Strategy(abc.ABC):
     `Composite`.
 
     Example:
-        >>> from nnx_parallel import Claims
+        >>> from nnx_parallel.strategies import Claims
         >>> class Rows(Strategy):
         ...     def claims(self):
         ...         return Claims(axis_sizes={"rows": None}, batch=("rows",))

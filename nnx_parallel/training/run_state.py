@@ -530,7 +530,9 @@ class RunState:
         if not self._is_introduced:
             found, names = versions(), ("jax", "flax", "optax")
             libraries = ", ".join(f"{name} {found[name]}" for name in names)
-            self.report(f"Preparing {self.checkpoints.description['model']} with {libraries}.")
+            self.report(
+                f"Preparing {self.checkpoints.description['model']} with {libraries}."
+            )
 
     def config(self, num_steps: int) -> dict[str, Any]:
         """Returns the settings of the run as JSON values, for loggers."""

@@ -10,6 +10,7 @@ from nnx_parallel.sharding.names import path_of
 from nnx_parallel.visualize.arrays import ShardMap, array_picture, tree_picture
 from nnx_parallel.visualize.describe import Description
 from nnx_parallel.visualize.schedules import schedule_picture
+from nnx_parallel.visualize.traced import visualize_traced
 
 
 def visualize(thing: Any, **costs: Any) -> Picture:
@@ -17,11 +18,19 @@ def visualize(thing: Any, **costs: Any) -> Picture:
 
     Args:
         thing: An array, a pytree of arrays such as a model or a state, the `Table` of a
-            schedule, or the description that ``strategy.describe`` returns. Arrays must
-            have a sharding, and may be ``jax.ShapeDtypeStruct``. If an array has more
-            than two dims, the picture shows all sharded dims. If fewer than two dims
-            are sharded, it also shows the largest of the other dims. The caption names
-            the dims.
+            schedule, the description that ``strategy.describe`` returns, or a traced
+            array. Arrays must have a sharding, and may be ``jax.ShapeDtypeStruct``. If
+            an array has more than two dims, the picture shows all sharded dims. If
+            fewer than two dims are sharded, it also shows the largest of the other
+            dims. The caption names the dims.
+
+            An array that is traced, inside a loss or another compiled function, has no
+            sharding yet. It is printed once, when the compiler has chosen its sharding.
+            In code that is manual over mesh axes, such as a stage of a pipeline or the
+            body of ``jax.shard_map``, the shape of one block is printed, with these
+            axes. Under a `Pipeline`, only values in the blocks of the `Stack` are
+            printed.
+
         costs: ``forward``, ``backward_input`` and ``backward_weight`` of a schedule, as
             in `Table.simulate`.
 
@@ -55,6 +64,8 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         stage 0  F0 F1 ·  F2 B0 ·  B1 B2
         stage 1  ·  F0 B0 F1 B1 F2 B2 ·
     """
+    if isinstance(thing, jax.core.Tracer):
+        return visualize_traced(thing)
     if isinstance(thing, Table):
         return schedule_picture(thing, **costs)
     if costs:

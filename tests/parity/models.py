@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import LogicalRules, PathRules
 from nnx_parallel.models import (
     GPT,
     GPTConfig,
@@ -23,7 +22,7 @@ from nnx_parallel.models import (
     classification_loss,
     next_token_loss,
 )
-from nnx_parallel.sharding import Rules
+from nnx_parallel.sharding import LogicalRules, PathRules, Rules
 from nnx_parallel.training.step import LossFn
 
 NUM_ROWS = 32  # 4 microbatches of 8 shards each

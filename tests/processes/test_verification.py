@@ -12,7 +12,8 @@ import numpy as np, optax
 from flax import nnx
 import nnx_parallel
 nnx_parallel.initialize()
-from nnx_parallel import FSDP, Faults, Trainer, print_once
+from nnx_parallel import FSDP, Faults, Trainer
+from nnx_parallel.distributed import print_once
 def loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 x, y = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)

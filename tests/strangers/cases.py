@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from nnx_parallel import TRANSFORMER_NAMES, LogicalRules, PathNames
 from nnx_parallel.layers import Stack
+from nnx_parallel.sharding import TRANSFORMER_NAMES, LogicalRules, PathNames
 from nnx_parallel.sharding.rules import Rules
 from tests.strangers import language, scanned, sequences, vision
 

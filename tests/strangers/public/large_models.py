@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel import LogicalRules
+from nnx_parallel.sharding import LogicalRules
 from tests.strangers.language import next_token_loss
 from tests.strangers.public.case import Public, attend, cross_entropy
 
