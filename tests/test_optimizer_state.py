@@ -12,11 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel import FSDP, Backend, Composite, Offload, TensorParallel, Trainer
+from nnx_parallel import FSDP, Composite, TensorParallel, Trainer
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
-from nnx_parallel.optimizers.by_layer import by_layer
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
@@ -314,7 +313,6 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
         optax.MultiSteps(optax.sgd(schedule), every_k_schedule=2),
         {"learning_rate": [0.01, 0.01, 0.02]},
     ),
-    "by layer": (by_layer(optax.sgd(schedule)), {"learning_rate": RATE}),
 }
 
 
@@ -326,12 +324,6 @@ def test_learning_rate_of_schedule_is_logged(
     assert {name for name in history if "learning_rate" in name} == {*rates}
     for name, expected in rates.items():
         np.testing.assert_allclose(history[name], expected, rtol=1e-6)
-
-
-def test_learning_rate_is_logged_if_optimizer_is_offloaded() -> None:
-    trainer = make_trainer(optax.adam(schedule), backend=Backend(offload=Offload()))
-    history = trainer.fit(make_batches(3), 3)
-    np.testing.assert_allclose(history["learning_rate"], RATE, rtol=1e-6)
 
 
 def test_optimizer_receives_loss() -> None:

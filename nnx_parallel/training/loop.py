@@ -138,6 +138,7 @@ class Loop:
         checkpoints = self.run.checkpoints
         try:
             with self._termination:
+                self.run.announce()
                 self._fit()
             history = self._recorder.history()
             for callback in self.callbacks:
@@ -175,7 +176,6 @@ class Loop:
         programs = self.programs
         # Options are checked first, because they decide which collectives a save runs.
         checkpoints.check_options()
-        run.announce()
         resumed = run.resume()
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
@@ -206,10 +206,9 @@ class Loop:
         logger.start(first_step=run.step, num_steps=self.num_steps)
         logger.configure(run.config(self.num_steps))
         checkpoints.report = self._report_save
-        if header := run.header(self.num_steps, *programs.compiler_options):
-            logger.message(header)
-        if resumed:
-            logger.message(resumed)
+        header = run.header(self.num_steps, *programs.compiler_options)
+        for text in filter(None, (header, resumed)):
+            logger.message(text)
         for callback in self.callbacks:
             callback.on_fit_start(self.trainer)
         # The step is read again, because a hook may have restored another step.

@@ -560,7 +560,9 @@ def _apply_gradients(
             conditions.append(metrics["grad_norm"] <= skip.max_grad_norm)
         is_kept = reduce(jnp.logical_and, conditions) if conditions else None
         params, opt_state = optimize(plan, state, params, grads, metrics, is_kept)
-        metrics |= learning_rates(plan.tx, state.opt_state, opt_state)
+        # The counts of an offloaded optimizer are in host memory.
+        before = () if plan.offloads_optimizer else state.opt_state
+        metrics |= learning_rates(plan.tx, before, opt_state)
         if (ema := state.ema) is not None:
             # The average is computed in its dtype, float32, because in bfloat16 a
             # change of a thousandth would be lost.
