@@ -22,9 +22,9 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
     Trainer,
-    decay_mask,
 )
 from nnx_parallel.models import GPT, next_token_loss
+from nnx_parallel.optimizers import decay_mask
 from nnx_parallel.weights import load_adapters, save_adapters, save_pretrained
 from tests.folders import GOLDENS, content
 from tests.goldens import make_tuning
