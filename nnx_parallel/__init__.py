@@ -36,6 +36,7 @@ from nnx_parallel.training.arguments import (
 from nnx_parallel.training.callback import Callback, EarlyStopping
 from nnx_parallel.training.compilation import compiler_options
 from nnx_parallel.training.players import Player, Players
+from nnx_parallel.training.text_samples import TextSamples
 from nnx_parallel.training.trainer import Trainer
 from nnx_parallel.visualize import visualize
 
@@ -67,6 +68,7 @@ __all__ = [
     "Strategy",
     "Sum",
     "TensorParallel",
+    "TextSamples",
     "TrainState",
     "Trainer",
     "ZeroBubble",

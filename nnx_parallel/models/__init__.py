@@ -5,6 +5,7 @@ from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierC
 from nnx_parallel.models.classifier import classification_loss as classification_loss
 from nnx_parallel.models.families.granite import Multipliers as Multipliers
 from nnx_parallel.models.generation import generate as generate
+from nnx_parallel.models.generation import pad_prompts as pad_prompts
 from nnx_parallel.models.gpt import GPT as GPT
 from nnx_parallel.models.gpt import next_token_loss as next_token_loss
 from nnx_parallel.models.gpt_config import GPTConfig as GPTConfig

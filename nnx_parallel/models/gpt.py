@@ -43,7 +43,8 @@ from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published, period_of
 
 Start = int | jax.Array
-"""The position of the first token, or the positions of all tokens, int (batch, seq)."""
+"""The position of the first token, of the first token of each row, int (batch,), or of
+all tokens, int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
 """Activations (batch, seq, embed), and with expert losses a pair: also (batch, seq)."""
 Rotation = tuple[jax.Array, float | jax.Array]
@@ -142,8 +143,11 @@ def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
 
 def _positions(start: Start, length: int) -> jax.Array:
     """Returns the positions of tokens: int (seq,) or (batch, seq)."""
-    if isinstance(start, jax.Array) and start.ndim:
+    ndim = start.ndim if isinstance(start, jax.Array) else 0
+    if ndim == 2:
         return start
+    if ndim == 1:
+        return start[:, None] + jnp.arange(length)[None, :]  # (batch, seq)
     return start + jnp.arange(length)
 
 
@@ -200,8 +204,11 @@ class Attention(nnx.Module):
         if cache is None:
             return self.out(self._attend(query, key, value, segments, chunks)), None
         keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
-        seen = self._seen(jnp.arange(keys.shape[1])[None, :], positions[:, None])
-        mask = seen[None, None]  # (1, 1, seq, total_len)
+        positions = jnp.atleast_2d(positions)  # (1 or batch, seq)
+        seen = self._seen(
+            jnp.arange(keys.shape[1])[None, None, :], positions[..., None]
+        )
+        mask = seen[:, None]  # (1 or batch, 1, seq, total_len)
         return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
 
     def _rotate(
@@ -274,9 +281,9 @@ class Attention(nnx.Module):
         )
 
     def _seen(self, keys: jax.Array, queries: jax.Array) -> jax.Array:
-        """Returns a bool (seq, total_len), True if a query sees a key of the cache.
+        """Returns bool (1 or batch, seq, total_len): True where a query sees a key.
 
-        ``keys`` (1, total_len) and ``queries`` (seq, 1) are positions.
+        ``keys`` (1, 1, total_len) and ``queries`` (1 or batch, seq, 1) are positions.
         """
         seen, (window, chunk) = keys <= queries, (self.config.window, self.config.chunk)
         if window is not None:
@@ -297,8 +304,14 @@ def _choose(flag: jax.Array, yes: Rotation, no: Rotation) -> Rotation:
     return speeds, jnp.where(flag, yes[1], no[1])
 
 
-def _write(cache: jax.Array, new: jax.Array, start: int | jax.Array) -> jax.Array:
-    cache = jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
+def _write(cache: jax.Array, new: jax.Array, start: Start) -> jax.Array:
+    """Writes keys or values; if each row has a start, it gets one token."""
+    if isinstance(start, jax.Array) and start.ndim == 1:
+        slots = jnp.arange(cache.shape[1])[None, :]
+        is_next = slots == start[:, None]  # (batch, total_len)
+        cache = jnp.where(is_next[:, :, None, None], new, cache)
+    else:
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
     return constrain(cache, "batch", None, "kv_heads", "head_dim")
 
 
@@ -530,7 +543,12 @@ class GPT(Published):
         return self.head.kernel[...], 1
 
     def decode(
-        self, tokens: jax.Array, start: int | jax.Array, cache: Caches
+        self,
+        tokens: jax.Array,
+        start: int | jax.Array,
+        cache: Caches,
+        *,
+        lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, Caches]:
         """Returns the logits of the token that follows ``tokens``.
 
@@ -538,9 +556,12 @@ class GPT(Published):
             tokens: int ``(batch, seq)``, the tokens that follow the tokens in the
                 cache.
             start: Number of tokens in the cache, which is the position of the first of
-                ``tokens``.
+                ``tokens``. If it differs between rows, it is int ``(batch,)``, and each
+                row has one token.
             cache: Keys and values of the earlier tokens; `make_cache` makes an empty
                 cache.
+            lengths: int ``(batch,)``, the number of tokens of each row, without the
+                padding that follows; ``None`` if there is no padding.
 
         Returns:
             Logits ``(batch, vocab)``, and the cache with ``tokens`` added.
@@ -549,7 +570,11 @@ class GPT(Published):
         for stack, own in zip(self._stacks, cache, strict=True):
             x, own = stack(x, start, scanned=own)
             caches.append(own)
-        return self._logits(self._normed(x[:, -1:]))[:, 0], tuple(caches)
+        if lengths is None:
+            last = x[:, -1:]
+        else:
+            last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        return self._logits(self._normed(last))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
         """Returns an empty cache: a pair of arrays for each stack.
