@@ -224,6 +224,16 @@ def _plan() -> Marks:
     return [*marks, line((124, 8), (124, 76), width=2)]
 
 
+def _text() -> Marks:
+    marks: Marks = []
+    for row, lengths in enumerate(((52, 20, 48), (34, 68, 18), (88, 32))):
+        x = 24.0
+        for n, width in enumerate(lengths):
+            marks.append(rect(x, 14 + 21 * row, width - 2, 15, device(2 * row + n), 3))
+            x += width
+    return marks
+
+
 CARDS = {
     1: Card("Name the devices, and say who holds which block of an array.", _meshes),
     2: Card(
@@ -252,6 +262,9 @@ CARDS = {
         "Send each token to a few of many MLPs; balance and split them.", _experts, (3,)
     ),
     17: Card("Find the strategy for chips that you do not have yet.", _plan, (3,)),
+    18: Card(
+        "Tokenize and pack text files, train, sample, resume, export.", _text, (3, 7)
+    ),
 }
 
 

@@ -417,7 +417,9 @@ def process_local_to_global(
 ) -> Any:
     """Joins the arrays of all processes into global arrays, sharded along one dim.
 
-    Arrays without dims must be equal in all processes, and are replicated.
+    Arrays without dims must be equal in all processes, and are replicated. For a single
+    array with a known sharding, JAX has ``jax.make_array_from_process_local_data`` and
+    ``multihost_utils.host_local_array_to_global_array``.
 
     Args:
         batch: A pytree of host arrays: this process's part of the global batch.

@@ -61,6 +61,11 @@ def launch(settings: dict[str, Any], **where: Any) -> Ended:
         settings: Settings of the worker, as `Settings` names them.
         where: Further arguments of `arguments`.
     """
+    return run(*arguments(settings, **where))
+
+
+def run(*words: str) -> Ended:
+    """Runs ``python -m nnx_parallel`` with these arguments, in this process."""
     output, errors = io.StringIO(), io.StringIO()
     start = time.monotonic()
     with (
@@ -70,7 +75,7 @@ def launch(settings: dict[str, Any], **where: Any) -> Ended:
     ):
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
-        code = main(arguments(settings, **where))
+        code = main(words)
     return Ended(
         code=code,
         text=output.getvalue() + errors.getvalue(),
