@@ -222,7 +222,8 @@ assert moment.sharding.spec == P(None, "fsdp")
 # | `torchrun`, `num_nodes=` | `initialize()` in the script, `python -m nnx_parallel launch` |
 # | `activation_checkpointing` | `remat="full"` |
 # | `CPUOffload` | `Offload()`: the optimizer's state, not the parameters |
-# | `context_parallel`, float8 | not here |
+# | `context_parallel` | `ContextParallel(n)` |
+# | float8 | not here |
 #
 # One habit has to change: do not think of one device at a time. `loss` gets the global batch, or a global
 # microbatch, and its mean is the mean over all rows. Only the loading of data depends on the
