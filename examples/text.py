@@ -28,7 +28,8 @@ import optax
 from grain import experimental as packing
 
 import nnx_parallel
-from nnx_parallel import FSDP, Checkpoint, TextSamples, Trainer, print_once
+from nnx_parallel import FSDP, Checkpoint, TextSamples, Trainer
+from nnx_parallel.distributed import print_once
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.weights import save_pretrained
 
