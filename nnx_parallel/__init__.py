@@ -9,15 +9,21 @@ from nnx_parallel import errors, layers, weights
 from nnx_parallel.audit.report import audit
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.distributed.initialize import initialize
+from nnx_parallel.distributed.runtime import print_once
 from nnx_parallel.mesh import make_mesh, simulate_devices
 from nnx_parallel.metrics import Mean, Sum
+from nnx_parallel.optimizers.by_layer import by_layer
+from nnx_parallel.optimizers.muon import muon
+from nnx_parallel.optimizers.steps import decay_mask
 from nnx_parallel.plan.search import plan
 from nnx_parallel.precision import Precision
 from nnx_parallel.schedules.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble
 from nnx_parallel.sharding.constrain import constrain
 from nnx_parallel.sharding.jit import sharded_jit
 from nnx_parallel.sharding.offload import Offload
-from nnx_parallel.sharding.tree import gather, shard
+from nnx_parallel.sharding.path_names import TRANSFORMER_NAMES, PathNames
+from nnx_parallel.sharding.rules import LogicalRules, PathRules
+from nnx_parallel.sharding.tree import gather, process_local_to_global, shard
 from nnx_parallel.state import TrainState
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.context_parallel import ContextParallel
@@ -57,9 +63,12 @@ __all__ = [
     "Faults",
     "GPipe",
     "Interleaved",
+    "LogicalRules",
     "Mean",
     "Offload",
     "OneFOneB",
+    "PathNames",
+    "PathRules",
     "Pipeline",
     "Player",
     "Players",
@@ -67,20 +76,26 @@ __all__ = [
     "SkipSteps",
     "Strategy",
     "Sum",
+    "TRANSFORMER_NAMES",
     "TensorParallel",
     "TextSamples",
     "TrainState",
     "Trainer",
     "ZeroBubble",
     "audit",
+    "by_layer",
     "compiler_options",
     "constrain",
+    "decay_mask",
     "errors",
     "gather",
     "initialize",
     "layers",
     "make_mesh",
+    "muon",
     "plan",
+    "print_once",
+    "process_local_to_global",
     "shard",
     "sharded_jit",
     "simulate_devices",
