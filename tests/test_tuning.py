@@ -39,15 +39,16 @@ QUICK = [
     ("gpt2 adamw", "tensor"),
     ("llama sgd", "fsdp"),
     ("llama adapters adamw", "tensor"),
+    ("llama adapters sgd", "fsdp"),
     ("qwen3 adamw", "one device"),
 ]
 LIMITS = {"adamw": 1e-4, "sgd": 1e-5}
 """Largest difference of a loss, and of an array relative to its size and to 0.1."""
 
 
-def optimizer(name: str, wrt: Any) -> Any:
-    if name == "sgd":
-        return optax.sgd(make_tuning.SGD["lr"], make_tuning.SGD["momentum"])
+def optimizer(run: dict[str, Any], wrt: Any) -> Any:
+    if run["optimizer"] == "sgd":
+        return optax.sgd(run["rate"], make_tuning.MOMENTUM)
     settings: dict[str, Any] = dict(make_tuning.ADAMW)
     rate, (b1, b2) = settings.pop("lr"), settings.pop("betas")
 
@@ -68,7 +69,7 @@ def train(
         model, wrt = load_adapters(model, GOLDENS / run["adapters"]), nnx.LoRAParam
     trainer = Trainer(
         model,
-        optimizer(run["optimizer"], wrt),
+        optimizer(run, wrt),
         next_token_loss,
         strategy=placed,
         devices=jax.devices()[: 1 if strategy == "one device" else 8],

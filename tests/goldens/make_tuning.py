@@ -20,16 +20,23 @@ HERE = Path(__file__).parent
 FILE = HERE / "tuning" / "runs.json"
 NUM_STEPS = 20
 ADAMW = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3}
-SGD = {"lr": 0.05, "momentum": 0.9}
+MOMENTUM = 0.9
 
 RUNS: dict[str, dict[str, Any]] = {
     "llama adamw": {"folder": "llama", "optimizer": "adamw"},
-    "llama sgd": {"folder": "llama", "optimizer": "sgd"},
+    "llama sgd": {"folder": "llama", "optimizer": "sgd", "rate": 0.05},
     "gpt2 adamw": {"folder": "gpt2", "optimizer": "adamw"},
     "qwen3 adamw": {"folder": "qwen3", "optimizer": "adamw"},
     "llama adapters adamw": {
         "folder": "llama",
         "optimizer": "adamw",
+        "adapters": "tuning/adapters",
+    },
+    # The adapters' scale of 8 multiplies their gradients and their effect.
+    "llama adapters sgd": {
+        "folder": "llama",
+        "optimizer": "sgd",
+        "rate": 0.002,
         "adapters": "tuning/adapters",
     },
 }
@@ -52,7 +59,11 @@ def summary(change: np.ndarray) -> list[float]:
 
 
 def train(
-    folder: str, optimizer: str, adapters: str | None = None
+    folder: str,
+    optimizer: str,
+    *,
+    rate: float = 0.0,
+    adapters: str | None = None,
 ) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Trains with PyTorch.
 
@@ -76,7 +87,8 @@ def train(
     values = {n.replace(".default", ""): x.detach().numpy() for n, x in trained}
     before = {name: x.copy() for name, x in values.items()}
     if optimizer == "sgd":
-        update: Any = torch.optim.SGD([x for _, x in trained], **SGD)
+        arrays = [x for _, x in trained]
+        update: Any = torch.optim.SGD(arrays, lr=rate, momentum=MOMENTUM)
     else:
         settings: dict[str, Any] = dict(ADAMW)
         decay = settings.pop("weight_decay")
