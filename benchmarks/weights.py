@@ -43,7 +43,7 @@ def measure(rounds: int = 3, *, tiny: bool = False, python: str | None = None) -
 
     Args:
         rounds: Readings by each reader; the table has their medians.
-        tiny: A tiny checkpoint, in seconds.
+        tiny: Reads a tiny checkpoint, which takes seconds.
         python: The python of an environment with torch and transformers.
     """
     readers = [*RUNS, ("transformers", 1)] if python else RUNS

@@ -76,7 +76,7 @@ def prepare_transformers(
     def read() -> Any:
         model = loader.from_pretrained(folders[0], dtype="auto")
         for x in model.parameters():
-            # An element of each page: the arrays may be maps of files.
+            # Arrays may be memory maps of files, so this reads an element of each page.
             x.detach().flatten()[::2048].sum()
         return model
 

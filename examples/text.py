@@ -1,10 +1,11 @@
-"""Trains a GPT on text files, from the files to a folder that others can read.
+"""Trains a GPT on text files, and exports it to a folder that transformers can read.
 
 On one CPU, with eight simulated devices and the text of Python's standard library:
 
     python examples/text.py --simulate 8
 
-On a pod, every process runs the same command, with a run directory that all share:
+On a pod, every process runs the same command, with a run directory that all
+processes can read and write:
 
     python examples/text.py --sources code=/data/code prose=/data/prose \
         --weights 7 3 --run /shared/run --steps 20000 --rows 256 --length 2048
@@ -119,7 +120,7 @@ def packed(
     rows: int,
     share: tuple[int, int],
 ) -> grain.IterDataset:
-    """Returns endless batches of packed documents: this process's rows of each.
+    """Returns endless batches of packed documents, with the rows of this process.
 
     Args:
         sources: The documents of each source.
@@ -130,7 +131,7 @@ def packed(
     """
     index, count = share
     parts = [
-        # Each epoch has another order. The position is saved with each checkpoint.
+        # Each epoch has a different order. Each checkpoint has the position.
         grain.MapDataset.source(source[index::count]).seed(seed).shuffle().repeat()
         for seed, source in enumerate(sources)
     ]

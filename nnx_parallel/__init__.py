@@ -105,8 +105,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # `from nnx_parallel import Stack` gets an error that says where `Stack` is. So do
-    # names that the package exported before.
+    # `from nnx_parallel import Stack` gets an error that says where `Stack` is.
+    # Names that the package exported before get such an error too.
     if home := errors.home_of(name):
         raise ImportError(f"{name} is in {home}: from {home} import {name}.")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

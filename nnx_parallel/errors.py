@@ -168,7 +168,7 @@ HOMES = (
 def home_of(name: str) -> str:
     """Returns the package or module that has this public name, or "".
 
-    It is imported here, because it imports this module.
+    The import is in this function, because the packages import this module.
     """
     for home in HOMES if not name.startswith("_") else ():
         module = importlib.import_module(f"nnx_parallel.{home}")

@@ -155,7 +155,7 @@ def test_jobset_matches_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
-def test_jobset_restarts_preempted_pods_without_a_count(
+def test_jobset_does_not_count_restarts_after_preemption(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     spec = yaml.safe_load(printed("jobset", capsys))["spec"]

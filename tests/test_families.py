@@ -630,7 +630,10 @@ LONG_ROPE = LongRopeScaling(short=(1.0, 1.0), long=(2.0, 2.0), original_len=8)
         ({"late_qk_norm": True}, "late_qk_norm is True.*positions='rope'"),
         ({"query_growth": GROWTH}, "query_growth is .*needs rotated_layers"),
         ({"expert_layers": (True, False)}, "expert_layers is .*needs experts"),
-        ({"expert_layers": (True,)}, "expert_layers is .*with True and False whose"),
+        (
+            {"expert_layers": (True,)},
+            "expert_layers is .*with True and False, of a length",
+        ),
         ({"expert_layers": (True, True, False)}, "length divides num_layers=4"),
         ({"pre_norms": False}, "pre_norms is False, which needs post_norms=True"),
         ({"wide_qk_norm": True}, "wide_qk_norm is True, which needs qk_norm"),

@@ -431,7 +431,7 @@ def test_habits_of_other_libraries_are_answered(
 
 
 def test_unknown_name_of_package_raises() -> None:
-    # `Any` and `Path` are names in modules of the package, but not its own.
+    # Modules of the package have the names `Any` and `Path`, but only import them.
     for name in ("Any", "Path", "Trainr"):
         message = f"module 'nnx_parallel' has no attribute '{name}'"
         with pytest.raises(AttributeError, match=re.escape(message)):

@@ -284,7 +284,7 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
         {"learning_rate": RATE},
     ),
     "constant": (optax.adam(0.1), {}),
-    "schedule of no rate": (optax.scale_by_schedule(halved), {}),
+    "schedule that is not a rate": (optax.scale_by_schedule(halved), {}),
     "several": (
         optax.chain(optax.sgd(schedule), optax.sgd(halved)),
         {"learning_rate/0": RATE, "learning_rate/1": TWICE},

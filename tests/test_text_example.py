@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {"length": 9, "rows": 4, "share": (0, 1)}
 
 
 def numbered(first: int, count: int) -> list[dict[str, np.ndarray]]:
-    """Documents of one to four tokens; each document has a token of its own."""
+    """Documents of one to four tokens; each document repeats a different token."""
     return [{"tokens": np.full(1 + n % 4, first + n, np.int32)} for n in range(count)]
 
 

@@ -43,7 +43,8 @@ QUICK = [
     ("qwen3 adamw", "one device"),
 ]
 LIMITS = {"adamw": 1e-4, "sgd": 1e-5}
-"""Largest difference of a loss, and of an array relative to its size and to 0.1."""
+"""Largest difference of losses. For an array it is relative to its largest element, or
+to 0.1 if all elements are smaller."""
 
 
 def optimizer(run: dict[str, Any], wrt: Any) -> Any:

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 18. A language model from text files
 #
-# From text files to a tokenizer, to packed rows, to a GPT that is trained under FSDP, sampled and
-# exported. The text is the source of Python's standard library, so nothing is downloaded. For your
-# files and a pod, start from the script
+# This tutorial begins with text files and ends with an exported GPT. It learns a tokenizer, packs
+# documents into rows, trains under FSDP, and samples. The text is the source of Python's standard
+# library, so nothing is downloaded. For your files and a pod, start from the script
 # `examples/text.py` of the repository, which has the same steps.
 
 # %%
@@ -50,8 +50,8 @@ print(f"{len(code):,} functions, {len(prose):,} documentation strings")
 # %% [markdown]
 # ## A tokenizer
 #
-# The library [tokenizers](https://huggingface.co/docs/tokenizers) learns a byte-level BPE: it can write
-# any text, and frequent strings become one token. `pip install 'nnx-parallel[text]'` installs it. If it is
+# The library [tokenizers](https://huggingface.co/docs/tokenizers) learns a byte-level BPE, which
+# represents any text and makes frequent strings a single token. `pip install 'nnx-parallel[text]'` installs it. If it is
 # missing, each byte is a token. Token 0 begins every document.
 
 # %%
@@ -93,11 +93,11 @@ assert decode(encode(line)) == line
 # %% [markdown]
 # ## Packed rows
 #
-# Documents have different lengths, and rows have one. Grain packs several documents into a row. The
-# batch also has `segments`, the number of the document of each token: the model and the loss keep
-# documents apart.
+# Documents have different lengths, but all rows have the same length. Grain packs several documents
+# into a row. The batch also has `segments`, the number of each token's document. With it, the model
+# and the loss keep documents apart.
 #
-# `mix` draws 70 % of the documents from the code. `shuffle` gives each epoch another order, which
+# `mix` draws 70 % of the documents from the code. `shuffle` gives each epoch a different order, which
 # depends only on the seed.
 
 # %%
@@ -191,8 +191,8 @@ assert sample.texts[1].startswith("Return the")
 # %% [markdown]
 # ## A restart sees the same batches
 #
-# A checkpoint has the position of the data too: Grain's iterator gives its state to the Trainer. We copy the
-# run without its last step, as if it had been killed after step 30, and start it again:
+# A checkpoint also has the position in the data: Grain's iterator gives its state to the Trainer. We
+# copy the run without its last checkpoint, as if it had been killed after step 30, and start it again:
 
 # %%
 shutil.copytree(folder / "run", folder / "killed")
@@ -222,7 +222,7 @@ def go_on(model, batch):
         batch["prompt"],
         lengths=batch["lengths"],
         max_new_tokens=16,
-        temperature=0,  # the likeliest token; with a key, temperature, top_k and top_p sample
+        temperature=0,  # takes the likeliest token; to sample, pass a key and temperature=1
         stop=[END],
     )
 
@@ -234,7 +234,8 @@ for row in tokens:
 # %% [markdown]
 # ## Export
 #
-# The folder has the format of transformers. Any strategy reads it, here one device without a Trainer:
+# The folder has the format of transformers. Any strategy can read it; here a Trainer on one device
+# does:
 
 # %%
 save_pretrained(folder / "export", trainer.model)
@@ -253,8 +254,9 @@ print("equal tokens:", np.array_equal(alone.predict([prompts], go_on), tokens))
 # %% [markdown]
 # ## On a pod
 #
-# With several processes each reads its part of every source, `source[index::count]` with `index, count =
-# trainer.data_share`, and makes its rows of a batch. The script does that:
+# With several processes, each process reads its part of every source, and makes its rows of each
+# batch. Its part is `source[index::count]`, where `index, count = trainer.data_share`. The script does
+# this:
 #
 # ```console
 # $ python -m nnx_parallel launch --processes 2 --devices-per-process 4 --cpu examples/text.py
@@ -262,7 +264,7 @@ print("equal tokens:", np.array_equal(alone.predict([prompts], go_on), tokens))
 #
 # ## Exercise
 #
-# Which share of the tokens does the code have, if 70 % of the documents are code?
+# Which share of the tokens is code, if 70 % of the documents are code?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 means = np.array(

@@ -75,13 +75,13 @@ def _read_after_script(
 ) -> argparse.Namespace:
     """Reads options of ``launch`` that follow the script.
 
-    They are read there only if ``--processes`` is there too. After the script of
-    ``launch --processes 2 train.py --cpu``, ``--cpu`` could belong to either program,
-    so it is an error.
+    They are read only if ``--processes`` also follows the script. In
+    ``launch --processes 2 train.py --cpu``, the option ``--cpu`` could belong to either
+    program, so it is an error.
 
     Args:
         parser: The parser of ``launch``.
-        options: The options before the script, the script, and all that follows it.
+        options: The options before the script, the script, and the arguments after it.
         rest: The arguments after ``--``, which belong to the script.
     """
     after = options.arguments

@@ -87,11 +87,11 @@ class Job:
 def launch(job: Job) -> int:
     """Runs the processes to their end, and restarts them after failures.
 
-    They are restarted at most ``job.max_restarts`` times, also if a SIGTERM that the
-    launcher did not forward has stopped them. Lines of their output appear
-    as ``[0] ...``. SIGINT, SIGTERM and SIGHUP are forwarded to every process; after
-    such a signal nothing is restarted. Child processes that outlive their parent, such
-    as a data loader's, are killed once all processes have ended.
+    They are restarted at most ``job.max_restarts`` times. A SIGTERM that another
+    program sends to a process also leads to a restart. Lines of their output appear as
+    ``[0] ...``. SIGINT, SIGTERM and SIGHUP to the launcher are forwarded to every
+    process; after such a signal nothing is restarted. Child processes that outlive
+    their parent, such as a data loader's, are killed once all processes have ended.
 
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n). The
@@ -139,7 +139,7 @@ def _wait(processes: list[Process]) -> int:
         num_running -= 1
         is_preempted |= code == PREEMPTED
         # Preempted processes have agreed to end. Each may still write its part of the
-        # checkpoint, so none is killed.
+        # checkpoint, so no process is killed.
         if code not in (0, PREEMPTED):
             failures.append((index, code))
             deadline = deadline or time.monotonic() + _GRACE_SECONDS

@@ -62,9 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     where = "devices to plan for, such as v5p:4x4x4 or v5p-128, 2*v5e:16x16, h100:64"
     add("--topology", required=True, metavar="NAME", help=where)
-    joined = "number of GPUs that NVLink or the like joins, if not the maker's"
+    joined = "number of GPUs that fast links join, if it differs from the maker's"
     add("--machine-size", type=int, metavar="N", help=joined)
-    speed = "GB/s of a device's network in one direction, if not the maker's"
+    speed = "GB/s of a device's network, one way, if they differ from the maker's"
     add("--network", type=float, metavar="GB/s", help=speed)
     fixed = "fixed values, such as tensor=8, remat=full or microbatches=4"
     add("--fix", action="append", default=[], metavar="NAME=VALUE", help=fixed)

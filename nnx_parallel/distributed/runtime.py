@@ -39,8 +39,8 @@ PEER_LOST = 75
 PREEMPTED = 128 + signal.SIGTERM
 """Exit code 143 of a process in which a SIGTERM has ended a fit.
 
-A shell has the same code for a process that a SIGTERM has killed. Schedulers start such
-a run again.
+A shell reports the same code for a process that a SIGTERM has killed. Schedulers can
+start such a run again.
 """
 
 INTERRUPT = "Ctrl-C"

@@ -36,7 +36,7 @@ class Logger(Protocol):
     such as ``expert_loads/blocks.layer.mlp/0``. A logger with a method
     ``configure(config)`` gets the settings of the run after `start`: a dict of JSON
     values such as ``strategy``, ``mesh``, ``num_params``, ``seed`` and ``versions``. A
-    second call has facts of the first batch: ``batch`` and ``num_rows``.
+    second call has facts about the first batch: ``batch`` and ``num_rows``.
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -94,7 +94,7 @@ class LoggerGroup:
                 self._call(logger, configure, config)
 
     def message(self, text: str) -> None:
-        """Sends the text to each logger, but only to one logger that prints it."""
+        """Sends the text to each logger; only one of them prints it."""
         loggers = self._active()
         is_printed = any(isinstance(logger, ConsoleLogger) for logger in loggers)
         for logger in loggers:
@@ -315,7 +315,7 @@ class TensorBoardLogger:
     def configure(self, config: Mapping[str, Any]) -> None:
         """Writes the settings as JSON under ``config``."""
         text = json.dumps(config, indent=2).replace("\n", "\n    ")
-        # TensorBoard shows lines that begin with four spaces as they are.
+        # TensorBoard shows lines verbatim if they begin with four spaces.
         self._writer.add_text("config", f"    {text}", self._step)
 
     def message(self, text: str) -> None:
@@ -334,7 +334,7 @@ class WandbLogger:
     """Sends metrics to Weights & Biases.
 
     The run's config has the settings of the run: strategy, mesh, number of parameters,
-    batch, seed, versions and others. Names in your ``config`` keep your values. To
+    batch, seed, versions and others. Values in your ``config`` have priority. To
     continue the same run after a restart, pass a fixed ``id`` and ``resume="allow"``.
     The x-axis of charts is ``step``, which may go back after a restart.
 

@@ -190,7 +190,7 @@ def _check_lengths(prompt: jax.Array, lengths: jax.Array | None) -> None:
 
 @dataclass(frozen=True)
 class _Sampler:
-    """Chooses the next token of each row; the arguments are those of `generate`."""
+    """Chooses the next token of each row, with arguments of `generate`."""
 
     temperature: float
     top_k: int

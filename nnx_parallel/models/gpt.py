@@ -43,8 +43,8 @@ from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published, period_of
 
 Start = int | jax.Array
-"""The position of the first token, of the first token of each row, int (batch,), or of
-all tokens, int (batch, seq)."""
+"""The position of the first token: one number, or int (batch,) with a number for each
+row. Or the positions of all tokens, int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
 """Activations (batch, seq, embed), and with expert losses a pair: also (batch, seq)."""
 Rotation = tuple[jax.Array, float | jax.Array]
@@ -186,7 +186,7 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Cache | None]:
         """Computes attention for the tokens of ``x``, with positions from ``start``.
 
-        In local layers, ``chunks`` takes the place of ``segments``, unless it is
+        Local layers use ``chunks`` instead of ``segments``, unless ``chunks`` is
         ``None``. Returns an array with the shape of ``x``, and the new cache or
         ``None``.
         """
@@ -256,7 +256,7 @@ class Attention(nnx.Module):
         segments: jax.Array | None,
         chunks: jax.Array | None,
     ) -> jax.Array:
-        """Computes causal attention, which is limited in local layers."""
+        """Computes causal attention, limited to a window or chunk in local layers."""
 
         def attend(rules: dict[str, Any], *qkv: jax.Array) -> jax.Array:
             return self._attention(*qkv, causal=True, **rules)
@@ -305,7 +305,7 @@ def _choose(flag: jax.Array, yes: Rotation, no: Rotation) -> Rotation:
 
 
 def _write(cache: jax.Array, new: jax.Array, start: Start) -> jax.Array:
-    """Writes keys or values; if each row has a start, it gets one token."""
+    """Writes keys or values: one token for each row, if each row has a start."""
     if isinstance(start, jax.Array) and start.ndim == 1:
         slots = jnp.arange(cache.shape[1])[None, :]
         is_next = slots == start[:, None]  # (batch, total_len)

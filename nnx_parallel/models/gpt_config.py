@@ -144,8 +144,8 @@ class GPTConfig:
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
         window: Number of earlier keys that a query sees, in addition to the key of its
             token; ``None`` means all earlier keys.
-        chunk: Length of the chunks into which each sequence is cut, or each document of
-            a packed sequence. A query sees only the earlier keys of its chunk [14].
+        chunk: Each sequence, or each document of a packed sequence, is cut into chunks
+            of this length. A query sees only the earlier keys of its chunk [14].
             ``None`` means no chunks. A model has a window or chunks, but not both.
         layer_kinds: A pattern of kinds that repeats over the layers. ``"local"`` layers
             have the window or the chunks, and ``"global"`` layers see all keys [6].
@@ -332,8 +332,8 @@ class GPTConfig:
         if layers is not None and (set(layers) != {True, False} or count % len(layers)):
             raise ValueError(
                 f"GPTConfig.expert_layers is {layers!r}; it must be None, or a tuple "
-                f"with True and False whose length divides num_layers={count}. The "
-                "tuple is repeated over the layers."
+                f"with True and False, of a length that divides num_layers={count}. "
+                "The tuple is repeated over the layers."
             )
 
     def _check_parts(self) -> None:
@@ -349,14 +349,14 @@ class GPTConfig:
             "Experts.mlp_dim"
         )
         is_cut = self.window is not None or self.chunk is not None
-        first = "dense_layers=0: the pattern lists these layers too"
+        first = "dense_layers=0: the pattern covers all layers"
         posts = "block='sequential': the norms follow attention and MLP"
         rules = (
             ("mlp_dim", has_mlps, mlps),
             ("dense_layers", experts, "experts: without them all layers are dense"),
             ("expert_layers", experts, "experts: without them all layers are dense"),
             ("expert_layers", self.dense_layers == 0, first),
-            ("chunk", self.window is None, "window=None: local layers have only one"),
+            ("chunk", self.window is None, "window=None: a model cannot have both"),
             ("layer_kinds", is_cut, "window or chunk: local layers have it"),
             ("rope_scaling", rope, "positions='rope': it changes the rotation"),
             ("local_rope_theta", self.is_mixed, "layer_kinds: some layers are local"),

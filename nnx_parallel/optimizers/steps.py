@@ -274,7 +274,7 @@ def learning_rates(
     counts = [(path_of(keys), node.count) for keys, node in nodes if is_count(node)]
     schedules = [*_schedules(getattr(tx, "update", None), set())]
     # The states and the schedules have the same order. If an optimizer hides some of
-    # the schedules, it is unknown which belongs to which state.
+    # the schedules, it is unknown which schedule belongs to which state.
     if len(counts) == len(schedules):
         for (path, count), schedule in zip(counts, schedules, strict=True):
             if schedule is not None:

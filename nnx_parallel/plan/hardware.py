@@ -265,7 +265,7 @@ def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]
 
     Returns:
         The number of slices (``"2*"`` or empty), and the slice; both are empty if the
-        name is no accelerator type.
+        name is not an accelerator type.
 
     Raises:
         PlanError: If no slice has this many chips.
@@ -281,8 +281,8 @@ def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]
     hardware, number = tpus[0], int(found[3])
     units = hardware.accelerator[1] if hardware.accelerator else 1
     dims = hardware.num_links // 2
-    # The sides of a slice have at most 4 chips or whole cubes of 4 x 4 x 4 chips. v5e
-    # and v6e have blocks of 16 x 16.
+    # A side of a slice has 1, 2 or 4 chips, or a multiple of 4: larger slices consist
+    # of cubes of 4 x 4 x 4 chips. Slices of v5e and v6e have at most 16 x 16 chips.
     sides = [1, 2, *range(4, 257, 4)] if dims == 3 else [1, 2, 4, 8, 16]
     shapes = [
         shape
@@ -293,8 +293,8 @@ def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]
         raise PlanError(
             f"topology={name!r}: no slice of {hardware.name} has {number / units:g} "
             f"chips. The number after the dash counts "
-            f"{'TensorCores, two a chip' if units == 2 else 'chips'}, such as "
-            f"'{found[2]}-{16 * units}'."
+            f"{'TensorCores, two per chip' if units == 2 else 'chips'}: for example, "
+            f"'{found[2]}-{16 * units}' has 16 chips."
         )
     best = min(shapes, key=sum)
     # Google writes a plane of chips as 2x2x1.

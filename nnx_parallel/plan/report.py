@@ -26,7 +26,7 @@ HEADER = ("", "strategy, microbatches, remat", "GiB", "step, s", "MFU", "sent, G
           "hidden", "why not")  # fmt: skip
 AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 EQUAL = 0.03
-"""Times that differ by at most this share are equal."""
+"""Times that differ by at most this share count as equal."""
 _MOST = 50  # candidates in the JSON of a plan
 
 
@@ -163,7 +163,7 @@ class Plan:
             collapse_padding=True,
         )
         shown = self.entries[:num_rows]
-        # No word of the code is broken: a reader copies it.
+        # Readers copy the code, so no word of it is broken over lines.
         words = [word for entry in shown for word in entry.name.split()]
         for name in HEADER:
             if name == "why not":
@@ -241,7 +241,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Returns the values as plain data, in bytes and seconds.
 
-        It has the 50 best candidates; `num_enumerated` counts all.
+        Only the 50 best candidates are included; `num_enumerated` counts all.
         """
         return {
             "topology": self.topology.name,

@@ -469,8 +469,8 @@ def _conclude(
     if num_equal > 1:
         notes = [
             *notes,
-            f"the first {num_equal} candidates are equally fast, to {EQUAL:.0%}; the "
-            "simplest is first",
+            f"the first {num_equal} candidates are equally fast, within {EQUAL:.0%}; "
+            "the simplest is first",
         ]
     best = ranked[0] if ranked and ranked[0].fits(topology) else None
     ranked = [

@@ -34,7 +34,7 @@ def plain_variables() -> Iterator[None]:
 
 
 def check_variables(model: nnx.Module) -> None:
-    """Refuses Variables in the modes hijax and ref, and Variables without arrays.
+    """Refuses Variables in the modes hijax and ref, and values that are not arrays.
 
     Raises:
         ModelError: If there are such Variables; the message names the first.

@@ -390,7 +390,7 @@ def _to_host(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     return np.asarray(bits).view(x.dtype)
 
 
-# An index into a dim that a mesh axis splits becomes a sum with zeros, and the sum of
+# If a mesh axis splits a dim, an index into it becomes a sum with zeros, and the sum of
 # -0.0 and 0.0 is 0.0. CPUs gather bfloat16 as float32, which changes signalling NaNs.
 # Integers keep all bits (docs/library-notes.md, "Arrays and buffers").
 @jax.jit

@@ -192,7 +192,7 @@ def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
 
 
 def _layer_of(error: Exception, model: nnx.Module) -> str:
-    """Returns the innermost layer of the model whose method raised an error, or ""."""
+    """Describes the innermost layer in which the error was raised, or returns ""."""
     paths = {id(module): path for path, module in nnx.iter_modules(model)}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for layer in (frame.f_locals.get("self") for frame in reversed(frames)):
@@ -224,7 +224,7 @@ def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) 
 
 
 def show_as_users(error: Exception) -> None:
-    """Shows an error in a user's function, such as the loss, as the user's code.
+    """Makes an error in a user's function, such as the loss, easier to read.
 
     The note of `noting_call` moves to the end, behind the notes that JAX adds. The
     traceback leaves out this library's frames, as JAX leaves out its frames, unless

@@ -157,7 +157,7 @@ class Loop:
                 stack.callback(setattr, checkpoints, "report", str)
                 stack.enter_context(checkpoints)
         if self._stop_reason == SIGTERM:
-            # Also after the last step, because the script may have more to do.
+            # This also ends a fit after its last step: the script may have more to do.
             raise SystemExit(PREEMPTED)
         if self._stop_reason == INTERRUPT:
             raise make_interrupt(INTERRUPT)

@@ -526,7 +526,7 @@ class RunState:
         return aligned([*facts.items()])
 
     def announce(self) -> None:
-        """Reports the first line of the first fit, before any array is made."""
+        """Reports that the first fit begins, before any array is made."""
         if not self._is_introduced:
             found, names = versions(), ("jax", "flax", "optax")
             libraries = ", ".join(f"{name} {found[name]}" for name in names)

@@ -111,7 +111,7 @@ def make_train_step(
 
     The state is donated. A state that was donated before raises a `DonatedArrayError`.
     Metrics are arrays on the devices. The scalars are ``loss``, ``grad_norm`` and the
-    metrics of the loss. If a schedule sets it, there is ``learning_rate``. A
+    metrics of the loss, and ``learning_rate`` if it can be read (`learning_rates`). A
     model with experts also has arrays ``(layers,)``, such as
     ``expert_loads/blocks.layer.mlp``, which `float` cannot convert. This expression
     leaves them out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.

@@ -1,4 +1,4 @@
-"""`TextSamples`, a callback that shows what a language model writes during training."""
+"""`TextSamples`, a callback that logs texts of a language model during training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ class TextSamples(Callback):
     """Continues prompts during a fit, and logs the texts.
 
     The texts go to the loggers: the console, ``metrics.jsonl`` and others. The random
-    key is the same each time, so the texts differ only by the model. A sample takes one
-    compilation per fit, and the training waits for it.
+    key is the same each time, so the texts change only with the model. The first sample
+    of a fit compiles a function, and the training waits for each sample.
 
     Args:
         prompts: Texts to continue.
@@ -95,7 +95,7 @@ class TextSamples(Callback):
         """Samples every ``every`` steps, from the newest state."""
         if step % self.every:
             return
-        # With several processes, each passes all prompts, and the first copy is used.
+        # Each of several processes passes all prompts, and the first copy is used.
         rows = trainer.predict([self._batch], self._run)
         ends = self._batch["lengths"] + self._max_new_tokens
         self.texts = [

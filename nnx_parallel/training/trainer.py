@@ -430,8 +430,8 @@ class Trainer:
             Metrics by name, with one entry for each step done in this call.
 
         Raises:
-            SystemExit: With code 143, ``distributed.PREEMPTED``, after a SIGTERM, once
-                a checkpoint is saved.
+            SystemExit: After a SIGTERM, once the current step is saved. The code is
+                143, ``distributed.PREEMPTED``.
             KeyboardInterrupt: After Ctrl-C, once the current step is saved; a second
                 Ctrl-C ends the fit at once. If nothing catches it, a script ends with
                 code 130 and no traceback; in a notebook the Trainer can still be used.
@@ -475,7 +475,7 @@ class Trainer:
         Without a running fit it does nothing.
 
         Args:
-            metrics: Scalars by name, or a line for people to read.
+            metrics: Scalars by name, or a text.
         """
         if self._loop is not None:
             self._loop.log(metrics)

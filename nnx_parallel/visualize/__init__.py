@@ -27,9 +27,9 @@ def visualize(thing: Any, **costs: Any) -> Picture:
             An array that is traced, inside a loss or another compiled function, has no
             sharding yet. It is printed once, when the compiler has chosen its sharding.
             In code that is manual over mesh axes, such as a stage of a pipeline or the
-            body of ``jax.shard_map``, the shape of one block is printed, with these
-            axes. Under a `Pipeline`, only values in the blocks of the `Stack` are
-            printed.
+            body of ``jax.shard_map``, the shape of one block is printed, with the
+            names of these axes. Under a `Pipeline`, only values in the blocks of the
+            `Stack` are printed.
 
         costs: ``forward``, ``backward_input`` and ``backward_weight`` of a schedule, as
             in `Table.simulate`.

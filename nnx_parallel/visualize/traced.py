@@ -11,7 +11,7 @@ from nnx_parallel.errors import user_frame
 from nnx_parallel.visualize.arrays import ShardMap, array_picture
 
 _printed: set[str] = set()
-"""Texts that have been printed. Each starts with a line of the user's code."""
+"""Texts that have been printed. Each starts with a file and line of the user's code."""
 
 
 def visualize_traced(x: jax.Array) -> Picture:

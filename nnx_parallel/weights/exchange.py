@@ -47,8 +47,8 @@ class SharedReader:
     """Reads arrays with shards in several processes.
 
     All processes must make the same calls, even a process without devices in an array's
-    sharding. Such a process reads nothing, but hears of errors. An error of one process
-    is raised on all processes by the next exchange, and at the latest by `finish`.
+    sharding. Such a process reads nothing. An error of one process is raised on all
+    processes by the next exchange, and at the latest by `finish`.
 
     Args:
         tensors: The arrays in files, by name.

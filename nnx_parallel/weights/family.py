@@ -331,7 +331,7 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
 
 
 def period_of(kinds: Sequence) -> int:
-    """Returns the length of the shortest pattern that, repeated, gives ``kinds``.
+    """Returns the length of the shortest pattern that repeats to give ``kinds``.
 
     The length divides the number of layers.
     """
@@ -343,8 +343,8 @@ def period_of(kinds: Sequence) -> int:
 def alternate(tables: Sequence[Sequence[Entry]]) -> list[Entry]:
     """Returns the table of names of a model in which blocks of several kinds alternate.
 
-    ``tables`` has a table for each block of a group; each table is for a model in which
-    all blocks are of this kind.
+    ``tables`` has one table for each block of a group. A table is written as if all
+    blocks of the model had the kind of this block.
     """
     if not tables[1:]:
         return [*tables[0]]

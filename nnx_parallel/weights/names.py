@@ -50,7 +50,7 @@ _PART = re.compile(
     r"(.*?) *-> *([^,]*)(?:, *(.+))?"
 )
 DIM = re.compile(r"\([^)]*\)|\w+")
-"""A dim in one side of a pattern, or several dims that are joined."""
+"""A dim on one side of a pattern, or several dims that are joined."""
 _NUMBER = re.compile(r"\{(?:(\d+):(?::(\d+))?)?\}")
 """A placeholder in a name: ``{}``, ``{start:}`` or ``{start::step}``."""
 
@@ -251,7 +251,7 @@ def own_names(shapes: Mapping[str, Sequence[int]]) -> list[Entry]:
 
 
 def name_at(name: str, index: Sequence[int]) -> str:
-    """Returns a name in files, at these indices of our dims of layers and experts."""
+    """Returns the name in files that belongs to these indices of layers and experts."""
     indices = iter(index)
 
     def number(match: re.Match[str]) -> str:

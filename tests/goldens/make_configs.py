@@ -238,7 +238,7 @@ def rounded(x: float) -> float:
 
 
 def decoder(model: PreTrainedModel) -> Any:
-    """Returns the model without its head, in which Llama 4 has another name."""
+    """Returns the model without its head; Llama 4 has another name for it."""
     return getattr(model.base_model, "model", model.base_model)
 
 

@@ -1,7 +1,7 @@
 """Makes ``tuning``: losses and weights of fine-tuning runs, by a loop in PyTorch.
 
 A run reads a folder of this directory in float32 and takes 20 steps. With ``adapters``
-it trains adapters only, which PEFT made. Weight decay applies to matrices, not to
+it trains only adapters, which PEFT made. Weight decay applies to matrices, not to
 biases and scales. ``tuning/runs.json`` has, for each run, the losses and, for each
 trained array, a summary of its change (`summary`).
 
@@ -43,7 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def batches() -> np.ndarray:
-    """Returns tokens, int32 (steps, 8, 17): four batches, one after the other."""
+    """Returns tokens, int32 (steps, 8, 17): four batches, repeated in this order."""
     tokens = np.random.default_rng(0).integers(3, 128, (4, 8, 17), dtype=np.int32)
     return np.concatenate([tokens] * (NUM_STEPS // len(tokens)))
 
@@ -112,7 +112,7 @@ def train(
 
 
 def make_adapters() -> None:
-    """Writes the adapters as PEFT starts them: the second factor is zero."""
+    """Writes the adapters as PEFT initialises them: the second factor is zero."""
     import peft
     import torch
     import transformers

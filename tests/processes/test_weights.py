@@ -117,7 +117,7 @@ def test_processes_without_devices_wait_for_the_others(processes: str) -> None:
 
 
 @pytest.mark.deep
-def test_processes_without_devices_hear_of_errors(tmp_path: Path) -> None:
+def test_processes_without_devices_raise_errors_of_others(tmp_path: Path) -> None:
     for process in range(3):
         shutil.copytree(GOLDENS / "llama", tmp_path / str(process))
     file = tmp_path / "1" / "model.safetensors"

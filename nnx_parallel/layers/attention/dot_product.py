@@ -357,10 +357,10 @@ def segment_positions(segments: Array) -> Array:
 def chunk_segments(
     shape: tuple[int, ...], length: int, segments: Array | None = None
 ) -> Array | None:
-    """Computes segment ids of chunks, for attention that does not leave a chunk.
+    """Computes segment ids of chunks, for attention that stays within a chunk.
 
     Each row is cut into chunks of ``length`` tokens. In a packed row, each document is
-    cut, so that a document does not depend on its place in the row.
+    cut separately, so its chunks do not depend on its place in the row.
 
     Args:
         shape: The shape of the tokens, ``(batch, seq)``.

@@ -322,10 +322,10 @@ class Routed(NamedTuple):
     weights: Array
 
     def with_scaled_inputs(self) -> "Routed":
-        """Returns a copy of each token for each choice, scaled by the weight.
+        """Returns one copy of a token for each choice, scaled by the choice's weight.
 
-        The shape of ``x`` is then ``(batch, seq * top_k, embed)``, and each token has
-        one choice of weight 1.
+        The shape of ``x`` is then ``(batch, seq * top_k, embed)``, and each copy has
+        one choice, with weight 1.
         """
         batch, embed = self.x.shape[::2]
         scaled = self.x[:, :, None] * self.weights[..., None]

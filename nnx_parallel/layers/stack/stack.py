@@ -72,7 +72,8 @@ class Stack(nnx.Module):
             maps ``(x, *args)`` to an array with the shape and dtype of ``x``. If blocks
             of several kinds alternate, pass a list with a function for each kind. Then
             a layer of the stack is a group, an ``nnx.List`` with a block of each kind.
-        num_layers: The number of blocks or, for several kinds, of groups: N.
+        num_layers: N, the number of blocks. For blocks of several kinds, N is the
+            number of groups.
         rngs: Keys for all blocks.
         remat: The values that the backward pass recomputes (`Remat`); ``None`` uses the
             Trainer's policy.

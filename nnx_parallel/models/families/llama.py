@@ -349,8 +349,8 @@ def read_kinds(
 ) -> tuple[str, ...]:
     """Returns the kind of each layer.
 
-    ``types`` are the ``layer_types``, if the file does not have them, and ``local`` is
-    the type of layers that do not see all keys.
+    ``types`` are used if the file has no ``layer_types``. ``local`` is the name, in
+    files, of the type of layers that do not see all keys.
     """
     known = {local: "local", "full_attention": "global"}
     types = types if settings.get("layer_types") is None else settings["layer_types"]

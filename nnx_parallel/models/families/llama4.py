@@ -24,8 +24,8 @@ def _read(settings: Values) -> dict[str, Any]:
     kinds = llama.read_kinds(settings, types, local="chunked_attention")
     if "local" in kinds and chunk is None:
         raise ValueError(
-            "config.json has layer_types with 'chunked_attention', which needs "
-            "attention_chunk_size, but it has none."
+            "config.json has layer_types with 'chunked_attention', but no "
+            "attention_chunk_size, which these layers need."
         )
     found = {
         **llama.read({**settings, "layer_types": None}),
@@ -99,7 +99,7 @@ _SHARED = {
 }
 _EXPERTS = {"mlp.router": "feed_forward.router", **_SHARED}
 _DENSE = {f"mlp.{name}": f"feed_forward.{name}_proj" for name in ("up", "gate", "down")}
-# One array in files holds all experts, with the columns of gate before those of up.
+# One array in files holds all experts. The columns of gate precede the columns of up.
 _HALF = "part {} of 2: expert embed (n mlp) -> n expert embed mlp"
 _FUSED = {
     "mlp.gate": ("gate_up_proj", _HALF.format(0)),
@@ -110,7 +110,7 @@ _FUSED = {
 
 def _names(fields: Values) -> list[Entry]:
     # Llama 4 rotates neighbouring features, and this library rotates features i and
-    # i + head_dim / 2. So the features of queries and keys get another order.
+    # i + head_dim / 2. So the features of queries and keys are reordered.
     sizes = f"pair=2 half={fields['head_dim'] // 2}"
     patterns = {
         name: (
