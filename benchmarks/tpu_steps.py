@@ -43,7 +43,7 @@ class Case:
         topology: The chips, with the links that close the torus of whole cubes.
         rows: Sequences per step.
         microbatches: Number of parts of a step's rows, which run one after another.
-        options: Options of the compiler beside the library's; ``None`` removes one.
+        options: Compiler options that are added; ``None`` removes an option.
     """
 
     config: Callable[[], GPTConfig]

@@ -2,8 +2,8 @@
 
 This library reads a checkpoint in the shape of Llama 3.2 1B over 8 simulated devices,
 in 1, 2 and 4 processes. `safetensors.flax.load_file` reads it as whole arrays on one
-device, and so does `from_pretrained` of transformers, which runs in an environment of
-its own (``--python PATH``). Each reading is a run of new processes. On a cluster,
+device, and so does `from_pretrained` of transformers, which runs in a separate
+environment (``--python PATH``). Each reading is a run of new processes. On a cluster,
 processes do not share a cache of files, so each process has a copy of the folder. The
 cache is emptied first. The system counts the bytes. Memory is the increase of a
 process's peak. On simulated devices the shards are in the host's memory too.
@@ -93,7 +93,7 @@ def figures_of(
     launch = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu"]
     launch += ["--processes", str(processes), "--devices-per-process", devices]
     if reader == "transformers" and python:
-        launch = [python, "-I"]  # in isolated mode: this process has other packages
+        launch = [python, "-I"]  # isolated, because this process has other packages
     run = subprocess.run(
         [*launch, str(CHILD), reader, *map(str, folders)],
         capture_output=True,

@@ -1,7 +1,7 @@
 """One process of `benchmarks.weights`: reads its copy of a folder.
 
-The python of an environment with transformers runs this file too, so that the file
-imports a library only for its reader.
+This file also runs with the python of an environment that has transformers, so it
+imports each library only for its reader.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Reads a folder onto the devices of some processes; another process has none."""
+"""Reads a folder onto the devices of some processes; the others have no devices."""
 
 import sys
 
@@ -16,7 +16,7 @@ from nnx_parallel.sharding.model import abstract_model, arrays_of
 def main() -> None:
     """Takes the folder and the processes with devices from the command line.
 
-    A brace pair in the folder's name stands for the process.
+    A pair of braces in the folder's name stands for the number of the process.
     """
     nnx_parallel.initialize()
     folder, given = sys.argv[1:]
