@@ -25,6 +25,7 @@ NAMES = {
     "published": "predicted speeds of TPUs against published ones; compiled, not run",
     "weights": "2 GB read by 1, 2 and 4 processes (--python PATH adds transformers)",
     "families": "logits of folders by transformers under strategies, beside its logits",
+    "vision": "outputs of folders by transformers and timm, beside theirs",
     "fsdp": "FSDP against activations constrained by hand, and against none",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",

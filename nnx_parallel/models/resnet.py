@@ -16,20 +16,22 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import jax
-import numpy as np
 from flax import nnx
 
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import named
-from nnx_parallel.models.classifier import read_labels, write_labels
+from nnx_parallel.models.families import resnet, timm
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.family import Family, Published, Values
-from nnx_parallel.weights.names import Entry
+from nnx_parallel.weights.family import Published
 
+FAMILIES = tuple(
+    replace(family, parts={**family.parts, "family": family.model_type})
+    for family in (timm.RESNET, resnet.RESNET)
+)
 BlockKind = Literal["basic", "bottleneck"]
 
 
@@ -49,6 +51,8 @@ class ResNetConfig:
         is_small: True for images of about 32 pixels. The first layer is then a 3x3
             convolution, instead of a 7x7 convolution with stride 2 and a pool.
         activation: Function between convolutions.
+        family: The ``model_type`` of the files from which the model was read. Exported
+            files have its format. ``"timm"`` writes files for timm.
 
     Raises:
         ValueError: If a value is out of range.
@@ -64,6 +68,7 @@ class ResNetConfig:
     width: int = 64
     is_small: bool = False
     activation: Callable[[jax.Array], jax.Array] = jax.nn.relu
+    family: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.block not in get_args(BlockKind):
@@ -202,117 +207,15 @@ class Block(nnx.Module):
         return constrain(self.activation(x + branch), "batch", None, None, None)
 
 
-_MOST_BLOCKS = 10_000
-_NORM = {"scale": "weight", "bias": "bias"}
-_NORM |= {"mean": "running_mean", "var": "running_var"}
-
-
-def _names(fields: Values) -> list[Entry]:
-    found = [
-        ("head.kernel", "classifier.1.weight", "classes into -> into classes"),
-        ("head.bias", "classifier.1.bias", "classes -> classes"),
-    ]
-    for conv, norm, path in _pairs(fields):
-        kernel = "out into h w -> h w into out"
-        found.append((f"{conv}.kernel", f"{path}.convolution.weight", kernel))
-        for ours, theirs in _NORM.items():
-            name = f"{path}.normalization.{theirs}"
-            found.append((f"{norm}.{ours}", name, "out -> out"))
-    return found
-
-
-def _pairs(fields: Values) -> list[tuple[str, str, str]]:
-    """Returns our names of each convolution and its norm, and their name in files."""
-    is_basic = fields["block"] == "basic"
-    names = ["up", "down"] if is_basic else ["reduce", "up", "down"]
-    found = [("stem", "stem_norm", "resnet.embedder.embedder")]
-    index = 0
-    for stage, depth in enumerate(fields["stage_sizes"]):
-        for layer in range(depth):
-            theirs = f"resnet.encoder.stages.{stage}.layers.{layer}"
-            places = {name: f"layer.{i}" for i, name in enumerate(names)}
-            # Shapes change in the first block of a stage, except in the first stage of
-            # a network with basic blocks.
-            if layer == 0 and (stage > 0 or not is_basic):
-                places["project"] = "shortcut"
-            for name, place in places.items():
-                ours = f"blocks.{index}.{name}"
-                found.append((ours, f"{ours}_norm", f"{theirs}.{place}"))
-            index += 1
-    return found
-
-
-def _read(settings: Values) -> Values:
-    depths, widths = settings["depths"], list(settings["hidden_sizes"])
-    kind, width = settings["layer_type"], settings["embedding_size"]
-    is_counts = isinstance(depths, list | tuple) and all(
-        type(depth) is int and depth >= 1 for depth in depths
-    )
-    if not is_counts or not 1 <= sum(depths) <= _MOST_BLOCKS or len(depths) > 32:
-        raise ValueError(
-            f"config.json has depths={depths!r}. It must be a list of at most 32 whole "
-            f"numbers of at least 1, whose sum is at most {_MOST_BLOCKS:,}."
-        )
-    if widths != (expected := _stage_widths(kind, width, len(depths))):
-        raise ValueError(
-            f"config.json has hidden_sizes={widths}. The width of a ResNet doubles "
-            f"with each stage: for embedding_size={width} and layer_type={kind!r} it "
-            f"must be {expected}."
-        )
-    return {"stage_sizes": tuple(depths), "num_classes": read_labels(settings)}
-
-
-def _stage_widths(kind: str, width: int, num_stages: int) -> list[int]:
-    widest = width if kind == "basic" else 4 * width
-    return [widest * 2**stage for stage in range(num_stages)]
-
-
-def _write(fields: Values) -> Values:
-    depths = fields["stage_sizes"]
-    return {
-        "num_channels": 3,
-        "hidden_sizes": _stage_widths(fields["block"], fields["width"], len(depths)),
-        "depths": [*depths],
-        "hidden_act": "relu",
-        "downsample_in_first_stage": False,
-        "downsample_in_bottleneck": False,
-        **write_labels(fields),
-    }
-
-
-RESNET = Family(
-    model="ResNet",
-    model_type="resnet",
-    architecture="ResNetForImageClassification",
-    parts={"is_small": False, "activation": jax.nn.relu},
-    settings={"width": "embedding_size", "block": "layer_type"},
-    defaults={
-        "layer_type": "bottleneck",
-        "embedding_size": 64,
-        "depths": (3, 4, 6, 3),
-        "hidden_sizes": (256, 512, 1024, 2048),
-    },
-    valid={
-        "num_channels": (3,),
-        "hidden_act": ("relu",),
-        "downsample_in_first_stage": (False,),
-        "downsample_in_bottleneck": (False,),
-    },
-    read=_read,
-    write=_write,
-    names=_names,
-    prefix="resnet.",
-    ignored=r"\.num_batches_tracked$",
-)
-
-
 class ResNet(Published):
     """A residual network, which maps images to logits of classes.
 
     Train it with `classification_loss`. `from_pretrained` reads a
-    ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, including the
-    statistics of its norms. Images for such a model must have the mean and standard
-    deviation that are in ``preprocessor_config.json``.
+    ``ResNetForImageClassification``, such as ``microsoft/resnet-50``, or a ResNet of
+    timm, such as ``timm/resnet50.a1_in1k``, including the statistics of its norms.
+    Images for such a model must have the mean and standard deviation that are in
+    ``preprocessor_config.json``, or in the ``pretrained_cfg`` of timm's
+    ``config.json``.
 
     Args:
         config: Shape of the model.
@@ -325,7 +228,7 @@ class ResNet(Published):
         (2, 10)
     """
 
-    families = (RESNET,)
+    families = FAMILIES
     config_type = ResNetConfig
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
@@ -356,8 +259,3 @@ class ResNet(Published):
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean(axis=(1, 2)))  # (batch, channels) -> (batch, classes)
-
-    def constants_in_files(self) -> dict[str, np.ndarray]:
-        """Returns zeros for step counters of norms, which `ResNet` does not have."""
-        name, pairs = "normalization.num_batches_tracked", _pairs(self.config.fields)
-        return {f"{path}.{name}": np.zeros((), np.int64) for *_, path in pairs}

@@ -308,14 +308,23 @@ def rotate(
         amplitude: Factor of the features that rotate.
     """
     of_all = (None,) * positions.ndim
-    angles = positions[..., None] * frequencies[of_all]  # (seq, half) or (batch, ...)
-    dims = (0, 2) if positions.ndim == 1 else (2,)
+    return rotate_by(x, positions[..., None] * frequencies[of_all], amplitude)
+
+
+def rotate_by(
+    x: jax.Array, angles: jax.Array, amplitude: float | jax.Array = 1.0
+) -> jax.Array:
+    """Rotates queries or keys (batch, seq, heads, head_dim) like `rotate`, by angles.
+
+    ``angles``, in radians, are (seq, rotary_dim / 2) or (batch, seq, rotary_dim / 2).
+    """
+    dims = (0, 2) if angles.ndim == 2 else (2,)
     cos = jnp.expand_dims(jnp.cos(angles), dims)  # (1 or batch, seq, 1, half)
     sin = jnp.expand_dims(jnp.sin(angles), dims)
     if not isinstance(amplitude, float) or amplitude != 1.0:
         cos, sin = cos * amplitude, sin * amplitude
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    half = frequencies.shape[-1]
+    half = angles.shape[-1]
     ends = [half] if 2 * half == x.shape[-1] else [half, 2 * half]
     first, second, *kept = jnp.split(wide, ends, axis=-1)
     rotated = [first * cos - second * sin, second * cos + first * sin]

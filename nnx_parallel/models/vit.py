@@ -2,205 +2,111 @@
 
 The model is written for one device. Its dims have the same names as in `models.gpt`, so
 the same strategies can place them. `TensorParallel` splits heads and hidden units, and
-`Pipeline` splits the layers.
-
-References:
-    [1] Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020, section 3.1,
-    https://arxiv.org/abs/2010.11929
-    [2] Zhai et al., "Scaling Vision Transformers", 2021, table 2 (sizes) and section
-    3.2 (pooling instead of a class token), https://arxiv.org/abs/2106.04560
+`Pipeline` splits the layers. `models.vit_config` has the variants and their references.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
 from flax import nnx
 
-from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import Dense, Embed, Stack, named, project
 from nnx_parallel.layers.attention import attention
-from nnx_parallel.models.classifier import read_labels, write_labels
+from nnx_parallel.models.rotary import rotate_by
+from nnx_parallel.models.vit_config import FAMILIES, ViTConfig
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.family import Family, Published, Values, block_entries
-from nnx_parallel.weights.names import Entry
-
-Pool = Literal["mean", "class"]
-_SIZES = ("num_layers", "embed_dim", "num_heads")
+from nnx_parallel.weights.family import Published
 
 
-@suggests_names
-@dataclass(frozen=True, kw_only=True)
-class ViTConfig:
-    """Shape of a `ViT`.
-
-    Attributes:
-        image_size: Height and width of an image, in pixels.
-        patch_size: Height and width of a patch; must divide ``image_size``.
-        num_classes: Number of labels.
-        num_layers: Number of blocks.
-        embed_dim: Width between blocks.
-        num_heads: Number of attention heads; must divide the width.
-        mlp_dim: Width inside an MLP; ``None`` means ``4 * embed_dim``.
-        dropout: Probability that an output of attention or MLP is dropped.
-        pool: Input of the head. ``mean`` is the mean of the patches' outputs. ``class``
-            is the output of a learned class token before the patches [1], as in
-            published weights.
-        norm_epsilon: Number that is added to variances.
-        exact_gelu: True to compute GELU exactly instead of approximating it by
-            ``tanh``.
-
-    Raises:
-        ValueError: If a value is out of range, or if a size does not divide another
-            that it must divide.
-
-    Example:
-        >>> f"{ViTConfig.g14().num_params:,}"
-        '1,012,608,616'
-    """
-
-    image_size: int
-    patch_size: int
-    num_classes: int
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    mlp_dim: int | None = None
-    dropout: float = 0.0
-    pool: Pool = "mean"
-    norm_epsilon: float = 1e-6
-    exact_gelu: bool = False
-
-    def __post_init__(self) -> None:
-        if self.pool not in get_args(Pool):
-            raise ValueError(
-                f"ViTConfig.pool is {self.pool!r}; it must be one of {get_args(Pool)}."
-            )
-        for name in ("image_size", "patch_size", "num_classes", *_SIZES):
-            value = getattr(self, name)
-            if value < 1:
-                raise ValueError(f"ViTConfig.{name} is {value}; it must be at least 1.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(
-                f"ViTConfig.dropout is {self.dropout}; it must be a probability in "
-                "[0, 1)."
-            )
-        for whole, part in (("image_size", "patch_size"), ("embed_dim", "num_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(
-                    f"ViTConfig.{part} is {getattr(self, part)}, which does not divide "
-                    f"{whole}={getattr(self, whole)}. Change one of them."
-                )
-
-    @property
-    def num_patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def seq_len(self) -> int:
-        """Length of the sequence: the patches, and the class token if there is one."""
-        return self.num_patches + (self.pool == "class")
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Size of each logical axis."""
-        return {
-            "embed": self.embed_dim,
-            "heads": self.num_heads,
-            "head_dim": self.embed_dim // self.num_heads,
-            "mlp": self.mlp_dim or 4 * self.embed_dim,
-        }
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """All fields; ``mlp_dim`` is a number, never ``None``."""
-        return vars(self) | {"mlp_dim": self.sizes["mlp"]}
-
-    @property
-    def num_params(self) -> int:
-        """Number of parameters."""
-        embed, mlp = self.embed_dim, self.sizes["mlp"]
-        attention = 4 * embed * (embed + 1)
-        block = attention + 2 * embed * mlp + mlp + embed + 4 * embed
-        patches = 3 * self.patch_size**2 * embed + embed + self.seq_len * embed
-        patches += embed if self.pool == "class" else 0
-        head = self.num_classes * (embed + 1)
-        return self.num_layers * block + patches + 2 * embed + head
-
-    @classmethod
-    def tiny(cls, **overrides: Any) -> ViTConfig:
-        """Returns a config for images of 8 x 8 pixels in 16 patches, for tests."""
-        base = cls(
-            image_size=8,
-            patch_size=2,
-            num_classes=10,
-            num_layers=2,
-            embed_dim=64,
-            num_heads=4,
-        )
-        return replace(base, **overrides)
-
-    @classmethod
-    def b16(cls, **overrides: Any) -> ViTConfig:
-        """Returns ViT-B/16, with 86 M parameters [1]."""
-        base = cls(
-            image_size=224,
-            patch_size=16,
-            num_classes=1000,
-            num_layers=12,
-            embed_dim=768,
-            num_heads=12,
-        )
-        return replace(base, **overrides)
-
-    @classmethod
-    def g14(cls, **overrides: Any) -> ViTConfig:
-        """Returns ViT-g/14, with 1 B parameters [2]."""
-        base = cls.b16(
-            patch_size=14, num_layers=40, embed_dim=1408, num_heads=16, mlp_dim=6144
-        )
-        return replace(base, **overrides)
-
-
-def _norm(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def _norm(config: ViTConfig, *, rngs: nnx.Rngs, name: str = "embed") -> nnx.LayerNorm:
     return nnx.LayerNorm(
-        config.embed_dim,
+        config.sizes[name],
         epsilon=config.norm_epsilon,
-        scale_init=named(nnx.initializers.ones_init(), "embed"),
-        bias_init=named(nnx.initializers.zeros_init(), "embed"),
+        scale_init=named(nnx.initializers.ones_init(), name),
+        bias_init=named(nnx.initializers.zeros_init(), name),
         rngs=rngs,
     )
+
+
+def _dense(
+    config: ViTConfig,
+    in_names: str,
+    out_names: str,
+    *,
+    rngs: nnx.Rngs,
+    use_bias: bool = True,
+) -> Dense:
+    into, out = (
+        {name: config.sizes[name] for name in names.split()}
+        for names in (in_names, out_names)
+    )
+    init = nnx.initializers.normal(0.02)
+    return Dense(into, out, rngs=rngs, use_bias=use_bias, kernel_init=init)
+
+
+def _vector(config: ViTConfig, value: float, *leading: int) -> nnx.Param:
+    """Returns a parameter (*leading, embed), which starts with equal values."""
+    init = named(nnx.initializers.constant(value), *(None for _ in leading), "embed")
+    return nnx.Param(init(jax.random.key(0), (*leading, config.embed_dim)))
+
+
+def _activate(config: ViTConfig, up: jax.Array, *gate: jax.Array) -> jax.Array:
+    if config.activation == "swiglu":
+        return jax.nn.silu(gate[0]) * up
+    if config.activation == "quick_gelu":
+        return up * jax.nn.sigmoid(1.702 * up)
+    return jax.nn.gelu(up, approximate=not config.exact_gelu)
+
+
+def _angles(config: ViTConfig) -> np.ndarray:
+    """Returns the rotation of each token in radians, float32 (seq, head_dim / 2).
+
+    The first half of the angles is proportional to the row of the patch's centre, and
+    the second half to its column. Rows and columns range from -1 to 1. Tokens before
+    the patches do not rotate.
+    """
+    side, head_dim = config.image_size // config.patch_size, config.sizes["head_dim"]
+    exponents = np.arange(0, 1, 4 / head_dim, dtype=np.float32)
+    speeds = 1 / np.float32(config.rope_theta) ** exponents
+    centres = 2 * ((np.arange(side, dtype=np.float32) + np.float32(0.5)) / side) - 1
+    rows_and_columns = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1)
+    angles = 2 * math.pi * rows_and_columns.reshape(-1, 2, 1) * speeds
+    angles = angles.reshape(len(angles), -1).astype(np.float32)
+    return np.pad(angles, ((config.num_prefix, 0), (0, 0)))
 
 
 class Block(nnx.Module):
     """Attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
-        def dense(in_names: str, out_names: str) -> Dense:
-            into, out = (
-                {name: config.sizes[name] for name in names.split()}
-                for names in (in_names, out_names)
-            )
-            init = nnx.initializers.normal(0.02)
-            return Dense(into, out, rngs=rngs, use_bias=True, kernel_init=init)
-
-        self.attention_norm = _norm(config, rngs=rngs)
-        self.query = dense("embed", "heads head_dim")
-        self.key = dense("embed", "heads head_dim")
-        self.value = dense("embed", "heads head_dim")
+        dense, norm = partial(_dense, config, rngs=rngs), partial(_norm, config)
+        bias = config.qkv_bias
+        self.attention_norm = norm(rngs=rngs)
+        self.query = dense("embed", "heads head_dim", use_bias=bias)
+        self.key = dense("embed", "heads head_dim", use_bias=config.key_bias)
+        self.value = dense("embed", "heads head_dim", use_bias=bias)
+        has_norms = config.qk_norm
+        self.query_norm = norm(rngs=rngs, name="head_dim") if has_norms else None
+        self.key_norm = norm(rngs=rngs, name="head_dim") if has_norms else None
         self.out = dense("heads head_dim", "embed")
-        self.mlp_norm = _norm(config, rngs=rngs)
+        self.mlp_norm = norm(rngs=rngs)
         self.up = dense("embed", "mlp")
+        self.gate = dense("embed", "mlp") if config.activation == "swiglu" else None
         self.down = dense("mlp", "embed")
-        self.exact_gelu = config.exact_gelu
+        scale = config.layer_scale
+        self.attention_scale = None if scale is None else _vector(config, scale)
+        self.mlp_scale = None if scale is None else _vector(config, scale)
         self.dropout = nnx.Dropout(
             config.dropout, rngs=rngs if config.dropout else None
         )
+        self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to the same shape."""
@@ -210,117 +116,71 @@ class Block(nnx.Module):
             constrain(y, "batch", "seq", "heads", "head_dim")
             for y in project(normed, self.query, self.key, self.value)
         )
-        attended = self.out(attention(query, key, value))
-        x = constrain(x + self.dropout(attended), "batch", "seq", "embed")
-        hidden = constrain(self.up(self.mlp_norm(x)), "batch", "seq", "mlp")
-        hidden = jax.nn.gelu(hidden, approximate=not self.exact_gelu)
-        x = x + self.dropout(self.down(hidden))
-        return constrain(x, "batch", "seq", "embed")
-
-
-_LAYERS = {
-    "query": "attention.attention.query",
-    "key": "attention.attention.key",
-    "value": "attention.attention.value",
-    "out": "attention.output.dense",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "attention_norm": "layernorm_before",
-    "mlp_norm": "layernorm_after",
-}
-
-
-def _names(fields: Values) -> list[Entry]:
-    theirs, patch = "vit.embeddings.", fields["patch_size"]
-    table = "1 seq embed -> seq embed"
-    kernel = f"embed c p q -> (p q c) embed, c=3 p={patch} q={patch}"
-    return [
-        ("class_token", f"{theirs}cls_token", "1 1 embed -> embed"),
-        ("positions.embedding", f"{theirs}position_embeddings", table),
-        ("patches.kernel", f"{theirs}patch_embeddings.projection.weight", kernel),
-        ("patches.bias", f"{theirs}patch_embeddings.projection.bias", "embed -> embed"),
-        ("head.kernel", "classifier.weight", "classes embed -> embed classes"),
-        ("head.bias", "classifier.bias", "classes -> classes"),
-        *block_entries("vit.encoder.layer.{}.", _LAYERS),
-        ("norm.scale", "vit.layernorm.weight", "embed -> embed"),
-        ("norm.bias", "vit.layernorm.bias", "embed -> embed"),
-    ]
-
-
-def _read_side(settings: Values, name: str) -> int:
-    found = settings[name]
-    sides = [found] if isinstance(found, int) else found
-    is_size = isinstance(sides, list | tuple) and all(
-        type(x) is int and 1 <= x <= 65_536 for x in sides
-    )
-    if not is_size or len({*sides}) != 1:
-        raise ValueError(
-            f"config.json has {name}={found!r}; it must be the side of a square in "
-            "pixels, from 1 to 65,536."
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if self.config.positions == "rotary":
+            angles = jnp.asarray(_angles(self.config))
+            query, key = rotate_by(query, angles), rotate_by(key, angles)
+        x = self._add(x, self.out(attention(query, key, value)), self.attention_scale)
+        layers = [self.up] if self.gate is None else [self.up, self.gate]
+        hidden = (
+            constrain(y, "batch", "seq", "mlp")
+            for y in project(self.mlp_norm(x), *layers)
         )
-    return sides[0]
+        return self._add(x, self.down(_activate(self.config, *hidden)), self.mlp_scale)
+
+    def _add(self, x: jax.Array, out: jax.Array, scale: nnx.Param | None) -> jax.Array:
+        """Adds the output of attention or of the MLP to the residual stream."""
+        if scale is not None:
+            out = out * jnp.reshape(scale[...], (1, 1, -1)).astype(out.dtype)
+        return constrain(x + self.dropout(out), "batch", "seq", "embed")
 
 
-def _read(settings: Values) -> Values:
-    return {
-        "image_size": _read_side(settings, "image_size"),
-        "patch_size": _read_side(settings, "patch_size"),
-        "exact_gelu": settings.get("hidden_act") in ("gelu", None),
-        "num_classes": read_labels(settings),
-    }
+class AttentionPool(nnx.Module):
+    """Attention with one learned query, the probe, followed by an MLP."""
 
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
+        dense = partial(_dense, config, rngs=rngs)
+        init = named(nnx.initializers.normal(config.embed_dim**-0.5), "embed")
+        self.probe = nnx.Param(init(rngs.params(), (config.embed_dim,)))
+        self.query = dense("embed", "heads head_dim")
+        self.key = dense("embed", "heads head_dim")
+        self.value = dense("embed", "heads head_dim")
+        self.out = dense("heads head_dim", "embed")
+        self.mlp_norm = _norm(config, rngs=rngs)
+        self.up = dense("embed", "mlp")
+        self.gate = dense("embed", "mlp") if config.activation == "swiglu" else None
+        self.down = dense("mlp", "embed")
+        self.config = config
 
-def _write(fields: Values) -> Values:
-    return {
-        "num_channels": 3,
-        "hidden_act": "gelu" if fields["exact_gelu"] else "gelu_pytorch_tanh",
-        "qkv_bias": True,
-        **write_labels(fields),
-    }
-
-
-VIT = Family(
-    model="ViT",
-    model_type="vit",
-    architecture="ViTForImageClassification",
-    parts={"pool": "class"},
-    settings={
-        "image_size": "image_size",
-        "patch_size": "patch_size",
-        "num_layers": "num_hidden_layers",
-        "embed_dim": "hidden_size",
-        "num_heads": "num_attention_heads",
-        "mlp_dim": "intermediate_size",
-        "norm_epsilon": "layer_norm_eps",
-    },
-    defaults={
-        "image_size": 224,
-        "patch_size": 16,
-        "num_hidden_layers": 12,
-        "hidden_size": 768,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "layer_norm_eps": 1e-12,
-    },
-    valid={
-        "num_channels": (3,),
-        "hidden_act": ("gelu", "gelu_pytorch_tanh", "gelu_new"),
-        "qkv_bias": (True,),
-    },
-    read=_read,
-    write=_write,
-    names=_names,
-    prefix="vit.",
-    ignored=r"^(vit\.)?pooler\.",
-)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps (batch, seq, embed) to (batch, embed)."""
+        key, value = (
+            constrain(y, "batch", "seq", "heads", "head_dim")
+            for y in project(x, self.key, self.value)
+        )
+        query = self.query(self.probe[...].astype(x.dtype))  # (heads, head_dim)
+        scores = jnp.einsum("hd,bshd->bhs", query, key) * query.shape[-1] ** -0.5
+        wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        weights = jax.nn.softmax(wide, axis=-1).astype(x.dtype)
+        attended = jnp.einsum("bhs,bshd->bhd", weights, value)
+        x = constrain(self.out(attended), "batch", "embed")
+        layers = [self.up] if self.gate is None else [self.up, self.gate]
+        hidden = (
+            constrain(y, "batch", "mlp") for y in project(self.mlp_norm(x), *layers)
+        )
+        x = x + self.down(_activate(self.config, *hidden))
+        return constrain(x, "batch", "embed")
 
 
 class ViT(Published):
-    """A vision transformer, which maps images to logits of classes.
+    """A vision transformer, which maps images to logits of classes or to features.
 
     Train it with `classification_loss`. `from_pretrained` reads a
-    ``ViTForImageClassification``. Images for such a model must have the mean and
-    standard deviation that are in ``preprocessor_config.json``.
+    ``ViTForImageClassification``, SigLIP, DINOv3, and the vision transformers of timm.
+    Images for such a model must have the mean and standard deviation that are in
+    ``preprocessor_config.json``, or in the ``pretrained_cfg`` of timm's
+    ``config.json``.
 
     Args:
         config: Shape of the model.
@@ -330,9 +190,11 @@ class ViT(Published):
         >>> model = ViT(ViTConfig.tiny(), rngs=nnx.Rngs(0))
         >>> model(jnp.ones((2, 8, 8, 3))).shape
         (2, 10)
+        >>> model.features(jnp.ones((2, 8, 8, 3))).shape
+        (2, 16, 64)
     """
 
-    families = (VIT,)
+    families = FAMILIES
     config_type = ViTConfig
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
@@ -340,35 +202,64 @@ class ViT(Published):
         self.patches = nnx.Linear(
             3 * config.patch_size**2,
             config.embed_dim,
+            use_bias=not config.pre_norm,
             kernel_init=named(nnx.initializers.lecun_normal(), None, "embed"),
             bias_init=named(nnx.initializers.zeros_init(), "embed"),
             rngs=rngs,
         )
-        zeros = named(nnx.initializers.zeros_init(), "embed")
-        self.class_token = (
-            nnx.Param(zeros(jax.random.key(0), (config.embed_dim,)))
-            if config.pool == "class"
+        count = config.num_registers
+        self.class_token = _vector(config, 0.0) if config.has_class_token else None
+        self.registers = _vector(config, 0.0, count) if count else None
+        has_table = config.num_positions > 0
+        self.positions = (
+            Embed(config.num_positions, config.embed_dim, rngs=rngs, vocab_name="seq")
+            if has_table
             else None
         )
-        self.positions = Embed(
-            config.seq_len, config.embed_dim, rngs=rngs, vocab_name="seq"
-        )
+        self.pre_norm = _norm(config, rngs=rngs) if config.pre_norm else None
         self.blocks = Stack(
             lambda rngs: Block(config, rngs=rngs), config.num_layers, rngs=rngs
         )
         self.norm = _norm(config, rngs=rngs)
+        has_pool = config.pool == "attention"
+        self.pooling = AttentionPool(config, rngs=rngs) if has_pool else None
         # The dim of classes has no name, because the data determines its size, and few
         # meshes divide this size.
-        self.head = nnx.Linear(
-            config.embed_dim,
-            config.num_classes,
+        make_head = partial(
+            nnx.Linear,
             kernel_init=named(nnx.initializers.normal(0.02), "embed", None),
             bias_init=named(nnx.initializers.zeros_init(), None),
             rngs=rngs,
         )
+        count = config.num_classes
+        self.head = make_head(config.embed_dim, count) if count else None
 
     def __call__(self, images: jax.Array) -> jax.Array:
         """Maps (batch, height, width, 3) to logits (batch, classes).
+
+        A model without a head (``num_classes=0``) returns the pooled features, (batch,
+        embed).
+
+        Raises:
+            ValueError: If the images do not have the config's size.
+        """
+        x = self.features(images)
+        if self.pooling is not None:
+            pooled = self.pooling(x[:, self.config.num_prefix :])
+        elif self.config.pool == "class":
+            pooled = x[:, 0]
+        else:
+            pooled = x[:, self.config.num_prefix :].mean(axis=1)
+        pooled = self.norm(pooled) if self.config.pool_norm else pooled
+        pooled = constrain(pooled, "batch", "embed")
+        if self.head is None:
+            return pooled
+        return constrain(self.head(pooled), "batch", None)
+
+    def features(self, images: jax.Array) -> jax.Array:
+        """Maps (batch, height, width, 3) to the last output (batch, seq, embed).
+
+        The output is normalised, unless the config has ``pool_norm``.
 
         Raises:
             ValueError: If the images do not have the config's size.
@@ -379,15 +270,32 @@ class ViT(Published):
                 f"Images have shape {images.shape}; for ViTConfig.image_size={size} "
                 f"they must be (batch, {size}, {size}, 3)."
             )
-        # (batch, height, width, 3) -> (batch, seq, 3 * patch ** 2)
+        used = size // patch * patch
+        # (batch, height, width, 3) -> (batch, patches, 3 * patch ** 2)
         split = "b (h p) (w q) c -> b (h w) (p q c)"
-        x = self.patches(rearrange(images, split, p=patch, q=patch))
-        if self.class_token is not None:
-            token = self.class_token[...].astype(x.dtype)
-            token = jnp.broadcast_to(token, (len(x), 1, x.shape[-1]))
-            x = jnp.concatenate([token, x], axis=1)
-        x = x + self.positions(jnp.arange(self.config.seq_len)[None, :])
-        x = self.blocks(constrain(x, "batch", "seq", "embed"))
-        x = self.norm(x)
-        pooled = x.mean(axis=1) if self.class_token is None else x[:, 0]
-        return constrain(self.head(constrain(pooled, "batch", "embed")), "batch", None)
+        patches = rearrange(images[:, :used, :used], split, p=patch, q=patch)
+        x = self._add_tokens(self.patches(patches))
+        x = constrain(x, "batch", "seq", "embed")
+        x = x if self.pre_norm is None else self.pre_norm(x)
+        x = self.blocks(x)
+        return x if self.config.pool_norm else self.norm(x)
+
+    def _add_tokens(self, x: jax.Array) -> jax.Array:
+        """Adds the other tokens and the positions: (batch, patches, embed) to seq."""
+        count = self.config.num_positions
+        table = self.positions and self.positions(jnp.arange(count)[None, :])
+        if table is not None and self.config.positions == "patches":
+            x = x + table
+        tokens: list[Any] = [self.class_token, self.registers]
+        prefix = [
+            jnp.reshape(token[...], (1, -1, x.shape[-1]))
+            for token in tokens
+            if token is not None
+        ]
+        if prefix:
+            joined = jnp.concatenate(prefix, axis=1).astype(x.dtype)
+            joined = jnp.broadcast_to(joined, (len(x), *joined.shape[1:]))
+            x = jnp.concatenate([joined, x], axis=1)
+        if table is not None and self.config.positions == "tokens":
+            x = x + table
+        return x

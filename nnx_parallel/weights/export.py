@@ -52,6 +52,7 @@ _COPIED = (
 )
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LABELS = ("id2label", "label2id")  # copied if the number of labels is the same
+_TIMM_LABELS = ("label_names", "label_descriptions")  # with the same condition
 
 
 Make = Callable[[], np.ndarray]
@@ -310,10 +311,19 @@ def _write_texts(
             given = read_config(Path(source))
     if config is not None:
         widest = max(described, key=num_bytes)[2]
-        kept = {name: given[name] for name in _KEPT if name in given}
-        for name in _LABELS:
-            if len(given.get(name) or ()) == len(config.get(name, ())):
-                kept |= {name: given[name]} if name in given else {}
+        kept = _kept_settings(config, given)
         # transformers 4 reads the second of these names.
         content = {**config, **kept, "dtype": widest.name, "torch_dtype": widest.name}
         write_json(folder / "config.json", content)
+
+
+def _kept_settings(
+    config: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns settings of the source's ``config.json`` that a new one keeps."""
+    names = [*_KEPT]
+    names += [n for n in _LABELS if len(given.get(n) or ()) == len(config.get(n, ()))]
+    if "architecture" in config and "architecture" in given:  # both are of timm
+        is_same = given.get("num_classes") == config["num_classes"]
+        names += ["pretrained_cfg", *(_TIMM_LABELS if is_same else ())]
+    return {name: given[name] for name in names if name in given}

@@ -50,6 +50,14 @@ class Family:
         prefix: Start of the names in files, except the names of the head.
         ignored: A regex for names of arrays in files that the model does not need.
         presets: Fields of published models, by name of the model.
+        part: Name of the entry of ``config.json`` that has the settings of the model,
+            if the model is a part of a larger one.
+        unpack: Function that computes settings by name from the content of
+            ``config.json``, if the file arranges them differently.
+        pack: Function that arranges settings as in the file; the inverse of ``unpack``.
+        new_head: Fields of a model that gets a head, if the files have no head.
+        constants: Function that makes arrays that files must have but the model does
+            not have, from fields.
     """
 
     model: str
@@ -66,6 +74,11 @@ class Family:
     prefix: str = "model."
     ignored: str
     presets: Mapping[str, Values] = field(default_factory=dict)
+    part: str = "text_config"
+    unpack: Callable[[Values], Values] = dict
+    pack: Callable[[Values], Values] = dict
+    new_head: Values = field(default_factory=dict)
+    constants: Callable[[Values], Mapping[str, np.ndarray]] = lambda fields: {}
 
 
 def family_of(config: Any, families: Sequence[Family]) -> Family:
@@ -110,8 +123,10 @@ def read_fields(
         ValueError: If the file describes a model of another type, or if a setting is
             missing, has the wrong type, or is not supported.
     """
-    given = dict(_text_config(content) or content)
-    kind, model = given.get("model_type"), families[0].model
+    given = _part_config(content, families[0].part) or content
+    # A file of timm has the name of an architecture instead of a type.
+    is_timm = "model_type" not in given and "architecture" in given
+    kind, model = "timm" if is_timm else given.get("model_type"), families[0].model
     kinds = [family.model_type for family in families]
     if kind not in kinds:
         known = f"one of: {', '.join(kinds)}" if kinds[1:] else repr(*kinds)
@@ -120,6 +135,7 @@ def read_fields(
         )
     family = families[kinds.index(kind)]
     read_quantization(content)
+    given = family.unpack(given)
     for key, valid in family.valid.items():
         if (found := given.get(key)) is not None and found not in valid:
             raise ValueError(
@@ -142,16 +158,26 @@ def read_fields(
         ) from error
 
 
-def _text_config(content: Values) -> Values | None:
-    """Returns the settings of a language model that is a part of another model."""
-    inner = content.get("text_config")
+_PARTS = {"text_config": "language model", "vision_config": "vision model"}
+"""Parts of larger models, by the name of their settings in ``config.json``."""
+
+_OUTER = {
+    "text_config": ("tie_word_embeddings",),
+    "vision_config": ("architectures", "id2label", "num_labels"),
+}
+"""Settings of a part that are outside of its entry in ``config.json``."""
+
+
+def _part_config(content: Values, part: str) -> Values | None:
+    """Returns the settings of a model that is a part of another model."""
+    inner = content.get(part)
     if not isinstance(inner, Mapping) or not inner:
         return None
     name = "tie_word_embeddings"
-    outer = {name: content[name]} if name in content else {}
-    if outer and inner.get(name, outer[name]) != outer[name]:
+    outer = {name: content[name] for name in _OUTER[part] if name in content}
+    if name in outer and inner.get(name, outer[name]) != outer[name]:
         raise ValueError(
-            f"config.json has {name}={outer[name]!r}, but its text_config has "
+            f"config.json has {name}={outer[name]!r}, but its {part} has "
             f"{inner[name]!r}. Remove the one that is wrong."
         )
     return {**inner, **outer}
@@ -201,21 +227,26 @@ def _write(config: Any, family: Family) -> dict[str, Any]:
         **{name: fields[ours] for ours, name in family.settings.items()},
         **family.write(fields),
     }
-    again = type(config)(**read_fields(settings, [family])[1]).fields
+    packed = dict(family.pack(settings))
+    again = type(config)(**read_fields(packed, [family])[1]).fields
     for name in fields:
         if name not in _UNCHECKED and fields[name] != again[name]:
             values = (x[name] for x in (fields, again))
             ours, theirs = (getattr(x, "__name__", x) for x in values)
             raise ValueError(
                 f"{type(config).__name__}.{name} is {ours!r}. The most similar model "
-                f"in transformers, {family.architecture}, has {theirs!r}. No model "
-                "there matches this config."
+                f"in {_library(family)}, {family.architecture}, has {theirs!r}. No "
+                "model there matches this config."
             )
-    return settings
+    return packed
+
+
+def _library(family: Family) -> str:
+    return "timm" if family.model_type == "timm" else "transformers"
 
 
 class Published(nnx.Module):
-    """A model that also exists in transformers; reads and writes its folders.
+    """A model that also exists in transformers or timm; reads and writes its folders.
 
     A subclass sets ``families`` and ``config_type``. Its config has a property
     ``fields``: a mapping of all fields, with numbers instead of ``None``.
@@ -229,7 +260,7 @@ class Published(nnx.Module):
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = None, **overrides: Any
     ) -> Pretrained:
-        """Returns a model with weights from a folder in the format of transformers.
+        """Returns a model with weights from a folder of transformers or of timm.
 
         Args:
             path: The folder with ``config.json`` and safetensors files, or the name of
@@ -248,13 +279,17 @@ class Published(nnx.Module):
             WeightsError: If files are damaged, or if config and files disagree.
 
         Warns:
-            UserWarning: If the folder has a model of text and images. Its language
-                model is read, and the other parts are left out.
+            UserWarning: If the folder has a larger model, such as a model of text and
+                images. Only the part of this class is read.
         """
         folder = find_folder(path)
         content = read_config(folder)
-        family, saved = read_fields(content, cls.families)
-        config = replace(cls.config_type(**saved), **overrides)
+        family, read = read_fields(content, cls.families)
+        base = cls.config_type(**read)
+        saved = base.fields
+        if overrides.get("num_classes") and not saved.get("num_classes"):
+            overrides = {**family.new_head, **overrides}
+        config = replace(base, **overrides)
         fields = config.fields
         build: Any = partial(cls, config)  # called with `rngs=`
         source = Pretrained(
@@ -262,10 +297,10 @@ class Published(nnx.Module):
             folder,
             family.names(fields),
             dtype=dtype,
-            ignored=family.ignored,
+            ignored=_ignored(family, saved),
             block_size=read_quantization(content),
         )
-        _rename(source, family, is_part=_text_config(content) is not None)
+        _rename(source, family, is_part=_part_config(content, family.part) is not None)
         missing = _missing_heads(source, family)
         differs = fields.get("num_classes") != saved.get("num_classes")
         if differs or (missing and "num_classes" in overrides):
@@ -284,16 +319,29 @@ class Published(nnx.Module):
         return family_of(self.config, self.families)
 
     def names_in_files(self) -> Sequence[Entry]:
-        """Returns the table of names for files in the format of transformers."""
+        """Returns the table of names for files in the format of the `family`."""
         return self.family.names(self.config.fields)
 
     def config_in_files(self) -> dict[str, Any]:
-        """Returns the model's ``config.json``, in the format of transformers."""
+        """Returns the model's ``config.json``, in the format of the `family`."""
         return write_settings(self.config, self.families)
 
-    def constants_in_files(self) -> dict[str, np.ndarray]:
+    def constants_in_files(self) -> Mapping[str, np.ndarray]:
         """Returns arrays that files must have but the model does not have, by name."""
-        return {}
+        return self.family.constants(self.config.fields)
+
+
+def _ignored(family: Family, saved: Values) -> str:
+    """Returns a regex for names in files that a model may leave unused.
+
+    A model with other fields than the ``saved`` ones may have another head.
+    """
+    heads = [
+        f"^{re.escape(theirs)}$"
+        for ours, theirs, _ in family.names(saved)
+        if ours.startswith(("head.", "pooling.")) and "num_classes" in saved
+    ]
+    return "|".join([family.ignored, *heads])
 
 
 def _rename(source: Pretrained, family: Family, *, is_part: bool) -> None:
@@ -306,7 +354,7 @@ def _rename(source: Pretrained, family: Family, *, is_part: bool) -> None:
         for name in given
         if not name.startswith(start)
         and name not in known
-        and not re.search(family.ignored, name)
+        and not re.search(source.ignored or family.ignored, name)
     ]
     if not is_part or not others:
         return
@@ -315,8 +363,8 @@ def _rename(source: Pretrained, family: Family, *, is_part: bool) -> None:
     parts = {name.removeprefix("model.").partition(".")[0] for name in others}
     warn_user(
         f"{str(source.path)!r} has a larger model than {family.architecture}. Only its "
-        f"language model is read. Left out: {', '.join(sorted(parts))} ({len(others)} "
-        "arrays)."
+        f"{_PARTS[family.part]} is read. Left out: {', '.join(sorted(parts))} "
+        f"({len(others)} arrays)."
     )
 
 
@@ -378,8 +426,9 @@ def block_entries(
     layers: Mapping[str, str],
     biased: Container[str] | None = None,
     patterns: Mapping[str, tuple[str, str]] | None = None,
+    ours: str = "blocks.layer.",
 ) -> list[Entry]:
-    """Returns entries for the layers in each block of a `Stack`.
+    """Returns entries for the layers in each block of a `Stack`, or in a module.
 
     Args:
         theirs: Start of the names in files, with ``{}`` for the number of the block.
@@ -389,18 +438,19 @@ def block_entries(
             all layers.
         patterns: Patterns of kernel and bias, by the last part of a layer's name, for
             layers that differ from `torch.nn.Linear`.
+        ours: Start of our names.
     """
     found = []
-    for ours, name in layers.items():
-        last = ours.rpartition(".")[2]
+    for layer, name in layers.items():
+        last = layer.rpartition(".")[2]
         ins, outs = _DIMS.get(last, ("", "embed"))
         left, right = (f"({x})" if " " in x else x for x in (outs, ins))
         kernel = f"{left} {right}".strip() + " -> " + f"{ins} {outs}".strip()
         weight, bias = (patterns or {}).get(last, (kernel, f"{left} -> {outs}"))
-        path, name = f"blocks.layer.{ours}", f"{theirs}{name}"
+        path, name = f"{ours}{layer}", f"{theirs}{name}"
         kind = ".scale" if last.endswith("norm") else ".kernel"
         # Routers and experts hold arrays directly, not layers that have a kernel.
-        is_array = last == "router" or "{}" in layers[ours]
+        is_array = last == "router" or "{}" in layers[layer]
         found.append((path if is_array else path + kind, f"{name}.weight", weight))
         if biased is None or last in biased:
             found.append((f"{path}.bias", f"{name}.bias", bias))
