@@ -16,6 +16,7 @@ A source is a directory of text files. Run the command again, and it resumes.
 import argparse
 import ast
 import inspect
+import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,8 +49,14 @@ class Tokenizer:
     save: Callable[[str], Any] | None = None
 
 
-def make_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Learns a byte-level BPE; without the library `tokenizers`, tokens are bytes."""
+def make_tokenizer(
+    texts: list[str], vocab_size: int, file: Path | None = None
+) -> Tokenizer:
+    """Learns a byte-level BPE, or reads it from the file of an earlier start.
+
+    A resumed run needs the same numbers of tokens, also if the texts have changed.
+    Without the library `tokenizers`, tokens are bytes.
+    """
     try:
         import tokenizers as lib
     except ImportError:
@@ -60,16 +67,23 @@ def make_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
             ).decode(errors="replace"),
             vocab_size=257,
         )
-    bpe = lib.Tokenizer(lib.models.BPE())
-    bpe.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = lib.decoders.ByteLevel()
-    learner = lib.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|end|>"],  # gets number 0
-        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, learner)
+    if file is not None and file.exists():
+        bpe = lib.Tokenizer.from_file(str(file))
+    else:
+        bpe = lib.Tokenizer(lib.models.BPE())
+        bpe.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = lib.decoders.ByteLevel()
+        learner = lib.trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=["<|end|>"],  # gets number 0
+            initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        bpe.train_from_iterator(texts, learner)
+        if file is not None and jax.process_index() == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            bpe.save(f"{file}.new")
+            os.replace(f"{file}.new", file)  # other processes never see half a file
     return Tokenizer(
         encode=lambda text: bpe.encode(text).ids,
         decode=bpe.decode,
@@ -163,7 +177,9 @@ def parse() -> argparse.Namespace:
     """Returns the arguments of the command."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sources", nargs="*", default=[], metavar="NAME=DIRECTORY")
-    parser.add_argument("--weights", nargs="*", type=float, default=[7.0, 3.0])
+    parser.add_argument(
+        "--weights", nargs="*", type=float, help="one for each source; default: equal"
+    )
     parser.add_argument("--run", default="runs/text", help="shared by all processes")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--rows", type=int, default=16, help="rows of a global batch")
@@ -186,7 +202,7 @@ def main() -> None:
     texts = {name: read_files(Path(path)) for name, path in named} or standard_library()
     # The tokenizer is the same on all processes, because its input is the same.
     sample = [text for source in texts.values() for text in source[:2000]]
-    tokenizer = make_tokenizer(sample, args.vocab)
+    tokenizer = make_tokenizer(sample, args.vocab, Path(args.run) / "tokenizer.json")
     config = GPTConfig.tiny_llama(
         vocab_size=tokenizer.vocab_size,
         seq_len=args.length,
@@ -214,17 +230,24 @@ def main() -> None:
         ),
     )
     sizes = {"length": args.length + 1, "rows": args.rows, "share": trainer.data_share}
+    weights = args.weights or [1.0] * len(texts)
+    if len(weights) != len(texts):
+        raise SystemExit(f"{len(texts)} sources need {len(texts)} --weights.")
     rows = [documents(each, tokenizer, args.length + 1) for each in texts.values()]
-    held_out = packed([each[::20] for each in rows], args.weights, **sizes)
+    for name, each in zip(texts, rows, strict=True):
+        if len(each) < 20 * (least := trainer.data_share[1]):
+            text = f"Source {name!r} has {len(each)} documents of at most {args.length}"
+            raise SystemExit(f"{text} tokens; {least} processes need {20 * least}.")
+    held_out = packed([each[::20] for each in rows], weights, **sizes)
     for each in rows:
         del each[::20]
     trainer.fit(
-        packed(rows, args.weights, **sizes),
+        packed(rows, weights, **sizes),
         args.steps,
         eval_data=First(held_out, 8),
         eval_every=args.every,
     )
-    export = Path(args.run) / "export"
+    export = Path(args.run) / f"export-{trainer.step}"
     if not export.exists():
         save_pretrained(export, trainer.model)
     if tokenizer.save and jax.process_index() == 0:

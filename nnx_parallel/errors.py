@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 import sys
 import threading
 import warnings
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 T = TypeVar("T", bound=Callable[..., Any])
 

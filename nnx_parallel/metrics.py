@@ -29,6 +29,7 @@ RESERVED_METRICS = (
 """Names of the values that a run itself reports; the loss's metrics cannot use them."""
 
 _EVAL_PREFIX = "eval_"  # prefix of an evaluation's metrics
+_PREFIXES = (_EVAL_PREFIX, "learning_rate/")
 
 Scalar = jax.Array | float
 
@@ -340,11 +341,11 @@ def split_loss_output(
             "floating-point scalar or a Mean."
         )
     for name in metrics:
-        if name in RESERVED_METRICS or str(name).startswith(_EVAL_PREFIX):
+        if name in RESERVED_METRICS or str(name).startswith(_PREFIXES):
             raise LossError(
                 f"A metric is named {name!r}, which the run reports itself. Rename "
                 f"the metric. Reserved names: {list(RESERVED_METRICS)}, and all names "
-                f"that begin with {_EVAL_PREFIX!r}."
+                f"that begin with {' or '.join(map(repr, _PREFIXES))}."
             )
     return mean, {
         name: x if isinstance(x, Sum) else as_mean(x, f"Metric {name!r}", weight)

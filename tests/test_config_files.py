@@ -28,6 +28,7 @@ def rotations(config: GPTConfig) -> list[list[float] | None]:
     if config.positions != "rope":
         return [None] * config.num_layers
     dim, scaling = config.rotary_dim or config.sizes["head_dim"], config.rope_scaling
+    dim = dim if config.latents is None else config.latents.rotary_dim
     speeds = frequencies(dim, config.rope_theta, scaling).tolist()
     plain = [*speeds, 1.0 if scaling is None else scaling.amplitude]
     local = plain
@@ -67,8 +68,10 @@ def differences(config: GPTConfig, resolved: dict[str, Any]) -> dict[str, tuple]
         "growths": [None if x else growth for x in config.rotated],
         "with_experts": [*config.with_experts],
     }
-    if config.experts is not None:
-        ours["experts"] = [config.experts.top_k, config.experts.normalise]
+    if (experts := config.experts) is not None:
+        ours["experts"] = [experts.top_k, experts.normalise]
+        ours["groups"] = [experts.num_groups, experts.top_groups, experts.scale]
+        ours["dense_layers"] = config.dense_layers
     if isinstance(scaling := config.rope_scaling, YarnScaling):
         ours["growth"] = [scaling.growth, scaling.original_len]
     if (multipliers := config.multipliers) is not None:

@@ -45,6 +45,7 @@ from nnx_parallel.models import (
 from nnx_parallel.models.gpt_config import PRESETS
 from nnx_parallel.models.rotary import Growth
 from nnx_parallel.weights.family import family_of
+from nnx_parallel.weights.names import WEIGHTS
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -78,29 +79,36 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
     """The arrays of a golden in this library's shapes, by path."""
     given, found = tensors(family), {}
     sizes = config.sizes | {"seq": config.seq_len}
-    entries = family_of(config, GPT.families).names(config.fields)
-    for ours, theirs, pattern in entries:
-        pattern, _, given_sizes = pattern.partition(", ")
-        part, count, *span, pattern = re.findall(
-            r"(?:part (\d) of (\d): )?(?:heads (\d+):(\d+) of (\d+): )?(.+)", pattern
+    for ours, theirs, pattern in entries_of(config):
+        part, count, cut, *span, pattern = re.findall(
+            r"(?:part (\d) of (\d): )?(?:(\w+) (\d+):(\d+) of (\d+): )?(.+)", pattern
         )[0]
-        first, last, num_heads = (int(x or 0) for x in span)
-        all_sizes = sizes | {"n": int(count or 1)}
-        all_sizes |= {"heads": num_heads} if num_heads else {}
-        all_sizes |= {n: int(x) for n, x in re.findall(r"(\w+)=(\d+)", given_sizes)}
+        first, last, whole = (int(x or 0) for x in span)
+        pattern, _, further = pattern.partition(",")
+        all_sizes = sizes | {"n": int(count or 1), "latent": latent_dim(config, theirs)}
+        all_sizes |= {n: int(x) for n, x in re.findall(r"(\w+)=(\d+)", further)}
+        all_sizes |= {cut: whole} if cut else {}
+        if theirs.endswith("o_proj.weight") and config.latents:
+            all_sizes["head_dim"] = config.latents.value_dim
         if ".mlp." in ours and ours.endswith(".kernel"):  # not an array of experts
-            all_sizes |= {"mlp": config.fields["mlp_dim"]}
-        used = {n: all_sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
+            all_sizes["mlp"] = config.fields["mlp_dim"]
         if ".shared." in ours and config.experts:
-            used = {
-                n: config.experts.shared_dim if n == "mlp" else used[n] for n in used
-            }
+            all_sizes["mlp"] = config.experts.shared_dim
+        left, right = pattern.split(" -> ")
+        dims = " ".join(re.findall(r"[a-z]\w*", left))
+        if cut:  # the joins of our dims come after the cut
+            pattern = f"{left} -> {dims}"
+        used = {n: all_sizes[n] for n in re.findall(r"[a-z]\w*", pattern)}
+        is_dense = ours.startswith("dense_blocks")
+        num_layers = config.dense_layers if is_dense else config.num_layers
         # {1::2} stands for the layers 1, 3, 5 and so on, as in a slice of Python.
         slices = re.findall(r"\{(.*?)\}", theirs)
         numbers = [
             range(count)[slice(*(int(x) if x else None for x in text.split(":")))]
+            if text
+            else range(count)
             for text, count in zip(
-                slices, (config.num_layers, config.sizes["expert"]), strict=False
+                slices, (num_layers, config.sizes["expert"]), strict=False
             )
         ]
         counts, plain = tuple(map(len, numbers)), re.sub(r"\{.*?\}", "{}", theirs)
@@ -108,19 +116,31 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
         arrays = [rearrange(given[name], pattern, **used) for name in names]
         if part:
             arrays = [array[int(part)] for array in arrays]
-        if num_heads:  # (embed, heads, head_dim)
-            arrays = [array[:, first:last] for array in arrays]
+        if cut:
+            at = (slice(None),) * dims.split().index(cut) + (slice(first, last),)
+            arrays = [rearrange(array[at], f"{dims} -> {right}") for array in arrays]
         shape = (*counts, *arrays[0].shape)
         path = tuple(int(x) if x.isdigit() else x for x in ours.split("."))
         found[path] = np.stack(arrays).reshape(shape)
     return found
 
 
+def entries_of(config: GPTConfig) -> Any:
+    return family_of(config, GPT.families).names(config.fields)
+
+
+def latent_dim(config: GPTConfig, theirs: str) -> int:
+    if config.latents is None:
+        return 0
+    widths = {"q_": config.latents.query_dim, "kv": config.latents.key_dim}
+    return next((w or 0 for name, w in widths.items() if f"attn.{name}" in theirs), 0)
+
+
 def load(family: str, **changes: Any) -> GPT:
     config = config_from_hf(hf_config(family))
     arrays = arrays_of(family, config)
     model = GPT(replace(config, **changes), rngs=nnx.Rngs(0))
-    params = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    params = dict(nnx.to_flat_state(nnx.state(model, WEIGHTS)))
     assert set(params) == set(arrays)
     for path, param in params.items():
         assert param.shape == arrays[path].shape, path
@@ -188,6 +208,8 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("llama4", {"chunk": None, "layer_kinds": None}),
     ("llama4", {"late_qk_norm": False}),
     ("llama4", {"query_growth": None}),
+    ("deepseek_v3", {"attention_scale": None}),
+    ("glm4_moe", {"rotary_dim": 8}),
 ]
 OUTPUTS: dict[str, Any] = {
     "num_experts": 4,
@@ -211,6 +233,9 @@ DEEP_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"window": None}),
     ("llama4", {"chunk": 16}),
     ("llama4", {"experts": Experts(**OUTPUTS)}),
+    ("deepseek_v2", {"rope_theta": 10_000.0}),
+    ("deepseek_v3", {"rope_scaling": None}),
+    ("kimi_k2", {"attention_scale": None}),
 ]
 
 
@@ -234,6 +259,9 @@ def test_each_setting_changes_logits(family: str, change: dict[str, Any]) -> Non
 def test_config_round_trips(family: str) -> None:
     config = config_from_hf(hf_config(family))
     written = config_to_hf(config)
+    if family == "kimi_k2":  # transformers has no class for this name
+        assert written["model_type"] == "deepseek_v3"
+        written["model_type"] = "kimi_k2"
     kept = {"model_type", "architectures", "vocab_size", "tie_word_embeddings"}
     assert {k: written[k] for k in kept} == {k: hf_config(family)[k] for k in kept}
     # transformers checks types: it does not accept an int as a float.
@@ -241,7 +269,7 @@ def test_config_round_trips(family: str) -> None:
         theirs = hf_config(family).get(key)
         assert theirs is None or type(value) is type(theirs), key
     again = config_from_hf(written)
-    assert config_to_hf(again) == written
+    assert config_to_hf(again) == config_to_hf(config)
     assert again.kinds == config.kinds
     assert again.sizes == config.sizes
 
@@ -323,6 +351,12 @@ PUBLISHED = {
     "smollm3-3b": 3_075_098_624,
     "granite3.3-2b": 2_533_539_840,
     "granite3.3-8b": 8_170_864_640,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+    "kimi-k2": 1_026_408_209_408,
+    "glm-4.5-air": 106_852_245_504,
+    "glm-4.5": 352_797_814_784,
 }
 
 
@@ -411,7 +445,7 @@ def test_invalid_dense_layers_raise(changes: dict, message: str) -> None:
 
 
 def test_exporting_dense_layers_raises() -> None:
-    with pytest.raises(ValueError, match="dense_layers is 1"):
+    with pytest.raises(ValueError, match=r"experts is Experts.*Glm4MoeForCausalLM"):
         config_to_hf(deepseek_like(experts=Experts(num_experts=8, top_k=2, mlp_dim=64)))
 
 
@@ -510,8 +544,8 @@ def test_rotations_of_local_and_global_layers_are_read_as_in_transformers() -> N
 
 BAD = [
     (
-        {"model_type": "deepseek_v3"},
-        "has model_type 'deepseek_v3'. GPT can read only one of",
+        {"model_type": "deepseek_v32"},
+        "has model_type 'deepseek_v32'. GPT can read only one of",
     ),
     (
         {"hidden_act": "relu"},

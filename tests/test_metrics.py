@@ -208,7 +208,7 @@ TUPLE = " Return loss, or (loss, metrics), where metrics is a dict of scalars or
                 (1.0, {name: 1.0}),
                 f"A metric is named {name!r}, which the run reports itself. Rename "
                 f"the metric. Reserved names: {list(RESERVED_METRICS)}, and all names "
-                "that begin with 'eval_'.",
+                "that begin with 'eval_' or 'learning_rate/'.",
             )
             for name in (*RESERVED_METRICS, "eval_loss")
             if name != "loss"

@@ -58,7 +58,7 @@ def test_amplitude_applies_to_features_that_rotate() -> None:
     ("change", "message"),
     [
         ({"factor": 0.0}, "YarnScaling.factor is 0.0; it must be above 0"),
-        ({"fast": 1.0}, "YarnScaling.fast is 1.0; it must be above slow=1.0"),
+        ({"fast": 0.5}, "YarnScaling.fast is 0.5; it must be at least slow=1.0"),
         ({"attention_factor": 0.0}, "attention_factor is 0.0.*above 0, or None"),
     ],
 )

@@ -154,11 +154,11 @@ def test_script_trains_resumes_and_exports_on_two_processes(tmp_path: Path) -> N
     first = launch(2)
     assert first.code == 0, first.text
     assert first.text.count("Sample at step 2: def read") == 1
-    shutil.rmtree(tmp_path / "run/export")
+    shutil.rmtree(tmp_path / "run/export-2")
     second = launch(4)
     assert second.code == 0, second.text
     assert "Resumed from step 2" in second.text
     assert "Step 4 is exported to" in second.text
-    names = {path.name for path in (tmp_path / "run/export").iterdir()}
+    names = {path.name for path in (tmp_path / "run/export-4").iterdir()}
     assert names >= {"config.json", "model.safetensors"}
-    Trainer(GPT.from_pretrained(tmp_path / "run/export"), optax.sgd(0.0), loss)
+    Trainer(GPT.from_pretrained(tmp_path / "run/export-4"), optax.sgd(0.0), loss)

@@ -42,6 +42,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 # The other processes notice a lost process within 0.5 s, and end by themselves
 # (docs/library-notes.md, "Lost processes").
 _GRACE_SECONDS = 5.0
+_SAVE_SECONDS = 600.0  # for preempted processes, which may still write a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PORT = 8476
 # Kubernetes writes this annotation to each pod of an Indexed job.
@@ -139,10 +140,13 @@ def _wait(processes: list[Process]) -> int:
         num_running -= 1
         is_preempted |= code == PREEMPTED
         # Preempted processes have agreed to end. Each may still write its part of the
-        # checkpoint, so no process is killed.
-        if code not in (0, PREEMPTED):
+        # checkpoint.
+        if code == PREEMPTED:
+            deadline = deadline or time.monotonic() + _SAVE_SECONDS
+        elif code:
             failures.append((index, code))
-            deadline = deadline or time.monotonic() + _GRACE_SECONDS
+            end = time.monotonic() + _GRACE_SECONDS
+            deadline = end if deadline is None else min(deadline, end)
     if not failures:
         return PREEMPTED if is_preempted else 0
     # A process that ends because another process is lost may be reaped before the lost

@@ -352,11 +352,19 @@ class WandbLogger:
         self.init_kwargs = init_kwargs
         self._module = _import_extra("wandb", "wandb", type(self).__name__)
         self._run: Any = None
+        self._given: set[str] = set()
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Begins or resumes the run."""
         self.finish()
         self._run = self._module.init(**self.init_kwargs)
+        given = self.init_kwargs.get("config")
+        if isinstance(given, str):  # the path of a file, which wandb has read
+            self._given = {*self._run.config.keys()}
+        elif isinstance(given, Mapping):
+            self._given = {*given}
+        else:
+            self._given = {*getattr(given, "__dict__", ())}
         # wandb's step counter must not go back, but the step of a resumed run does.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -367,9 +375,7 @@ class WandbLogger:
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Adds the settings to the run's config."""
-        given = self.init_kwargs.get("config")
-        names = given if isinstance(given, Mapping) else vars(given or object)
-        new = {name: value for name, value in config.items() if name not in names}
+        new = {name: x for name, x in config.items() if name not in self._given}
         # A resumed run may have another mesh.
         self._run.config.update(new, allow_val_change=True)
 

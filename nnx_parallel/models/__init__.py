@@ -3,6 +3,7 @@
 from nnx_parallel.models.classifier import MLPClassifier as MLPClassifier
 from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierConfig
 from nnx_parallel.models.classifier import classification_loss as classification_loss
+from nnx_parallel.models.families.deepseek import Latents as Latents
 from nnx_parallel.models.families.granite import Multipliers as Multipliers
 from nnx_parallel.models.generation import generate as generate
 from nnx_parallel.models.generation import pad_prompts as pad_prompts

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.models.gpt import GPT, Caches
+from nnx_parallel.models.cache import Caches
+from nnx_parallel.models.gpt import GPT
 
 
 def generate(
@@ -78,10 +79,13 @@ def generate(
         )
     vocab = model.config.vocab_size
     top = vocab if top_k is None else top_k
+    if isinstance(stop, int):
+        raise TypeError(f"stop is {stop}; it must be a sequence, such as ({stop},).")
     sampler = _Sampler(temperature, top, top_p, tuple(stop), pad)
     sampler.check(vocab, has_key=key is not None)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    lengths = None if lengths is None else jnp.asarray(lengths)
     _check_lengths(prompt, lengths)
     model.config.check_length(prompt.shape[1] + max_new_tokens)
     keys = jax.random.split(jax.random.key(0) if key is None else key, max_new_tokens)
@@ -175,10 +179,11 @@ def _check_lengths(prompt: jax.Array, lengths: jax.Array | None) -> None:
     """Checks the shape of the lengths and, outside of a trace, their values."""
     if lengths is None:
         return
-    if lengths.shape != prompt.shape[:1]:
+    is_int = jnp.issubdtype(lengths.dtype, jnp.integer)
+    if not is_int or lengths.shape != prompt.shape[:1]:
         raise ValueError(
-            f"lengths has shape {lengths.shape}; for a prompt of shape {prompt.shape} "
-            f"it must be {prompt.shape[:1]}."
+            f"lengths is {lengths.dtype}{list(lengths.shape)}; for a prompt of shape "
+            f"{prompt.shape} it must be integers of shape {prompt.shape[:1]}."
         )
     is_traced = isinstance(lengths, jax.core.Tracer)
     if not is_traced and not ((lengths >= 1) & (lengths <= prompt.shape[1])).all():
@@ -216,19 +221,15 @@ class _Sampler:
             return jnp.argmax(logits, axis=-1)  # (batch,)
         wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         logits = wide / self.temperature
-        if self.top_k < logits.shape[-1]:
-            least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]  # (batch, 1)
-            logits = jnp.where(logits < least, -jnp.inf, logits)
-        if self.top_p < 1:
-            logits = jnp.where(logits < self._least(logits), -jnp.inf, logits)
-        return jax.random.categorical(key, logits)
-
-    def _least(self, logits: jax.Array) -> jax.Array:
-        """Returns the least logit in each row's top-p set, ``(batch, 1)``."""
-        ordered = -jnp.sort(-logits, axis=-1)
+        if self.top_k >= logits.shape[-1] and self.top_p >= 1:
+            return jax.random.categorical(key, logits)
+        # Sorted, so that of equal logits no more are kept than asked for.
+        ordered, tokens = jax.lax.top_k(logits, self.top_k)  # (batch, top_k)
         shares = jax.nn.softmax(ordered, axis=-1)
         is_kept = jnp.cumsum(shares, axis=-1) - shares < self.top_p
-        return jnp.where(is_kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
+        kept = jnp.where(is_kept, ordered, -jnp.inf)
+        index = jax.random.categorical(key, kept)[:, None]
+        return jnp.take_along_axis(tokens, index, axis=-1)[:, 0]
 
     def check(self, vocab: int, *, has_key: bool) -> None:
         """Raises the errors of `generate` for a vocabulary of this size."""

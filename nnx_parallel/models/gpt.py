@@ -37,22 +37,23 @@ from nnx_parallel.layers.activations import ACTIVATIONS
 from nnx_parallel.layers.attention import attention, chunk_segments
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
 from nnx_parallel.metrics import Mean
+from nnx_parallel.models.cache import (
+    Cache,
+    Caches,
+    Start,
+    positions_from,
+    write_cache,
+)
 from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig
+from nnx_parallel.models.latent_attention import LatentAttention
 from nnx_parallel.models.rotary import YarnScaling, frequencies, rotate
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published, period_of
 
-Start = int | jax.Array
-"""The position of the first token: one number, or int (batch,) with a number for each
-row. Or the positions of all tokens, int (batch, seq)."""
 Stream = jax.Array | tuple[jax.Array, jax.Array]
 """Activations (batch, seq, embed), and with expert losses a pair: also (batch, seq)."""
 Rotation = tuple[jax.Array, float | jax.Array]
 """The frequencies of a layer's rotation, and the factor of rotated features."""
-Cache = tuple[jax.Array, jax.Array]
-"""Keys and values of earlier tokens, each (batch, total_len, kv_heads, head_dim)."""
-Caches = tuple[Cache, ...]
-"""A cache for each stack of a model; its arrays have a leading dim of layers."""
 
 
 def _dense(
@@ -141,16 +142,6 @@ def _dropout(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.Dropout:
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
-def _positions(start: Start, length: int) -> jax.Array:
-    """Returns the positions of tokens: int (seq,) or (batch, seq)."""
-    ndim = start.ndim if isinstance(start, jax.Array) else 0
-    if ndim == 2:
-        return start
-    if ndim == 1:
-        return start[:, None] + jnp.arange(length)[None, :]  # (batch, seq)
-    return start + jnp.arange(length)
-
-
 class Attention(nnx.Module):
     """Causal self-attention, with or without a cache of earlier keys and values."""
 
@@ -190,7 +181,7 @@ class Attention(nnx.Module):
         ``None``. Returns an array with the shape of ``x``, and the new cache or
         ``None``.
         """
-        positions = _positions(start, x.shape[1])
+        positions = positions_from(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
         query, key, value = project(x, self.query, self.key, self.value)
         query = constrain(query, "batch", "seq", "heads", "head_dim")
@@ -203,7 +194,7 @@ class Attention(nnx.Module):
             query, key = self._rotate(query, key, positions, length)
         if cache is None:
             return self.out(self._attend(query, key, value, segments, chunks)), None
-        keys, values = _write(cache[0], key, start), _write(cache[1], value, start)
+        keys, values = write_cache(cache, key, value, start)
         positions = jnp.atleast_2d(positions)  # (1 or batch, seq)
         seen = self._seen(
             jnp.arange(keys.shape[1])[None, None, :], positions[..., None]
@@ -304,17 +295,6 @@ def _choose(flag: jax.Array, yes: Rotation, no: Rotation) -> Rotation:
     return speeds, jnp.where(flag, yes[1], no[1])
 
 
-def _write(cache: jax.Array, new: jax.Array, start: Start) -> jax.Array:
-    """Writes keys or values: one token for each row, if each row has a start."""
-    if isinstance(start, jax.Array) and start.ndim == 1:
-        slots = jnp.arange(cache.shape[1])[None, :]
-        is_next = slots == start[:, None]  # (batch, total_len)
-        cache = jnp.where(is_next[:, :, None, None], new, cache)
-    else:
-        cache = jax.lax.dynamic_update_slice_in_dim(cache, new, start, axis=1)
-    return constrain(cache, "batch", None, "kv_heads", "head_dim")
-
-
 class MLP(nnx.Module):
     """An MLP, with a gate unless the activation is GELU."""
 
@@ -366,7 +346,8 @@ class Block(nnx.Module):
         pre, self.is_parallel = config.pre_norms, config.block == "parallel"
         shares_norm = self.is_parallel and not config.separate_norms
         self.attention_norm = _make_norm(config, rngs=rngs) if pre else None
-        self.attention = Attention(config, rngs=rngs)
+        kind = Attention if config.latents is None else LatentAttention
+        self.attention = kind(config, rngs=rngs)
         has_norm = pre and not shares_norm
         self.mlp_norm = _make_norm(config, rngs=rngs) if has_norm else None
         self.mlp = _make_mlp(config, rngs=rngs)
@@ -579,16 +560,20 @@ class GPT(Published):
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
         """Returns an empty cache: a pair of arrays for each stack.
 
-        Each array is ``(layers, batch, total_len, kv_heads, head_dim)``. A model with
-        dense first layers has two stacks.
+        Each array is ``(layers, batch, total_len, kv_heads, features)``; the last two
+        sizes are `GPTConfig.cache_dims`. A model with dense first layers has two
+        stacks.
         """
-        sizes = self.config.sizes
-        shape = (batch_size, total_len, sizes["kv_heads"], sizes["head_dim"])
         dtype, caches = self.embed.embedding.get_value().dtype, []
+
+        def empty(layers: int, dims: tuple[int, int]) -> jax.Array:
+            zeros = jnp.zeros((layers, batch_size, total_len, *dims), dtype)
+            return constrain(zeros, "layers", "batch", None, "kv_heads", "head_dim")
+
+        first, second = self.config.cache_dims
         for stack in self._stacks:
-            empty = jnp.zeros((stack.num_layers * stack.period, *shape), dtype)
-            empty = constrain(empty, "layers", "batch", None, "kv_heads", "head_dim")
-            caches.append((empty, empty))
+            count = stack.num_layers * stack.period
+            caches.append((empty(count, first), empty(count, second)))
         return tuple(caches)
 
     @property
@@ -604,7 +589,7 @@ class GPT(Published):
         if self.config.multipliers is not None:
             x = x * self.config.multipliers.embedding
         if self.positions is not None:
-            positions = _positions(start, tokens.shape[1])
+            positions = positions_from(start, tokens.shape[1])
             positions = positions if positions.ndim > 1 else positions[None, :]
             x = x + self.positions(positions)  # + (1 or batch, seq, embed)
         return constrain(self.dropout(x), "batch", "seq", "embed")

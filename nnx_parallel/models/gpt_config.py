@@ -25,6 +25,8 @@ References:
     https://arxiv.org/abs/2508.10925
     [14] Meta AI, "The Llama 4 herd", 2025,
     https://ai.meta.com/blog/llama-4-multimodal-intelligence/
+    [15] DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1,
+    https://arxiv.org/abs/2405.04434
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from nnx_parallel.layers.attention.kernels import Implementation
 from nnx_parallel.layers.experts.routing import Experts, is_int
 from nnx_parallel.layers.stack.scan import Remat, check_remat
 from nnx_parallel.models.families import (
+    deepseek,
     gemma,
+    glm,
     gpt2,
     gpt_neox,
     gpt_oss,
@@ -54,6 +58,7 @@ from nnx_parallel.models.families import (
     qwen_moe,
     smollm3,
 )
+from nnx_parallel.models.families.deepseek import Latents
 from nnx_parallel.models.families.granite import Multipliers
 from nnx_parallel.models.rotary import Growth, LongRopeScaling, Scaling
 from nnx_parallel.weights.family import read_fields, write_settings
@@ -63,6 +68,7 @@ _FILES = (
     # is written as the later one (`nearest`), for instance as Llama and not as Phi-3.
     *(gpt2, phi3, llama, mistral, qwen, qwen_moe, gemma),
     *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe, llama4),
+    *(glm, deepseek),
 )
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -80,6 +86,14 @@ Norm = Literal["layer", "rms"]
 Positions = Literal["learned", "rope"]
 Arrangement = Literal["sequential", "parallel"]
 LayerKind = Literal["local", "global"]
+
+
+_WITHOUT_LATENTS = (
+    *("num_kv_heads", "head_dim", "rotary_dim", "rotated_layers", "window", "softcap"),
+    *("sinks", "qk_norm", "use_bias", "qkv_bias", "chunk", "query_growth"),
+    *("late_qk_norm", "zero_centered_norm"),
+)
+"""Fields that must be None or False in a model with latent attention."""
 
 
 @suggests_names
@@ -139,6 +153,9 @@ class GPTConfig:
         scale_embedding: True to multiply embeddings by ``embed_dim ** 0.5`` [6].
         multipliers: Factors of embeddings, outputs and logits; ``None`` means 1.
         dropout: Probability that an output of embedding, attention or MLP is dropped.
+        latents: Widths of latent attention [15], which computes keys and values from a
+            short vector for each token; ``None`` computes them from the residual
+            stream.
         attention: Implementation of attention; ``None`` takes the platform's fused
             kernel where it fits (`nnx_parallel.layers.attention`).
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
@@ -213,6 +230,7 @@ class GPTConfig:
     scale_embedding: bool = False
     multipliers: Multipliers | None = None
     dropout: float = 0.0
+    latents: Latents | None = None
     attention: Implementation | None = None
     attention_scale: float | None = None
     window: int | None = None
@@ -263,6 +281,11 @@ class GPTConfig:
                 isinstance(self.experts, Experts | None),
                 "an Experts(...), or None",
             ),
+            (
+                "latents",
+                isinstance(self.latents, Latents | None),
+                "a Latents(...), or None",
+            ),
         )
         for name in ("softcap", "logit_softcap", "attention_scale", "local_rope_theta"):
             value = getattr(self, name)
@@ -279,7 +302,8 @@ class GPTConfig:
 
     def _check_heads(self) -> None:
         heads, kv_heads = self.num_heads, self.sizes["kv_heads"]
-        if self.head_dim is None and self.embed_dim % heads:
+        is_divided = self.head_dim is None and self.latents is None
+        if is_divided and self.embed_dim % heads:
             raise ValueError(
                 f"GPTConfig.num_heads is {heads}, which does not divide "
                 f"embed_dim={self.embed_dim}. Set embed_dim to a multiple of {heads}, "
@@ -299,12 +323,12 @@ class GPTConfig:
                     f"GPTConfig.rotary_dim is {self.rotary_dim}; it must be even, "
                     f"because features rotate in pairs, and at most {head_dim=}."
                 )
-        elif self.positions == "rope" and head_dim % 2:
+        elif self.positions == "rope" and self._rotary_dim % 2:
             raise ValueError(
                 f"GPTConfig.head_dim is {head_dim}, but positions='rope' "
                 "rotates features in pairs: head_dim must be even."
             )
-        scaling, half = self.rope_scaling, (self.rotary_dim or head_dim) // 2
+        scaling, half = self.rope_scaling, self._rotary_dim // 2
         if isinstance(scaling, LongRopeScaling) and len(scaling.short) != half:
             raise ValueError(
                 f"GPTConfig.rope_scaling has {len(scaling.short)} divisors of "
@@ -350,6 +374,7 @@ class GPTConfig:
         )
         is_cut = self.window is not None or self.chunk is not None
         first = "dense_layers=0: the pattern covers all layers"
+        grows = getattr(self.rope_scaling, "growth", 0.0) > 0
         posts = "block='sequential': the norms follow attention and MLP"
         rules = (
             ("mlp_dim", has_mlps, mlps),
@@ -361,6 +386,8 @@ class GPTConfig:
             ("rope_scaling", rope, "positions='rope': it changes the rotation"),
             ("local_rope_theta", self.is_mixed, "layer_kinds: some layers are local"),
             ("local_rope_theta", rope, "positions='rope': it changes the rotation"),
+            ("latents", rope, "positions='rope': a part of each key rotates"),
+            ("latents", not grows, "rope_scaling without growth of queries"),
             ("zero_centered_norm", self.norm == "rms", "norm='rms': it is an RMSNorm"),
             ("post_norms", self.block == "sequential", posts),
             ("wide_qk_norm", self.qk_norm, "qk_norm: it is a form of this norm"),
@@ -379,6 +406,8 @@ class GPTConfig:
                 "activation='gelu' in an MLP: experts approximate it",
             ),
         )
+        plain = "latents=None: latent attention does not support it"
+        rules += tuple((n, self.latents is None, plain) for n in _WITHOUT_LATENTS)
         for name, is_met, needed in rules:
             found = getattr(self, name)
             if found not in (None, False) and not is_met:
@@ -421,11 +450,40 @@ class GPTConfig:
             "embed": self.embed_dim,
             "heads": self.num_heads,
             "kv_heads": self.num_kv_heads or self.num_heads,
-            "head_dim": self.head_dim or self.embed_dim // self.num_heads,
+            "head_dim": self._head_dim,
             "mlp": self.experts.mlp_dim if self.experts else self._dense_dim,
             "vocab": self.vocab_size,
             "expert": self.experts.num_experts if self.experts else 1,
         }
+
+    @property
+    def _head_dim(self) -> int:
+        """Width of a query and of a key."""
+        if self.latents is not None:
+            return self.latents.plain_dim + self.latents.rotary_dim
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def _rotary_dim(self) -> int:
+        """Number of features of a query that rotate."""
+        if self.latents is not None:
+            return self.latents.rotary_dim
+        return self.rotary_dim or self._head_dim
+
+    @property
+    def _value_dim(self) -> int:
+        return self._head_dim if self.latents is None else self.latents.value_dim
+
+    @property
+    def cache_dims(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and features of the two arrays that generation keeps for each token.
+
+        They are keys and values, or latents and rotated keys.
+        """
+        if self.latents is not None:
+            return (1, self.latents.key_dim), (1, self.latents.rotary_dim)
+        dims = self.sizes["kv_heads"], self._head_dim
+        return dims, dims
 
     @property
     def _dense_dim(self) -> int:
@@ -485,6 +543,8 @@ class GPTConfig:
         normed = sizes["heads"] + sizes["kv_heads"] if self.wide_qk_norm else 2
         block += normed * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
         block += embed * self.use_bias + sizes["heads"] * self.sinks
+        if (latents := self.latents) is not None:  # norms of latents
+            block += latents.key_dim + (latents.query_dim or 0)
         mlp = embed + self._dense_dim * (self._num_kernels - 1)
         biases = self._num_dense * mlp * self.use_bias
         if (experts := self.experts) is not None and experts.use_bias:
@@ -504,30 +564,44 @@ class GPTConfig:
         positions, and an embedding that is not tied to the head.
         """
         sizes = self.sizes
-        attention = 2 * (sizes["heads"] + sizes["kv_heads"]) * sizes["head_dim"]
-        width = self.num_layers * attention + sizes["vocab"]
+        width = sizes["vocab"]
         width += self._num_dense * self._num_kernels * self._dense_dim
         if (experts := self.experts) is not None:
             routed = experts.num_experts * experts.mlp_dim
             mlp = self._num_kernels * (routed + experts.shared_dim)
             mlp += experts.num_experts + experts.shared_gate  # the router and the gate
             width += (self.num_layers - self._num_dense) * mlp
-        return sizes["embed"] * width
+        return sizes["embed"] * width + self.num_layers * self._num_attention_weights
+
+    @property
+    def _num_attention_weights(self) -> int:
+        """Number of elements of the kernels of one layer's attention."""
+        sizes, latents = self.sizes, self.latents
+        embed, heads = sizes["embed"], sizes["heads"]
+        if latents is None:
+            return 2 * embed * (heads + sizes["kv_heads"]) * sizes["head_dim"]
+        source = latents.query_dim or embed
+        query = source * heads * sizes["head_dim"]
+        query += embed * (latents.query_dim or 0)
+        values = heads * latents.value_dim
+        keys = latents.key_dim * (heads * latents.plain_dim + values)
+        keys += embed * (latents.key_dim + latents.rotary_dim)
+        return query + keys + values * embed
 
     def flops_per_token(self, seq_len: int) -> int:
         """Returns a training step's FLOPs per token, forward and backward, for MFU [5].
 
         The result is ``6 N + 12 L E T``. N is `num_product_params` without the experts
         to which a token does not go. The second term counts the products of queries
-        with keys and of scores with values. L is the number of layers, E is the width
-        of all heads together, and T is ``seq_len``. The result does not depend on a
-        causal mask, although a mask halves the work of a good kernel. It does not
-        depend on remat either.
+        with keys and of scores with values. L is the number of layers, E is the mean
+        width of all keys and of all values together, and T is ``seq_len``. The result
+        does not depend on a causal mask, although a mask halves the work of a good
+        kernel. It does not depend on remat either.
         """
-        attended = self.sizes["heads"] * self.sizes["head_dim"] * seq_len
+        attended = self.num_heads * (self._head_dim + self._value_dim) * seq_len
         idle = self._num_idle * self._num_expert_weights
         active = self.num_product_params - idle
-        return 6 * active + 12 * self.num_layers * attended
+        return 6 * active + 6 * self.num_layers * attended
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -535,12 +609,14 @@ class GPTConfig:
         sizes, experts = self.sizes, self.experts
         if experts is not None:  # files do not store the settings of experts' training
             training = {"balance_loss": 0.0, "balance_over": "sequence", "z_loss": 0.0}
+            if experts.choice_bias:  # files have the bias, but not its rate
+                training["bias_rate"] = 0.0
             experts = replace(experts, **training)
         scale = self.attention_scale or sizes["head_dim"] ** -0.5
         return vars(self) | {
             "num_kv_heads": sizes["kv_heads"],
             "head_dim": sizes["head_dim"],
-            "mlp_dim": self._dense_dim if self.expert_layers else sizes["mlp"],
+            "mlp_dim": self._dense_dim if self._num_dense else sizes["mlp"],
             "qkv_bias": self.use_bias if self.qkv_bias is None else self.qkv_bias,
             "layer_kinds": self.kinds,
             "expert_layers": self.with_experts if self.expert_layers else None,

@@ -163,7 +163,7 @@ class YarnScaling:
             ("factor", self.factor > 0, "above 0"),
             ("original_len", self.original_len >= 1, "at least 1"),
             ("slow", self.slow > 0, "above 0"),
-            ("fast", self.fast > self.slow, f"above slow={self.slow}"),
+            ("fast", self.fast >= self.slow, f"at least slow={self.slow}"),
             ("attention_factor", scale is None or scale > 0, "above 0, or None"),
             ("growth", self.growth >= 0, "at least 0"),
         )

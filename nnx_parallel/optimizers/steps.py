@@ -280,7 +280,7 @@ def learning_rates(
             if schedule is not None:
                 # `by_layer` keeps an equal count for each layer.
                 found[path] = jnp.asarray(schedule(jnp.ravel(count)[0]))
-    if len(found) == 1:
+    if len(found) == 1 and "inner_states." not in next(iter(found)):
         return dict(zip(["learning_rate"], found.values(), strict=True))
     labels = [
         path.rpartition("inner_states.")[2].partition(".")[0]
@@ -301,7 +301,10 @@ def _schedules(part: Any, seen: set[int]) -> Iterator[Callable | None]:
     and inner optimizers only in the closures of its functions.
     """
     if isinstance(part, dict):
-        part = [part[key] for key in sorted(part, key=str)]  # as JAX orders states
+        try:
+            part = [part[key] for key in sorted(part)]  # as JAX orders states
+        except TypeError:  # keys of different types
+            return
     if isinstance(part, list | tuple):
         for inner in part:
             yield from _schedules(inner, seen)
@@ -321,7 +324,13 @@ def _schedules(part: Any, seen: set[int]) -> Iterator[Callable | None]:
         is_rate = "scale_by_learning_rate." in getattr(step_size, "__qualname__", "")
         yield _closure_of(step_size).get("learning_rate") if is_rate else None
         return
-    yield from _schedules([*held.values()], seen)
+    inner = [[*_schedules(value, seen)] for value in held.values()]
+    if sum(map(bool, inner)) > 1:
+        # Several variables hold optimizers, as in `optax.contrib.sam`. The order of
+        # their states is unknown, so a further entry breaks the match of the numbers.
+        yield from [None] * (1 + 2 * sum(map(len, inner)))
+    for each in inner:
+        yield from each
 
 
 def _closure_of(function: Any) -> dict[str, Any]:

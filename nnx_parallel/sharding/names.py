@@ -13,7 +13,7 @@ import jax.numpy as jnp
 # does not silently replicate its dim (`Layout.axes_of`).
 LOGICAL_AXES = (
     "batch", "seq", "embed", "mlp", "heads", "kv_heads", "head_dim", "vocab", "layers",
-    "expert",
+    "expert", "latent",
 )  # fmt: skip
 
 """The names that this library's models give to their dims."""

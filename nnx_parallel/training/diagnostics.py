@@ -184,7 +184,9 @@ def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
         yield
     except Exception as error:
         call = f"in {name}, batch {shapes_of(batch)}, model {type(model).__name__}"
-        call += _layer_of(error, model)
+        # A half-built layer may raise further errors, which must not hide this one.
+        with contextlib.suppress(Exception):
+            call += _layer_of(error, model)
         if remedy := _remedy_of_call(error, name, model, batch):
             call += f". {remedy}"
         error.add_note(_CallNote(call))

@@ -158,7 +158,8 @@ class Loop:
                 stack.enter_context(checkpoints)
         if self._stop_reason == SIGTERM:
             # This also ends a fit after its last step: the script may have more to do.
-            raise SystemExit(PREEMPTED)
+            # Without checkpoints another start would begin again, and never end.
+            raise SystemExit(PREEMPTED if checkpoints.options else 1)
         if self._stop_reason == INTERRUPT:
             raise make_interrupt(INTERRUPT)
         return history

@@ -373,9 +373,10 @@ def _left_whole(
     A share of less than 5 % is left out.
     """
     kernels = [(i, p) for i, p in arrays if len(i.shape) > 1 + p.is_stacked]
-    # Adapters, lookup tables and the biases of heads are left out, because replicating
-    # them costs little.
+    # Adapters, lookup tables, the biases of heads and kernels into latents are left
+    # out, because replicating them costs little.
     kernels = [(i, p) for i, p in kernels if i.kind == "Param"]
+    kernels = [(i, p) for i, p in kernels if "latent" not in (i.names or ())]
     kernels = [(i, p) for i, p in kernels if not i.path.endswith(("embedding", "bias"))]
     flops = sum(i.flops for i, _ in kernels)
     for part in layout.claims.parts or (layout.claims,):

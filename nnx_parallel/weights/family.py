@@ -49,6 +49,9 @@ class Family:
         names: Function that makes the table of names in files from fields.
         prefix: Start of the names in files, except the names of the head.
         ignored: A regex for names of arrays in files that the model does not need.
+        left_out: Function that makes a regex from settings, for the names of parts in
+            files that the model does not have. A warning names the parts that are left
+            out.
         presets: Fields of published models, by name of the model.
         part: Name of the entry of ``config.json`` that has the settings of the model,
             if the model is a part of a larger one.
@@ -73,6 +76,7 @@ class Family:
     names: Callable[[Values], Sequence[Entry]]
     prefix: str = "model."
     ignored: str
+    left_out: Callable[[Values], str] = lambda settings: ""
     presets: Mapping[str, Values] = field(default_factory=dict)
     part: str = "text_config"
     unpack: Callable[[Values], Values] = dict
@@ -186,9 +190,11 @@ def _part_config(content: Values, part: str) -> Values | None:
 _COUNTS = {
     10_000: "num_layers",
     65_536: "num_heads num_kv_heads num_experts num_local_experts num_experts_per_tok "
-    "sliding_window_pattern interleave_moe_layer_step no_rope_layer_interval",
+    "n_routed_experts n_shared_experts n_group topk_group sliding_window_pattern "
+    "interleave_moe_layer_step no_rope_layer_interval",
     2**31 - 1: "vocab_size seq_len embed_dim head_dim mlp_dim width num_labels "
-    "moe_intermediate_size sliding_window attention_chunk_size floor_scale",
+    "moe_intermediate_size sliding_window attention_chunk_size floor_scale "
+    "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",
 }
 """The largest valid value of some fields, and of some settings that have no field."""
 
@@ -279,8 +285,9 @@ class Published(nnx.Module):
             WeightsError: If files are damaged, or if config and files disagree.
 
         Warns:
-            UserWarning: If the folder has a larger model, such as a model of text and
-                images. Only the part of this class is read.
+            UserWarning: If the folder has parts that the model does not have. They are
+                left out: the other parts of a larger model, such as a model of text and
+                images, or layers that predict further tokens.
         """
         folder = find_folder(path)
         content = read_config(folder)
@@ -300,7 +307,9 @@ class Published(nnx.Module):
             ignored=_ignored(family, saved),
             block_size=read_quantization(content),
         )
-        _rename(source, family, is_part=_part_config(content, family.part) is not None)
+        inner = _part_config(content, family.part)
+        left_out = family.left_out(inner or content)
+        _rename(source, family, left_out, is_part=inner is not None)
         missing = _missing_heads(source, family)
         differs = fields.get("num_classes") != saved.get("num_classes")
         if differs or (missing and "num_classes" in overrides):
@@ -344,23 +353,32 @@ def _ignored(family: Family, saved: Values) -> str:
     return "|".join([family.ignored, *heads])
 
 
-def _rename(source: Pretrained, family: Family, *, is_part: bool) -> None:
-    """Gives arrays the names of the family, and drops other parts of the model."""
+def _rename(
+    source: Pretrained, family: Family, left_out: str, *, is_part: bool
+) -> None:
+    """Gives arrays the names of the family, and drops other parts of the model.
+
+    ``left_out`` is a regex for names of such parts within the model that is read.
+    """
     given = source.tensors
     source.tensors, start = rename_tensors(given, source.names, family.prefix)
     known = {theirs for _, theirs, _ in source.names}
-    others = [
-        name
+    others = {
+        name: name.removeprefix("model.").partition(".")[0]
         for name in given
-        if not name.startswith(start)
+        if is_part
+        and not name.startswith(start)
         and name not in known
         and not re.search(source.ignored or family.ignored, name)
-    ]
-    if not is_part or not others:
+    }
+    for name in source.tensors if left_out else ():
+        if found := re.search(left_out, name):
+            others[name] = found[0]
+    if not others:
         return
     for name in others:
         del source.tensors[name]
-    parts = {name.removeprefix("model.").partition(".")[0] for name in others}
+    parts = set(others.values())
     warn_user(
         f"{str(source.path)!r} has a larger model than {family.architecture}. Only its "
         f"{_PARTS[family.part]} is read. Left out: {', '.join(sorted(parts))} "

@@ -38,12 +38,13 @@ from einops import rearrange
 from flax import nnx
 
 from nnx_parallel.errors import WeightsError, suggest
+from nnx_parallel.layers.experts.moe import RouterBias
 from nnx_parallel.weights.files import Tensor
 
 Entry = tuple[str, str, str]
 
-WEIGHTS = (nnx.Param, nnx.BatchStat)
-"""Types of Variables that are in files: parameters, and statistics of norms."""
+WEIGHTS = (nnx.Param, nnx.BatchStat, RouterBias)
+"""Types of Variables in files: parameters, statistics of norms, biases of routers."""
 
 _PART = re.compile(
     r"(?:part (\d+) of (\d+): *|(\w+) (\d+):(\d+) of (\d+): *)?"

@@ -138,6 +138,41 @@ LLAMA_4 = {
     "floor_scale": [LEFT_OUT, 32],
     "attn_scale": [LEFT_OUT, 0.25],
 }
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}
+YARN_64 = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+DENSE_FIRST = {
+    "n_routed_experts": [8],
+    "num_experts_per_tok": [3],
+    "moe_intermediate_size": [16],
+    "n_group": [4],
+    "topk_group": [2],
+    "n_shared_experts": [LEFT_OUT, 1, 3],
+    "first_k_dense_replace": [LEFT_OUT, 0, 2],
+    "routed_scaling_factor": [LEFT_OUT, 1.5],
+    "norm_topk_prob": [LEFT_OUT, LEFT_OUT, True, False],
+}
+LATENTS = {
+    **COMMON,
+    **DENSE_FIRST,
+    "num_key_value_heads": [4],
+    "head_dim": [8],
+    "kv_lora_rank": [16],
+    "qk_nope_head_dim": [6],
+    "qk_rope_head_dim": [8],
+    "v_head_dim": [12],
+    "q_lora_rank": [LEFT_OUT, 24, None],
+    "rope_scaling": [
+        *COMMON["rope_scaling"],
+        {**YARN_64, **MSCALE},
+        {**YARN_64, "mscale_all_dim": 0.7, "beta_fast": 1.0},
+        {"type": "linear", "factor": 4.0, "mscale_all_dim": 1.0},
+    ],
+    "rope_parameters": [*COMMON["rope_parameters"], {**YARN_64, **MSCALE}],
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gpt2": {**LAYER_NORM},
     "llama": COMMON,
@@ -212,6 +247,20 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "swiglu_limit": [LEFT_OUT] * 6 + [7.0, 5.0],
     },
     "llama4_text": {**COMMON, **LLAMA_4},
+    "deepseek_v2": {
+        **LATENTS,
+        "topk_method": [LEFT_OUT, "group_limited_greedy", "group_limited_greedy"],
+    },
+    "deepseek_v3": {
+        **LATENTS,
+        "rope_interleave": [LEFT_OUT, False],
+    },
+    "glm4_moe": {
+        **COMMON,
+        **DENSE_FIRST,
+        "partial_rotary_factor": [LEFT_OUT, 0.25],
+        "use_qk_norm": [LEFT_OUT, True],
+    },
 }
 
 
@@ -321,6 +370,12 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
             for a in attentions
         ]
         found["with_experts"] = [layer.is_moe_layer for layer in layers]
+    if "n_group" in given:
+        # DeepSeek V2 has groups in files, and may ignore them.
+        ignores = getattr(config, "topk_method", None) == "greedy"
+        groups = (1, 1) if ignores else (config.n_group, config.topk_group)
+        found["groups"] = [*groups, config.routed_scaling_factor]
+        found["dense_layers"] = config.first_k_dense_replace
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if kind == "granite":
             found[name] = getattr(config, name)

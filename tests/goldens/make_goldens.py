@@ -56,6 +56,28 @@ BFLOAT16 = {"dtype": "bfloat16"}
 # Each setting of a config has another value than its default in at least one family.
 GEMMA = {"query_pre_attn_scalar": 12, "sliding_window": 8, **BFLOAT16}
 
+# The wavelengths of 8 rotated features are 6, 63, 628 and 6283. The first stays, the
+# second is interpolated, and the other two are stretched.
+MLA_YARN = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+DEEPSEEK = {
+    **{k: v for k, v in SIZES.items() if k != "head_dim"},
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 16,
+    "rms_norm_eps": 1e-4,  # norms of latents keep 1e-6
+}
+
 FAMILIES = {
     "gpt2": {
         "model_type": "gpt2",
@@ -298,6 +320,71 @@ FAMILIES = {
         "rope_scaling": {**LLAMA_31, "high_freq_factor": 1.0},
         **BFLOAT16,
     },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 1.7,
+        "rope_theta": 20_000.0,
+        **BFLOAT16,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **DEEPSEEK,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.3,
+        "rope_interleave": False,
+        "rope_scaling": MLA_YARN,
+        **BFLOAT16,
+    },
+    "kimi_k2": {
+        "model_type": "deepseek_v3",  # transformers has no class for kimi_k2
+        **DEEPSEEK,
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 24,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "rope_theta": 50_000.0,
+        "rope_scaling": {**MLA_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 0.7},
+        **BFLOAT16,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **SIZES,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.3,
+        "rope_theta": 1_000_000.0,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+        **BFLOAT16,
+    },
     "smollm": {
         "model_type": "llama",
         **SIZES,
@@ -322,6 +409,9 @@ def randomise(model: torch.nn.Module) -> None:
                 weight.copy_(torch.randn_like(weight) * (1.5 / weight.shape[-1] ** 0.5))
             if "gpt_oss" in model.config.model_type and name.endswith("gate_up_proj"):
                 weight.mul_(4)  # some values must exceed the bounds of the activation
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.add_(0.2 * torch.randn_like(bias))
 
 
 def make(name: str, seed: int) -> bool:
@@ -372,6 +462,8 @@ def main() -> None:
         next(seed for seed in range(100) if make(name, seed))
         versions[name] = {m.__name__: m.__version__ for m in (torch, transformers, np)}
     file.write_text(json.dumps(versions, indent=2) + "\n")
+    config = HERE / "kimi_k2" / "config.json"
+    config.write_text(config.read_text().replace('"deepseek_v3"', '"kimi_k2"'))
 
 
 if __name__ == "__main__":

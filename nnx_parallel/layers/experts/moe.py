@@ -57,6 +57,10 @@ class RouterState(nnx.Variable):
     """Statistics and bias of a router, which are not trained by gradients."""
 
 
+class RouterBias(RouterState):
+    """The bias of each expert, if it is one of the model's weights in files."""
+
+
 class Load(NamedTuple):
     """The number of tokens that chose each expert. Padding chooses no expert.
 
@@ -150,7 +154,8 @@ class MoE(nnx.Module):
         if experts.shared_gate:
             gate = named(_of_vector(into), "embed")
             self.shared_gate = nnx.Param(gate(rngs.params(), (embed_dim,), jnp.float32))
-        self.bias = RouterState(jnp.zeros(num)) if experts.bias_rate else nnx.data(None)
+        kind = RouterBias if experts.choice_bias else RouterState
+        self.bias = kind(jnp.zeros(num)) if experts.has_bias else nnx.data(None)
         self.counts = RouterState(jnp.zeros(num, jnp.int32))
         self.dropped = RouterState(jnp.int32(0))
         self.entropy = RouterState(jnp.float32(0))  # summed over tokens
@@ -245,7 +250,7 @@ class MoE(nnx.Module):
         """
         counts = self.counts[...]  # (..., experts)
         num, total = counts.shape[-1], jnp.sum(counts, axis=-1, keepdims=True)
-        if self.bias is not None:
+        if self.bias is not None and self.experts.bias_rate:
             # Integers are compared, because floats would be rounded. The total is
             # divided by `num`, because count * num may exceed 32 bits.
             mean, rest = total // num, total % num

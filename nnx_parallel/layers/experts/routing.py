@@ -12,6 +12,8 @@ References:
     https://arxiv.org/abs/2407.10671
     [6] Meta AI, "The Llama 4 herd", 2025,
     https://ai.meta.com/blog/llama-4-multimodal-intelligence/
+    [7] DeepSeek-AI, "DeepSeek-V2", 2024, section 2.2.2,
+    https://arxiv.org/abs/2405.04434
 """
 
 import math
@@ -27,8 +29,9 @@ from nnx_parallel.errors import ExpertsError, kind_of, suggests_names
 
 Scores = Literal["softmax", "sigmoid"]
 Balanced = Literal["sequence", "batch"]
-_COUNTS = ("num_experts", "top_k", "mlp_dim", "shared_dim", "num_groups", "top_groups")
-_FLAGS = ("shared_gate", "use_bias", "normalise", "scales_inputs")
+_COUNTS = ("num_experts", "top_k", "mlp_dim", "shared_dim")
+_COUNTS += ("num_groups", "top_groups", "best_of_group")
+_FLAGS = ("shared_gate", "use_bias", "normalise", "scales_inputs", "choice_bias")
 _NUMBERS = ("scale", "bias_rate", "balance_loss", "z_loss")
 
 
@@ -56,13 +59,18 @@ class Experts:
             its output [6].
         num_groups: Number of groups of neighbouring experts.
         top_groups: Number of groups from which a token's experts are chosen: the groups
-            with the largest sums of their two best scores [2].
+            with the largest sums of their best scores.
+        best_of_group: Number of best scores of a group in this sum: 2 in DeepSeek-V3
+            [2], and 1 in DeepSeek-V2 [7].
+        choice_bias: True for a bias of each expert that is one of the model's weights,
+            as in the files of DeepSeek-V3. It is added to the scores when experts are
+            chosen. Training changes it only by ``bias_rate``, never by gradients.
         bias_rate: Amount by which the biases of the experts change in each training
             step. The biases are added to the scores when experts are chosen. A bias
             rises if its expert had fewer tokens than the mean, and falls if it had more
             [2]. Tokens are counted over the global batch, in integers, so that the
             biases are the same, bit for bit, on any mesh and with any number of
-            microbatches. 0: no biases.
+            microbatches. 0: no biases, or constant ones with ``choice_bias``.
         balance_loss: Weight of a loss that is smallest if all experts have equal
             shares of the tokens. 0: no such loss.
         balance_over: The set of tokens over which shares are computed. ``sequence``:
@@ -97,6 +105,8 @@ class Experts:
     scales_inputs: bool = False
     num_groups: int = 1
     top_groups: int = 1
+    best_of_group: int = 2
+    choice_bias: bool = False
     bias_rate: float = 0.0
     balance_loss: float = 0.0
     balance_over: Balanced = "sequence"
@@ -134,6 +144,7 @@ class Experts:
                 1 <= self.top_groups <= groups,
                 f"1 to num_groups={groups}",
             ),
+            ("best_of_group", self.best_of_group >= 1, "at least 1"),
             ("bias_rate", self.bias_rate >= 0, "at least 0"),
             ("balance_loss", self.balance_loss >= 0, "at least 0"),
             (
@@ -166,6 +177,11 @@ class Experts:
 
     def _require(self, name: str, is_met: bool, rule: str) -> None:
         require(f"Experts.{name}", getattr(self, name), is_met, rule)
+
+    @property
+    def has_bias(self) -> bool:
+        """True if a bias of each expert takes part in the choice of experts."""
+        return self.choice_bias or self.bias_rate > 0
 
     @property
     def has_losses(self) -> bool:
@@ -206,7 +222,7 @@ class Experts:
         """Replaces scores outside of a token's best groups by minus infinity."""
         # (..., experts) -> (..., groups, experts of a group)
         grouped = preferred.reshape(*preferred.shape[:-1], self.num_groups, -1)
-        best, _ = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))
+        best, _ = jax.lax.top_k(grouped, min(self.best_of_group, grouped.shape[-1]))
         _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), self.top_groups)
         is_kept = jnp.any(is_equal(kept, self.num_groups), axis=-2)  # (..., groups)
         kept_scores = jnp.where(is_kept[..., None], grouped, -jnp.inf)

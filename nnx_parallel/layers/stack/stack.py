@@ -107,6 +107,8 @@ class Stack(nnx.Module):
             )
         check_remat(remat)
         makers = make_block if isinstance(make_block, Sequence) else [make_block]
+        if not makers:
+            raise StackError("make_block is []. A Stack needs at least 1 function.")
 
         def make_layer(rngs: nnx.Rngs) -> nnx.Module:
             blocks = [build_model(make, rngs) for make in makers]

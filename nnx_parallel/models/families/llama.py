@@ -50,7 +50,7 @@ _ATTENTION = {
     "attention.value": "self_attn.v_proj",
     "attention.out": "self_attn.o_proj",
 }
-_MLP = {f"mlp.{name}": f"mlp.{name}_proj" for name in ("up", "gate", "down")}
+MLP = {f"mlp.{name}": f"mlp.{name}_proj" for name in ("up", "gate", "down")}
 _NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _QK_NORMS = {
     "attention.query_norm": "self_attn.q_norm",
@@ -65,7 +65,7 @@ _WIDE_QK_NORMS = {
 
 def names(
     fields: Values,
-    mlp: Mapping[str, str] = _MLP,
+    mlp: Mapping[str, str] = MLP,
     norms: Mapping[str, str] = _NORMS,
     attention: Mapping[str, str] = _ATTENTION,
     patterns: Mapping[str, tuple[str, str]] | None = None,
@@ -86,6 +86,21 @@ def names(
     ]
     head = ("head.kernel", "lm_head.weight", "vocab embed -> embed vocab")
     return found if fields["tied"] else [*found, head]
+
+
+def after_dense(
+    blocks: Sequence[Entry], dense: Sequence[Entry], count: int
+) -> list[Entry]:
+    """Returns the table of a model with dense layers before its other layers.
+
+    ``blocks`` is the table of a model without dense layers, and ``dense`` is the table
+    of a model that has no other layers. ``count`` is the number of dense layers.
+    """
+    if not count:
+        return [*blocks]
+    later = [(a, b.replace("{}", f"{{{count}:}}", 1), c) for a, b, c in blocks]
+    first = [(f"dense_{a}", b, c) for a, b, c in dense if a.startswith("blocks.")]
+    return [*later, *first]
 
 
 def read(
