@@ -407,15 +407,10 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Pad is in nnx_parallel.data: from nnx_parallel.data import Pad.",
     ),
     "functions that moved": (
-        lambda: nnx_parallel.muon,
+        lambda: nnx_parallel.by_matrix,
         ImportError,
-        "muon is in nnx_parallel.optimizers: from nnx_parallel.optimizers import muon.",
-    ),
-    "constants that moved": (
-        lambda: nnx_parallel.TRANSFORMER_NAMES,
-        ImportError,
-        "TRANSFORMER_NAMES is in nnx_parallel.sharding: from nnx_parallel.sharding "
-        "import TRANSFORMER_NAMES.",
+        "by_matrix is in nnx_parallel.optimizers: from nnx_parallel.optimizers import "
+        "by_matrix.",
     ),
 }
 

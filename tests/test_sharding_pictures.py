@@ -305,3 +305,17 @@ def test_array_in_manual_region_names_manual_axes(
         "2 \u00d7 2 float32 · one block for each index of data, fsdp: these axes are "
         "manual here, and only this code knows how the blocks differ",
     ]
+
+
+def test_traced_array_under_vmap_has_no_sharding(
+    mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def norm(x: jax.Array) -> jax.Array:
+        visualize(x * 2)
+        return (x**2).sum()
+
+    sharding = NamedSharding(mesh, P(mesh.axis_names[0]))
+    x = jax.device_put(np.ones((8, 4), np.float32), sharding)
+    assert jax.vmap(norm)(x).shape == (8,)
+    assert jax.jit(jax.vmap(jax.grad(norm)))(x).shape == (8, 4)
+    assert "one element of jax.vmap, which has no sharding" in capsys.readouterr().out

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.interpreters.batching import BatchTracer
 from rich.text import Text
 
 from nnx_parallel.distributed.runtime import print_once
@@ -25,7 +24,7 @@ def visualize_traced(x: jax.Array) -> Picture:
     place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     shape, dtype = x.shape, x.dtype
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if isinstance(x, BatchTracer):
+    if type(x).__name__ == "BatchTracer":  # JAX has no public name for it
         _print(Picture(place, Text(_of_batched(shape, dtype))))
     elif manual:
         # The compiler sees only the block, and would call it replicated.
