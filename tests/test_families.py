@@ -72,7 +72,8 @@ def tensors(family: str) -> dict[str, np.ndarray]:
 
 @cache
 def golden(family: str) -> dict[str, Any]:
-    return dict(np.load(GOLDENS / family / "logits.npz"))
+    with np.load(GOLDENS / family / "logits.npz") as file:
+        return dict(file)
 
 
 def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:

@@ -164,7 +164,10 @@ def test_top_p_keeps_the_smallest_set(top_p: float, shares: list[float]) -> None
         ({"top_p": 1.5}, "top_p is 1.5; it must be above 0"),
         ({"stop": (3, 64)}, "stop has the token 64; tokens are from 0 to 63."),
         ({"pad": -1}, "pad has the token -1; tokens are from 0 to 63."),
-        ({"lengths": jnp.array([1, 2])}, "lengths has shape (2,); for a prompt of sh"),
+        (
+            {"lengths": jnp.array([1, 2])},
+            "lengths is int32[2]; for a prompt of shape (1, 3)",
+        ),
         ({"lengths": jnp.array([4])}, "lengths is [4]; each must be from 1 to 3, the"),
         ({"lengths": jnp.array([0])}, "lengths is [0]; each must be from 1 to 3, the"),
     ],
