@@ -598,7 +598,11 @@ BAD_OF_FAMILY = [
     ("llama4", {"attention_bias": True}, "attention_bias=True.*must be False"),
     ("llama4", {"hidden_act": "gelu"}, "hidden_act='gelu'.*must be 'silu'"),
     ("llama4", {"no_rope_layers": [1, 0]}, "has 2 no_rope_layers for 4 layers"),
-    ("llama4", {"attention_chunk_size": None}, "needs attention_chunk_size, but it"),
+    (
+        "llama4",
+        {"attention_chunk_size": None},
+        "'chunked_attention', but no attention_",
+    ),
     ("llama4", {"attention_chunk_size": 8.0}, "attention_chunk_size=8.0. It must be"),
     (
         "llama4",
@@ -669,7 +673,7 @@ LONG_ROPE = LongRopeScaling(short=(1.0, 1.0), long=(2.0, 2.0), original_len=8)
             {"expert_layers": (True,)},
             "expert_layers is .*with True and False, of a length",
         ),
-        ({"expert_layers": (True, True, False)}, "length divides num_layers=4"),
+        ({"expert_layers": (True, True, False)}, "length that divides num_layers=4"),
         ({"pre_norms": False}, "pre_norms is False, which needs post_norms=True"),
         ({"wide_qk_norm": True}, "wide_qk_norm is True, which needs qk_norm"),
         ({"separate_norms": True}, "separate_norms is True.*needs block='parallel'"),

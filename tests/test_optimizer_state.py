@@ -16,6 +16,7 @@ from nnx_parallel import FSDP, Composite, TensorParallel, Trainer
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.layers import Dense, Embed, Stack
 from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
+from nnx_parallel.optimizers.steps import learning_rates
 from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
@@ -269,7 +270,10 @@ def halved(count: Any) -> Any:
 
 
 def kinds(params: Any) -> Any:
-    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "bias", params)
+    def kind_of(path: Any, x: Any) -> str:
+        return "matrix" if "kernel" in jax.tree_util.keystr(path) else "bias"
+
+    return jax.tree_util.tree_map_with_path(kind_of, params)
 
 
 RATE, TWICE = [0.01, 0.02, 0.03], [1.0, 0.5, 0.25]
@@ -314,6 +318,23 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
         {"learning_rate": [0.01, 0.01, 0.02]},
     ),
 }
+
+
+def test_rates_keep_the_order_of_labels_or_are_left_out() -> None:
+    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
+    numbered = optax.multi_transform(
+        {2: optax.sgd(lambda _: 0.2), 10: optax.sgd(lambda _: 10.0)},
+        {"a": 2, "b": 10},
+    )
+    state = numbered.init(params)
+    found = learning_rates(numbered, state, state)
+    assert {k: float(x) for k, x in found.items()} == pytest.approx(
+        {"learning_rate/2": 0.2, "learning_rate/10": 10.0}
+    )
+    # Nothing says which state belongs to which of these two optimizers.
+    both = optax.contrib.sam(optax.sgd(schedule), optax.sgd(halved))
+    state = both.init(params)
+    assert learning_rates(both, state, state) == {}
 
 
 @pytest.mark.parametrize(("tx", "rates"), SCHEDULED.values(), ids=SCHEDULED)
