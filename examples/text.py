@@ -175,7 +175,7 @@ class First:
 
 def parse() -> argparse.Namespace:
     """Returns the arguments of the command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sources", nargs="*", default=[], metavar="NAME=DIRECTORY")
     parser.add_argument(
         "--weights", nargs="*", type=float, help="one for each source; default: equal"

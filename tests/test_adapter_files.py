@@ -221,7 +221,8 @@ def test_adapters_of_alternating_layers_with_other_order_of_features(
     again: Any = load_adapters(GPT.from_pretrained(base), folder)(nnx.Rngs(1))
     for block in (0, 1):
         ours, theirs = (
-            m.blocks.layer[block].attention.query.lora_b[...] for m in (model, again)
+            cast("Any", m).blocks.layer[block].attention.query.lora_b[...]
+            for m in (model, again)
         )
         np.testing.assert_array_equal(ours, theirs)
 

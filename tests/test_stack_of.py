@@ -232,7 +232,8 @@ def test_stack_builds_blocks_of_several_kinds(x: jax.Array) -> None:
     for block in blocks:
         expected = block(expected)
     np.testing.assert_allclose(stack(x), expected, rtol=1e-5)
-    assert Stack.of(blocks, period=2).layer[1].kernel.shape == (3, WIDTH, WIDTH)
+    layer: Any = Stack.of(blocks, period=2).layer
+    assert layer[1].kernel.shape == (3, WIDTH, WIDTH)
 
 
 # Loops in other people's style

@@ -72,7 +72,7 @@ def test_processes_read_disjoint_parts() -> None:
     seen = [
         set(
             np.concatenate(
-                take(packed(sources, [1, 1], **SIZES | {"share": share}), 40)
+                take(packed(sources, [1, 1], **dict(SIZES, share=share)), 40)
             ).flat
         )
         for share in ((0, 2), (1, 2))

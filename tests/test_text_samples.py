@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,8 @@ def test_texts_continue_prompts_and_reach_loggers(tmp_path: Path) -> None:
     sample = make()
     trainer = fit(sample, tmp_path)
     for prompt, text in zip(PROMPTS, sample.texts, strict=True):
-        expected = generate(trainer.model, jnp.array([encode(prompt)]), **OPTIONS)
+        model = cast("GPT", trainer.model)
+        expected = generate(model, jnp.array([encode(prompt)]), **OPTIONS)
         assert text == decode(expected[0].tolist())
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     found = [line["message"] for line in lines if "Sample" in line.get("message", "")]

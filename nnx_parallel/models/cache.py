@@ -21,10 +21,9 @@ Caches = tuple[Cache, ...]
 
 def positions_from(start: Start, length: int) -> jax.Array:
     """Returns the positions of tokens: int (seq,) or (batch, seq)."""
-    ndim = start.ndim if isinstance(start, jax.Array) else 0
-    if ndim == 2:
+    if isinstance(start, jax.Array) and start.ndim == 2:
         return start
-    if ndim == 1:
+    if isinstance(start, jax.Array) and start.ndim == 1:
         return start[:, None] + jnp.arange(length)[None, :]  # (batch, seq)
     return start + jnp.arange(length)
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from nnx_parallel.models.cache import Caches
 from nnx_parallel.models.gpt import GPT
@@ -185,7 +186,7 @@ def _check_lengths(prompt: jax.Array, lengths: jax.Array | None) -> None:
             f"lengths is {lengths.dtype}{list(lengths.shape)}; for a prompt of shape "
             f"{prompt.shape} it must be integers of shape {prompt.shape[:1]}."
         )
-    is_traced = isinstance(lengths, jax.core.Tracer)
+    is_traced = isinstance(lengths, Tracer)
     if not is_traced and not ((lengths >= 1) & (lengths <= prompt.shape[1])).all():
         raise ValueError(
             f"lengths is {lengths.tolist()}; each must be from 1 to {prompt.shape[1]}, "

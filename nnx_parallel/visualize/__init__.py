@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from nnx_parallel.drawing import Picture as Picture
 from nnx_parallel.schedules.table import Table
@@ -64,7 +65,7 @@ def visualize(thing: Any, **costs: Any) -> Picture:
         stage 0  F0 F1 ·  F2 B0 ·  B1 B2
         stage 1  ·  F0 B0 F1 B1 F2 B2 ·
     """
-    if isinstance(thing, jax.core.Tracer):
+    if isinstance(thing, Tracer):
         return visualize_traced(thing)
     if isinstance(thing, Table):
         return schedule_picture(thing, **costs)

@@ -304,7 +304,7 @@ def main() -> None:
     found = run(settings)
     if settings.out is not None and jax.process_index() == 0:
         Path(settings.out).write_text(json.dumps(found))
-    nnx_parallel.distributed.print_once("done")
+    nnx_parallel.print_once("done")
 
 
 if __name__ == "__main__":
