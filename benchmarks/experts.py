@@ -17,6 +17,22 @@ from nnx_parallel.audit import audit
 from nnx_parallel.layers.experts.ragged import NUM_CHUNKS
 from nnx_parallel.models import GPTConfig
 
+
+def like_deepseek_v3() -> GPTConfig:
+    """DeepSeek-V3 with ordinary attention instead of latent attention."""
+    return GPTConfig.preset(
+        "deepseek-v3",
+        seq_len=4096,
+        remat="full",
+        latents=None,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_scaling=None,
+        attention_scale=None,
+    )
+
+
 CASES: dict[str, Case] = {
     "Mixtral 8x7B, 64 chips": Case(
         config=lambda: GPTConfig.preset("mixtral-8x7b", seq_len=4096, remat="full"),
@@ -25,7 +41,7 @@ CASES: dict[str, Case] = {
         rows=128,
     ),
     "DeepSeek-V3-like, 1,024 chips": Case(
-        config=lambda: GPTConfig.preset("deepseek-v3-like", seq_len=4096, remat="full"),
+        config=like_deepseek_v3,
         strategy=Composite(ExpertParallel(64), FSDP(16)),
         topology="v5p:8x8x16",
         rows=1024,

@@ -364,8 +364,6 @@ PUBLISHED = {
 def test_presets_have_published_sizes() -> None:
     """Sizes of the language models only; tables have as many rows as in the files."""
     found = {name: GPTConfig.preset(name).num_params for name in PRESETS}
-    # Its size differs from DeepSeek-V3's, which has latent attention.
-    del found["deepseek-v3-like"]
     assert found == PUBLISHED
 
 
@@ -404,8 +402,7 @@ def test_parameters_of_dense_layers_are_counted(changes: dict[str, Any]) -> None
 
 
 def test_deepseek_v3_has_three_dense_layers() -> None:
-    """Checks only the MLPs, because attention differs from DeepSeek-V3."""
-    config = GPTConfig.preset("deepseek-v3-like")
+    config = GPTConfig.preset("deepseek-v3")
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     shapes = {
         ".".join(map(str, path)): param.shape

@@ -514,11 +514,17 @@ def test_wandb_gets_config_and_keeps_users_values(wandb: Wandb) -> None:
     }
 
 
-def test_messages_are_printed_once(wandb: Wandb) -> None:
+def test_messages_are_printed_once(
+    wandb: Wandb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LoggerGroup([WandbLogger(project="test"), ConsoleLogger()]).message("Saved.")
+    assert (capsys.readouterr().out, wandb.lines) == ("Saved.\n", [])
+    # Weights & Biases does not see a file.
     file = io.StringIO()
     console = ConsoleLogger(console=Console(file=file, width=80))
     LoggerGroup([WandbLogger(project="test"), console]).message("Saved.")
-    assert (file.getvalue(), wandb.lines) == ("Saved.\n", [])
+    assert (file.getvalue(), wandb.lines) == ("Saved.\n", ["Saved."])
+    wandb.lines.clear()
     LoggerGroup([WandbLogger(project="test")]).message("Saved.")
     assert wandb.lines == ["Saved."]
 

@@ -597,3 +597,10 @@ def test_merged_dim_needs_sizes(tmp_path: Path) -> None:
     names = [("kernel", "w", "out c p q -> (p q c) out, c=3")]
     with pytest.raises(WeightsError, match=r"Dim \(p q c\) of `kernel` has size 12"):
         Pretrained(small, tmp_path / "mine", names)(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("head_dim", [64, 196, 412])
+def test_rotation_has_an_angle_for_each_pair_of_features(head_dim: int) -> None:
+    config = ViTConfig.tiny(embed_dim=2 * head_dim, num_heads=2, positions="rotary")
+    model = ViT(config, rngs=nnx.Rngs(0))
+    assert model(jnp.ones((1, 8, 8, 3))).shape == (1, 10)

@@ -68,7 +68,7 @@ assert config.num_params - config.num_active_params == unused
 # else. `flops_per_token` and MFU count only these. Some published models:
 
 # %%
-for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3-like"):
+for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
     model = GPTConfig.preset(name)
     total, active = model.num_params / 1e9, model.num_active_params / 1e9
     print(f"{name:17} {total:6.1f} B parameters, {active:5.1f} B active")

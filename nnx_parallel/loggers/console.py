@@ -138,6 +138,12 @@ class ConsoleLogger:
             ]
             self._print([self._line.position(step), *fields])
 
+    @property
+    def is_on_output(self) -> bool:
+        """True if messages go to standard output, not to a notebook or a file."""
+        is_file = self._console is not None and self._console.file is not sys.stdout
+        return self._display is None and not is_file
+
     def message(self, text: str) -> None:
         """Prints the text on a separate line."""
         self._print([text])

@@ -96,9 +96,9 @@ class LoggerGroup:
     def message(self, text: str) -> None:
         """Sends the text to each logger; only one of them prints it."""
         loggers = self._active()
-        is_printed = any(isinstance(logger, ConsoleLogger) for logger in loggers)
+        is_printed = any(getattr(logger, "is_on_output", False) for logger in loggers)
         for logger in loggers:
-            if not (is_printed and isinstance(logger, WandbLogger)):
+            if not (is_printed and getattr(logger, "keeps_output", False)):
                 self._call(logger, logger.message, text)
 
     def shorten(self, num_steps: int) -> None:
@@ -347,6 +347,8 @@ class WandbLogger:
     """
 
     logs_layers = True
+    keeps_output = True
+    """True, because it keeps the text that other loggers print."""
 
     def __init__(self, **init_kwargs: Any) -> None:
         self.init_kwargs = init_kwargs

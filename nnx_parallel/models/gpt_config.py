@@ -61,7 +61,7 @@ from nnx_parallel.models.families import (
 from nnx_parallel.models.families.deepseek import Latents
 from nnx_parallel.models.families.granite import Multipliers
 from nnx_parallel.models.rotary import Growth, LongRopeScaling, Scaling
-from nnx_parallel.weights.family import read_fields, write_settings
+from nnx_parallel.weights.family import find_preset, read_fields, write_settings
 
 _FILES = (
     # A model that does not come from files may fit two families equally well. Then it
@@ -651,9 +651,7 @@ class GPTConfig:
             >>> f"{GPTConfig.preset('gemma2-2b').num_params:,}"
             '2,614,341,888'
         """
-        if name not in PRESETS:
-            raise ValueError(f"Unknown preset {name!r}. Presets: {', '.join(PRESETS)}.")
-        return replace(cls(**PRESETS[name]), **overrides)
+        return replace(cls(**find_preset(name, PRESETS)), **overrides)
 
     @classmethod
     def tiny(cls, **overrides: Any) -> GPTConfig:

@@ -112,12 +112,16 @@ class Growth:
     def __call__(self, query: jax.Array, positions: jax.Array) -> jax.Array:
         """Returns queries ``(batch, seq, heads, head_dim)``, larger at late positions.
 
-        ``positions`` is int ``(seq,)`` or ``(batch, seq)``.
+        ``positions`` is int ``(seq,)`` or ``(batch, seq)``. The product is in float32
+        or wider.
         """
+        return (query * self.factors(positions)).astype(query.dtype)
+
+    def factors(self, positions: jax.Array) -> jax.Array:
+        """Returns the factors, float32 ``(1 or batch, seq, 1, 1)``."""
         turns = ((positions + self.ahead) // self.length).astype(jnp.float32)
         factors = 1 + self.rate * jnp.log1p(turns)
-        dims = (0, 2, 3) if positions.ndim == 1 else (2, 3)
-        return query * jnp.expand_dims(factors, dims).astype(query.dtype)
+        return jnp.expand_dims(factors, (0, 2, 3) if positions.ndim == 1 else (2, 3))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +185,9 @@ class YarnScaling:
 
         ``positions`` is int ``(seq,)`` or ``(batch, seq)``.
         """
-        return Growth(rate=self.growth, length=self.original_len)(query, positions)
+        growth = Growth(rate=self.growth, length=self.original_len)
+        # The factors are rounded first, as in transformers' Ministral 3.
+        return query * growth.factors(positions).astype(query.dtype)
 
     def stretch(self, plain: jax.Array, theta: float, length: int) -> jax.Array:
         """Returns the new frequencies, ``(rotary_dim / 2,)``, like ``plain``.

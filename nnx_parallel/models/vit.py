@@ -73,7 +73,7 @@ def _angles(config: ViTConfig) -> np.ndarray:
     the patches do not rotate.
     """
     side, head_dim = config.image_size // config.patch_size, config.sizes["head_dim"]
-    exponents = np.arange(0, 1, 4 / head_dim, dtype=np.float32)
+    exponents = (np.arange(head_dim // 4) * (4 / head_dim)).astype(np.float32)
     speeds = 1 / np.float32(config.rope_theta) ** exponents
     centres = 2 * ((np.arange(side, dtype=np.float32) + np.float32(0.5)) / side) - 1
     rows_and_columns = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1)
@@ -122,12 +122,7 @@ class Block(nnx.Module):
             angles = jnp.asarray(_angles(self.config))
             query, key = rotate_by(query, angles), rotate_by(key, angles)
         x = self._add(x, self.out(attention(query, key, value)), self.attention_scale)
-        layers = [self.up] if self.gate is None else [self.up, self.gate]
-        hidden = (
-            constrain(y, "batch", "seq", "mlp")
-            for y in project(self.mlp_norm(x), *layers)
-        )
-        return self._add(x, self.down(_activate(self.config, *hidden)), self.mlp_scale)
+        return self._add(x, _run_mlp(self, self.mlp_norm(x)), self.mlp_scale)
 
     def _add(self, x: jax.Array, out: jax.Array, scale: nnx.Param | None) -> jax.Array:
         """Adds the output of attention or of the MLP to the residual stream."""
@@ -155,22 +150,22 @@ class AttentionPool(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to (batch, embed)."""
-        key, value = (
+        probe = self.query(self.probe[...].astype(x.dtype))  # (heads, head_dim)
+        query = jnp.broadcast_to(probe, (len(x), 1, *probe.shape))
+        query, key, value = (
             constrain(y, "batch", "seq", "heads", "head_dim")
-            for y in project(x, self.key, self.value)
+            for y in (query, *project(x, self.key, self.value))
         )
-        query = self.query(self.probe[...].astype(x.dtype))  # (heads, head_dim)
-        scores = jnp.einsum("hd,bshd->bhs", query, key) * query.shape[-1] ** -0.5
-        wide = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
-        weights = jax.nn.softmax(wide, axis=-1).astype(x.dtype)
-        attended = jnp.einsum("bhs,bshd->bhd", weights, value)
-        x = constrain(self.out(attended), "batch", "embed")
-        layers = [self.up] if self.gate is None else [self.up, self.gate]
-        hidden = (
-            constrain(y, "batch", "mlp") for y in project(self.mlp_norm(x), *layers)
-        )
-        x = x + self.down(_activate(self.config, *hidden))
-        return constrain(x, "batch", "embed")
+        x = constrain(self.out(attention(query, key, value)), "batch", "seq", "embed")
+        x = x + _run_mlp(self, self.mlp_norm(x))
+        return constrain(x[:, 0], "batch", "embed")
+
+
+def _run_mlp(layer: Block | AttentionPool, x: jax.Array) -> jax.Array:
+    """Runs the MLP of a layer: (batch, seq, embed) to the same shape."""
+    layers = [layer.up] if layer.gate is None else [layer.up, layer.gate]
+    hidden = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
+    return layer.down(_activate(layer.config, *hidden))
 
 
 class ViT(Published):

@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.models.families import dinov3, siglip, timm, vit
+from nnx_parallel.weights.family import find_preset
 
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -250,9 +251,7 @@ class ViTConfig:
             >>> f"{ViTConfig.preset('dinov3-vitb16').num_params:,}"
             '85,659,648'
         """
-        if name not in PRESETS:
-            raise ValueError(f"Unknown preset {name!r}. Presets: {', '.join(PRESETS)}.")
-        return replace(cls(**PRESETS[name]), **overrides)
+        return replace(cls(**find_preset(name, PRESETS)), **overrides)
 
     @classmethod
     def tiny(cls, **overrides: Any) -> ViTConfig:

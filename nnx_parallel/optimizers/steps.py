@@ -8,8 +8,9 @@ matrix. In this module, "rank" means the rank of an array in one layer.
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -272,7 +273,7 @@ def learning_rates(
 
     nodes = jax.tree_util.tree_leaves_with_path(before, is_leaf=is_count)
     counts = [(path_of(keys), node.count) for keys, node in nodes if is_count(node)]
-    schedules = [*_schedules(getattr(tx, "update", None), set())]
+    schedules = _schedules(getattr(tx, "update", None), set()) or []
     # The states and the schedules have the same order. If an optimizer hides some of
     # the schedules, it is unknown which schedule belongs to which state.
     if len(counts) == len(schedules):
@@ -294,43 +295,41 @@ def learning_rates(
     return dict(zip(names, found.values(), strict=True))
 
 
-def _schedules(part: Any, seen: set[int]) -> Iterator[Callable | None]:
-    """Yields the schedule of each ``optax.scale_by_schedule`` inside an optimizer.
+def _schedules(part: Any, seen: set[int]) -> list[Callable | None] | None:
+    """Returns the schedule of each ``optax.scale_by_schedule`` inside an optimizer.
 
-    It yields ``None`` for a schedule that is not a learning rate. Optax keeps schedules
-    and inner optimizers only in the closures of its functions.
+    The list has ``None`` for a schedule that is not a learning rate. Optax keeps
+    schedules and inner optimizers only in the closures of its functions. The result is
+    ``None`` if several variables hold optimizers, as in ``optax.contrib.sam``, because
+    the order of their states is then unknown.
     """
+    if isinstance(part, list | tuple):
+        return _joined([_schedules(inner, seen) for inner in part])
     if isinstance(part, dict):
         try:
-            part = [part[key] for key in sorted(part)]  # as JAX orders states
+            keys = sorted(part)  # as JAX orders states
         except TypeError:  # keys of different types
-            return
-    if isinstance(part, list | tuple):
-        for inner in part:
-            yield from _schedules(inner, seen)
-        return
+            return None
+        return _schedules([part[key] for key in keys], seen)
     if isinstance(part, partial):
-        yield from _schedules([part.func, *part.args, *part.keywords.values()], seen)
-        return
+        return _schedules([part.func, *part.args, *part.keywords.values()], seen)
     if inspect.ismethod(part):  # of `optax.MultiSteps`, for example
-        yield from _schedules([part.__func__, *vars(part.__self__).values()], seen)
-        return
+        return _schedules([part.__func__, *vars(part.__self__).values()], seen)
     if not inspect.isfunction(part) or id(part) in seen:
-        return
+        return []
     seen.add(id(part))
     held = _closure_of(part)
     if part.__qualname__ == "scale_by_schedule.<locals>.update_fn":
         step_size = held.get("step_size_fn")
         is_rate = "scale_by_learning_rate." in getattr(step_size, "__qualname__", "")
-        yield _closure_of(step_size).get("learning_rate") if is_rate else None
-        return
-    inner = [[*_schedules(value, seen)] for value in held.values()]
-    if sum(map(bool, inner)) > 1:
-        # Several variables hold optimizers, as in `optax.contrib.sam`. The order of
-        # their states is unknown, so a further entry breaks the match of the numbers.
-        yield from [None] * (1 + 2 * sum(map(len, inner)))
-    for each in inner:
-        yield from each
+        return [_closure_of(step_size).get("learning_rate") if is_rate else None]
+    found = [_schedules(value, seen) for value in held.values()]
+    return None if sum(each != [] for each in found) > 1 else _joined(found)
+
+
+def _joined(lists: list[list[Callable | None] | None]) -> list[Callable | None] | None:
+    known = [each for each in lists if each is not None]
+    return list(chain.from_iterable(known)) if len(known) == len(lists) else None
 
 
 def _closure_of(function: Any) -> dict[str, Any]:

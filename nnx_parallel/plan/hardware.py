@@ -260,12 +260,10 @@ def hardware_of(device: Any) -> Hardware | None:
     return found[max(known, key=len)] if known else None
 
 
-def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]:
+def _without_accelerator(name: str, known: Mapping[str, Hardware]) -> str:
     """Translates an accelerator type of Google Cloud: ``v5p-128`` to ``v5p:4x4x4``.
 
-    Returns:
-        The number of slices (``"2*"`` or empty), and the slice; both are empty if the
-        name is not an accelerator type.
+    Other names are not changed.
 
     Raises:
         PlanError: If no slice has this many chips.
@@ -277,7 +275,7 @@ def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]
         if found and each.accelerator and found[2] in (each.name, each.accelerator[0])
     ]
     if not found or not tpus:
-        return "", ""
+        return name
     hardware, number = tpus[0], int(found[3])
     units = hardware.accelerator[1] if hardware.accelerator else 1
     dims = hardware.num_links // 2
@@ -300,7 +298,7 @@ def _of_accelerator(name: str, known: Mapping[str, Hardware]) -> tuple[str, str]
     # Google writes a plane of chips as 2x2x1.
     ones = best.count(1)
     ordered = (*best[ones:], *best[:ones])
-    return found[1] or "", f"{hardware.name}:{'x'.join(map(str, ordered))}"
+    return f"{found[1] or ''}{hardware.name}:{'x'.join(map(str, ordered))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,8 +341,8 @@ class Topology:
         Args:
             name: ``kind:AxBxC`` for a slice of TPU chips, ``N*kind:AxBxC`` for several
                 slices, ``kind:N`` for GPUs or simulated CPU devices. The accelerator
-                types of Google Cloud, such as ``v5p-128`` and ``v5litepod-256``, stand
-                for the slice that is closest to a cube, which is Google's default.
+                types of Google Cloud, such as ``v5p-128`` and ``v5litepod-256``, mean
+                the most cubic slice of their size, as in Google Cloud.
             known: Hardware by kind.
             machine_size: `Hardware.machine_size`, if yours differs.
             network_bandwidth: `Hardware.network_bandwidth`, if yours differs.
@@ -353,9 +351,7 @@ class Topology:
             PlanError: If the name is unknown, if no slice has that many chips, or if
                 the GPUs do not fill their machines.
         """
-        slices, accelerator = _of_accelerator(str(name).lower(), known)
-        if accelerator:
-            name = slices + accelerator
+        name = _without_accelerator(str(name).lower(), known)
         found = re.fullmatch(r"(?:(\d+)\*)?([\w.-]+):(\d+(?:x\d+)*)", str(name).lower())
         if found is None:
             raise PlanError(

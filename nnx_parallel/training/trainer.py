@@ -431,7 +431,7 @@ class Trainer:
 
         Raises:
             SystemExit: After a SIGTERM, once the current step is saved. The code is
-                143, ``distributed.PREEMPTED``.
+                143, ``distributed.PREEMPTED``, or 1 without checkpoints.
             KeyboardInterrupt: After Ctrl-C, once the current step is saved; a second
                 Ctrl-C ends the fit at once. If nothing catches it, a script ends with
                 code 130 and no traceback; in a notebook the Trainer can still be used.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from flax import nnx
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.durable import make_directory, move, publish, sync
 from nnx_parallel.errors import WeightsError
+from nnx_parallel.layers.experts.moe import RouterBias
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather_at
 from nnx_parallel.weights.family import Published
@@ -108,7 +109,7 @@ def save_pretrained(
     def write_texts(folder: Path, described: list[Described]) -> None:
         _write_texts(folder, config, described, source)
 
-    made = describe_arrays(rules, arrays, dtype)
+    made = describe_arrays(rules, arrays, dtype, _never_cast(params))
     for name, x in constants.items():
         made[0].append((name, x.shape, x.dtype))
         made[1][name] = partial(np.copy, x)
@@ -147,9 +148,8 @@ def save_safetensors(path: str | Path, model: nnx.Module, *, dtype: Any = None) 
     params = nnx.to_flat_state(nnx.state(model, WEIGHTS))
     arrays = {dotted(path): leaf.get_value() for path, leaf in params}
     shapes = {path: x.shape for path, x in arrays.items()}
-    described, makes = describe_arrays(
-        rules_of(own_names(shapes), shapes), arrays, dtype
-    )
+    rules = rules_of(own_names(shapes), shapes)
+    described, makes = describe_arrays(rules, arrays, dtype, _never_cast(params))
     if jax.process_count() > 1:
         meet("save_safetensors")
     temporary = target.with_name(f".{target.name}.partial")
@@ -241,8 +241,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+def _never_cast(params: Iterable[tuple[Any, nnx.Variable]]) -> set[str]:
+    """Returns the paths of biases of routers: rounding would change chosen experts."""
+    return {dotted(path) for path, leaf in params if isinstance(leaf, RouterBias)}
+
+
 def describe_arrays(
-    rules: Mapping[str, Rule], arrays: Mapping[str, jax.Array], dtype: Any
+    rules: Mapping[str, Rule],
+    arrays: Mapping[str, jax.Array],
+    dtype: Any,
+    never_cast: Container[str] = (),
 ) -> tuple[list[Described], dict[str, Make]]:
     """Returns the arrays to write, in order, and functions that gather them."""
     described: list[Described] = []
@@ -253,6 +261,7 @@ def describe_arrays(
         sizes = [rule.sizes(x.shape) for rule, x in zip(group, ours, strict=True)]
         kept = np.dtype(ours[0].dtype)
         is_cast = dtype is not None and jnp.issubdtype(kept, jnp.floating)
+        is_cast &= first.ours not in never_cast
         written = np.dtype(jnp.dtype(dtype)) if is_cast else kept
         code_of(written)
         for index, name in first.names(ours[0].shape).items():

@@ -396,6 +396,17 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
     return [name for name in heads if name not in source.tensors]
 
 
+def find_preset(name: str, presets: Mapping[str, Values]) -> Values:
+    """Returns the fields of a published model.
+
+    Raises:
+        ValueError: If no preset has this name; the error lists the names.
+    """
+    if name not in presets:
+        raise ValueError(f"Unknown preset {name!r}. Presets: {', '.join(presets)}.")
+    return presets[name]
+
+
 def period_of(kinds: Sequence) -> int:
     """Returns the length of the shortest pattern that repeats to give ``kinds``.
 

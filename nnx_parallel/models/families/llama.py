@@ -412,27 +412,6 @@ _LLAMA_32 = _LLAMA_31 | {
     "rope_scaling": RopeScaling(factor=32.0, original_len=8192),
 }
 _SMOLLM = {"vocab_size": 49_152, "seq_len": 8192, "rope_theta": 100_000.0, "tied": True}
-# This model has ordinary attention instead of DeepSeek's latent attention.
-_DEEPSEEK_V3 = {
-    "vocab_size": 129_280,
-    "seq_len": 4096,
-    "norm_epsilon": 1e-6,
-    "head_dim": 128,
-    "dense_layers": 3,
-    "experts": Experts(
-        num_experts=256,
-        top_k=8,
-        mlp_dim=2048,
-        shared_dim=2048,
-        scores="sigmoid",
-        scale=2.5,
-        num_groups=8,
-        top_groups=4,
-        bias_rate=0.001,
-        balance_loss=0.0001,
-    ),
-}
-
 LLAMA = Family(
     model="GPT",
     model_type="llama",
@@ -482,7 +461,6 @@ LLAMA = Family(
         "smollm2-135m": sized(_SMOLLM, "30 576 9 3 1536"),
         "smollm2-360m": sized(_SMOLLM, "32 960 15 5 2560"),
         "smollm2-1.7b": sized(_SMOLLM, "24 2048 32 32 8192", rope_theta=130_000.0),
-        "deepseek-v3-like": sized(_DEEPSEEK_V3, "61 7168 64 8 18432"),
     },
 )
 FAMILIES = (LLAMA,)
