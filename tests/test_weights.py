@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -471,7 +472,11 @@ def test_unused_array_raises_unless_ignored(folder: Path) -> None:
     assert Pretrained(small, folder, names, ignored="^fc1")(nnx.Rngs(0))
 
 
-def test_missing_or_unsupported_folder_raises(tmp_path: Path) -> None:
+def test_missing_or_unsupported_folder_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As without the library; other packages may have installed it.
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(WeightsError, match=r"has no file config\.json"):
         GPT.from_pretrained(tmp_path)
     with pytest.raises(WeightsError, match=r"pip install 'nnx-parallel\[hub\]'"):
