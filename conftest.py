@@ -54,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="I/N",
         help="run only part I of N parts of the tests; names decide the part",
     )
+    parser.addoption(
+        "--part-of",
+        metavar="MARK",
+        help="divide only the tests with this mark into parts; run all others",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -95,10 +100,12 @@ def pytest_collection_modifyitems(
     """
     if given := config.getoption("part"):
         part, num_parts = map(int, str(given).split("/"))
+        mark = config.getoption("part_of")
         chosen: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:
+            is_whole = mark and item.get_closest_marker(mark) is None
             index = zlib.crc32(item.nodeid.encode()) % num_parts
-            chosen[index == part - 1].append(item)
+            chosen[is_whole or index == part - 1].append(item)
         items[:] = chosen[True]
         config.hook.pytest_deselected(items=chosen[False])
     for item in items:

@@ -15,6 +15,8 @@ import pytest
 from nnx_parallel.models import GPTConfig, YarnScaling, config_from_hf
 from nnx_parallel.models.rotary import frequencies
 
+pytestmark = pytest.mark.models
+
 GOLDEN = Path(__file__).parent / "goldens" / "configs.json"
 FILES = json.loads(GOLDEN.read_text())["files"]
 BY_TYPE = {

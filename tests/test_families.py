@@ -47,6 +47,8 @@ from nnx_parallel.models.rotary import Growth
 from nnx_parallel.weights.family import family_of
 from nnx_parallel.weights.names import WEIGHTS
 
+pytestmark = pytest.mark.models
+
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16}

@@ -20,6 +20,8 @@ from nnx_parallel.models import GPT
 from tests.processes.running import ROOT, Ended
 from tests.processes.running import run as run_command
 
+pytestmark = pytest.mark.models
+
 SIZES: dict[str, Any] = {"length": 9, "rows": 4, "share": (0, 1)}
 
 

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from nnx_parallel import FSDP, Composite, TensorParallel, TextSamples, Trainer
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 
+pytestmark = pytest.mark.models
+
 PROMPTS = ["ab", "abcdef", "c"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}
+go_on = nnx.jit(generate, static_argnames=tuple(OPTIONS))
 
 
 def encode(text: str) -> list[int]:
@@ -52,7 +56,7 @@ def test_texts_continue_prompts_and_reach_loggers(tmp_path: Path) -> None:
     trainer = fit(sample, tmp_path)
     for prompt, text in zip(PROMPTS, sample.texts, strict=True):
         model = cast("GPT", trainer.model)
-        expected = generate(model, jnp.array([encode(prompt)]), **OPTIONS)
+        expected = go_on(model, jnp.array([encode(prompt)]), **OPTIONS)
         assert text == decode(expected[0].tolist())
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     found = [line["message"] for line in lines if "Sample" in line.get("message", "")]

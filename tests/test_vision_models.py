@@ -41,6 +41,8 @@ from tests.parity.runs import (
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS
 
+pytestmark = pytest.mark.models
+
 # At the kink of a ReLU, rounding would decide the gradient.
 RESNET = ResNetConfig.tiny(num_classes=CLASSES, width=32, activation=jax.nn.silu)
 BOTTLENECK = ResNetConfig.tiny(

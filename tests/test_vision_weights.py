@@ -45,6 +45,8 @@ from nnx_parallel.weights.family import read_fields, write_settings
 from nnx_parallel.weights.names import rules_of
 from tests.goldens.drawn import draw
 
+pytestmark = pytest.mark.models
+
 GOLDENS = Path(__file__).parent / "goldens" / "vision"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 KINDS: dict[str, Any] = {n: ResNet if "resnet" in n else ViT for n in NAMES}
@@ -144,9 +146,9 @@ def test_outputs_and_files_match(
     check_files(folder, written)
     again = KINDS[name].from_pretrained(written)
     assert again.tensors.keys() == content(written).keys()
-    # The statistics of the norms were read, and training continues from them.
-    losses = trainer.fit([batch] * 3, 3)["loss"]
-    assert losses[-1] < losses[0]
+    if KINDS[name] is ResNet:  # training continues from the statistics of the norms
+        losses = trainer.fit([batch] * 3, 3)["loss"]
+        assert losses[-1] < losses[0]
 
 
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
