@@ -194,6 +194,6 @@ def test_empty_prompt_raises() -> None:
 
 def test_generating_with_another_model_raises() -> None:
     model: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    message = "generate got a Linear, but it needs a GPT, which has a cache"
+    message = "generate got a Linear, but it needs a GPT or a Gemma3n, which has"
     with pytest.raises(TypeError, match=message):
         generate(model, jax.numpy.ones((1, 2), int), max_new_tokens=2)

@@ -340,6 +340,28 @@ def _add_bias(layer: Dense, y: Array) -> Array:
     return y + jnp.reshape(bias, (1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
+def look_up(table: Array, tokens: Array, vocab_name: str | None = "vocab") -> Array:
+    """Returns rows of a table: ``(vocab, embed)`` to ``(batch, seq, embed)``.
+
+    ``tokens`` is int ``(batch, seq)``. A token outside of the table gives NaN.
+    """
+    # Because of this constraint, the gradient of the table is first summed over rows of
+    # the batch, and then split. Otherwise the partitioner would split the activations
+    # in the same way as the gradient.
+    # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
+    table = constrain_param(table, vocab_name, "embed")
+    tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
+    # Tokens are first gathered along `seq`. Otherwise, if one axis splits the rows of
+    # the table and also `seq`, the lookup would gather the table. Tokens stay split
+    # over an axis for long sequences, because such an axis never splits the table.
+    layout = active_layout()
+    seq = ("seq", *(layout.sequence_axes if layout else ()))
+    tokens = constrain_param(tokens, "batch", seq)
+    rows = jnp.take(table, tokens, axis=0, mode="fill")
+    rows = constrain_param(rows, "batch", seq, "embed")
+    return constrain(rows, "batch", "seq", "embed")
+
+
 class Embed(nnx.Module):
     """A table with ``vocab`` rows of ``embed`` numbers, for lookup and for logits.
 
@@ -377,24 +399,9 @@ class Embed(nnx.Module):
 
         A token outside of the vocabulary gives NaN, so that the loss is not finite.
         """
-        # Because of this constraint, the gradient of the table is first summed over
-        # rows of the batch, and then split. Otherwise the partitioner would split the
-        # activations in the same way as the gradient.
-        # (vocab, embed) by (batch, seq) -> (batch, seq, embed)
-        table = constrain_param(self.embedding[...], self.vocab_name, "embed")
-        name = "tokens or positions"
+        table, name = self.embedding[...], "tokens or positions"
         observe_range(tokens, table.shape[0], name=name, is_table=True)
-        tokens = jnp.where(tokens < 0, table.shape[0], tokens.astype(jnp.int32))
-        # Tokens are first gathered along `seq`. Otherwise, if one axis splits the rows
-        # of the table and also `seq`, the lookup would gather the table. Tokens stay
-        # split over an axis for long sequences, because such an axis never splits the
-        # table.
-        layout = active_layout()
-        seq = ("seq", *(layout.sequence_axes if layout else ()))
-        tokens = constrain_param(tokens, "batch", seq)
-        rows = jnp.take(table, tokens, axis=0, mode="fill")
-        rows = constrain_param(rows, "batch", seq, "embed")
-        return constrain(rows, "batch", "seq", "embed")
+        return look_up(table, tokens, self.vocab_name)
 
     def attend(self, x: Array) -> Array:
         """Computes logits from ``(batch, seq, embed)``: ``(batch, seq, vocab)``."""

@@ -1,4 +1,4 @@
-"""Samples tokens from a `GPT`, with a cache of keys and values.
+"""Samples tokens from a language model, with a cache of keys and values.
 
 References:
     [1] Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020, section
@@ -17,12 +17,15 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from nnx_parallel.models.cache import Caches
+from nnx_parallel.models.gemma3n import Gemma3n
 from nnx_parallel.models.gpt import GPT
+
+Decoder = GPT | Gemma3n
+"""Models with a cache of keys and values."""
 
 
 def generate(
-    model: GPT,
+    model: Decoder,
     prompt: jax.Array,
     *,
     max_new_tokens: int,
@@ -61,7 +64,7 @@ def generate(
         shorter prompt continues right after its last token.
 
     Raises:
-        TypeError: If the model is not a `GPT`.
+        TypeError: If the model is neither a `GPT` nor a `Gemma3n`.
         ValueError: If an argument is out of range, or if a model with learned positions
             has fewer positions than tokens.
 
@@ -72,11 +75,11 @@ def generate(
         >>> generate(model, prompt, max_new_tokens=5, temperature=0).shape
         (1, 8)
     """
-    if not isinstance(model, GPT):
+    if not isinstance(model, Decoder):
         raise TypeError(
-            f"generate got a {type(model).__name__}, but it needs a GPT, which has a "
-            "cache of keys and values. Call another model in a loop, and append a "
-            "token that you choose from the last logits."
+            f"generate got a {type(model).__name__}, but it needs a GPT or a Gemma3n, "
+            "which has a cache of keys and values. Call another model in a loop, and "
+            "append a token that you choose from the last logits."
         )
     vocab = model.config.vocab_size
     top = vocab if top_k is None else top_k
@@ -88,7 +91,8 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     lengths = None if lengths is None else jnp.asarray(lengths)
     _check_lengths(prompt, lengths)
-    model.config.check_length(prompt.shape[1] + max_new_tokens)
+    if isinstance(model, GPT):
+        model.config.check_length(prompt.shape[1] + max_new_tokens)
     keys = jax.random.split(jax.random.key(0) if key is None else key, max_new_tokens)
     new = _continue(model, prompt, lengths, keys, sampler)
     if lengths is None:
@@ -141,7 +145,7 @@ def _joined(
 
 
 def _continue(
-    model: GPT,
+    model: Decoder,
     prompt: jax.Array,
     lengths: jax.Array | None,
     keys: jax.Array,
@@ -150,7 +154,7 @@ def _continue(
     """Returns the new tokens, int ``(batch, len(keys))``."""
     graphdef, state = nnx.split(model)
 
-    def decode(*args: Any, **options: Any) -> tuple[jax.Array, Caches]:
+    def decode(*args: Any, **options: Any) -> tuple[jax.Array, Any]:
         # A pass may change variables, such as counters. It runs on a copy of the model,
         # so that these traced values do not leave the scan.
         copy = nnx.merge(graphdef, state, copy=True)
