@@ -24,8 +24,8 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.models import GPT, config_from_hf, config_to_hf, next_token_loss
-from nnx_parallel.weights.family import family_of
+from nnx_parallel.models import GPT, Gemma3n, next_token_loss
+from nnx_parallel.weights.family import family_of, read_fields, write_settings
 
 GOLDENS = Path(__file__).parents[1] / "tests" / "goldens"
 STRATEGIES: dict[str, Strategy] = {
@@ -42,7 +42,8 @@ def measure(rounds: int = 1000) -> Table:
     Args:
         rounds: The number of folders, from the first.
     """
-    folders = [path.parent for path in sorted(GOLDENS.glob("*/logits.npz"))][:rounds]
+    folders = [path.parent for path in sorted(GOLDENS.glob("*/logits.npz"))]
+    folders = [*folders, GOLDENS / "gemma3n" / "text"][:rounds]
     table = Table(f"Folders of language models that transformers wrote: {len(folders)}")
     # Machine code need not be fast here: each program runs once.
     jax.config.update("jax_disable_most_optimizations", True)
@@ -50,9 +51,11 @@ def measure(rounds: int = 1000) -> Table:
         golden = np.load(folder / "logits.npz")
         rows = jax.device_count() // len(golden["tokens"])
         expected = np.concatenate([golden["logits"]] * rows)
-        for name, strategy in STRATEGIES.items():
+        name = folder.relative_to(GOLDENS).parts[0]
+        model = Gemma3n if name == "gemma3n" else GPT
+        for label, strategy in STRATEGIES.items():
             trainer = Trainer(
-                GPT.from_pretrained(folder),
+                model.from_pretrained(folder),
                 optax.sgd(0.1),
                 next_token_loss,
                 strategy=strategy,
@@ -60,10 +63,11 @@ def measure(rounds: int = 1000) -> Table:
             )
             logits = trainer.predict([np.concatenate([golden["tokens"]] * rows)])
             share = np.abs(logits - expected).max() / np.abs(expected).max()
-            table.add(f"{name}: {folder.name}", f"{share:.0e}")
-        config = config_from_hf(json.loads((folder / "config.json").read_text()))
-        (architecture,) = config_to_hf(config)["architectures"]
-        table.add(f"written as: {folder.name}", architecture)
-        presets = len(family_of(config, GPT.families).presets)
-        table.add(f"presets: {folder.name}", presets)
+            table.add(f"{label}: {name}", f"{share:.0e}")
+        content = json.loads((folder / "config.json").read_text())
+        config = model.config_type(**read_fields(content, model.families)[1])
+        (architecture,) = write_settings(config, model.families)["architectures"]
+        table.add(f"written as: {name}", architecture)
+        presets = len(family_of(config, model.families).presets)
+        table.add(f"presets: {name}", presets)
     return table

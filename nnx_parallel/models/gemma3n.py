@@ -140,7 +140,7 @@ class Attention(nnx.Module):
         self.key = dense(embed, kv_heads) if has_pairs else None
         self.value = dense(embed, kv_heads) if has_pairs else None
         self.key_norm = norm() if has_pairs else None
-        self.value_norm = nnx.RMSNorm(
+        self.value_norm = nnx.RMSNorm(  # has no parameters
             config.head_dim, epsilon=config.norm_epsilon, use_scale=False, rngs=rngs
         )
         scale = (2 * config.num_layers) ** -0.5
@@ -260,7 +260,7 @@ class Block(nnx.Module):
         self.attention = Attention(config, has_pairs=has_pairs, rngs=rngs)
         self.laurel_in, self.laurel_out = dense(embed, rank), dense(rank, embed)
         self.laurel_norm = norm()
-        width, sparsity = config.mlp_dims[number], config.sparsities[number]
+        width, sparsity = config.mlp_dim[number], config.sparsity[number]
         self.mlp_norm, self.mlp_post_norm = norm(), norm()
         self.mlp = MLP(config, width, sparsity, rngs=rngs)
         latent = {"latent": config.layer_input_dim}
@@ -392,7 +392,7 @@ class Gemma3n(Published):
         make = partial(Block, config, run.start)
         stack = Stack(make, len(run), rngs=rngs, remat=config.remat)
         block: Any = stack.layer
-        is_local = [config.kinds[i] == "local" for i in run]
+        is_local = [config.layer_kinds[i] == "local" for i in run]
         block.attention.is_local.set_value(jnp.array(is_local))
         block.place.set_value(jnp.arange(len(run)))
         return stack
@@ -529,7 +529,7 @@ class Gemma3n(Published):
             (keys[i], values[i]) for keys, values in caches for i in range(len(keys))
         ]
         some: Pairs = {"local": layers[0], "global": layers[0]}
-        return some | dict(zip(self.config.kinds, layers, strict=False))
+        return some | dict(zip(self.config.layer_kinds, layers, strict=False))
 
     def _logits(self, x: jax.Array) -> jax.Array:
         logits, cap = self.embed.attend(x), self.config.logit_softcap

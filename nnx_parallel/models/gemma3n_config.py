@@ -41,20 +41,18 @@ class Gemma3nConfig:
         num_layers: Number of blocks.
         embed_dim: Width of each residual stream.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key heads, and of value heads; must divide
-            ``num_heads``.
-        head_dim: Width of a head; must be even, because features rotate in pairs.
-        mlp_dim: Width of the MLP, one for all layers or one for each layer.
-        sparsity: Share of the MLP's hidden features that become 0, for all layers or
-            for each layer. A feature stays if its gate exceeds the quantile of a
-            normal distribution with the mean and variance of the token's gates. 0 keeps
-            all features.
+        num_kv_heads: Number of key heads, and of value heads; divides ``num_heads``.
+        head_dim: Width of a head; even, because features rotate in pairs.
+        mlp_dim: Width of the MLP of each layer.
+        sparsity: Share of the MLP's hidden features that become 0, for each layer. A
+            feature stays if its gate exceeds the quantile of a normal distribution with
+            the mean and variance of the token's gates. 0 keeps all features.
+        layer_kinds: The kind of each layer. A ``"local"`` layer has the window, and a
+            ``"global"`` layer sees all keys.
         num_shared_layers: Number of layers at the end that have no keys and values.
             They use the keys and values of the last earlier layer of their kind.
         window: Number of earlier keys that a query of a local layer sees, in addition
             to the key of its token.
-        layer_kinds: A pattern of kinds that repeats over the layers. ``"local"`` layers
-            have the window, and ``"global"`` layers see all keys.
         rope_theta: Base of the rotation's wavelengths in global layers.
         local_rope_theta: Base of the wavelengths in local layers.
         rope_scaling: Stretching of the wavelengths in global layers.
@@ -67,8 +65,7 @@ class Gemma3nConfig:
             this number on have the embedding of token 0.
         layer_input_dim: Width of these embeddings.
         logit_softcap: Bound of the logits; ``None`` means no bound.
-        attention: Implementation of attention; ``None`` takes the platform's fused
-            kernel where it fits (`nnx_parallel.layers.attention`).
+        attention: Implementation of attention, as in `GPTConfig`.
         remat: The values that the backward pass recomputes (`Remat`); ``None`` takes
             the Trainer's value.
         z_loss: Weight of the squared log-normaliser in the loss.
@@ -79,8 +76,7 @@ class Gemma3nConfig:
             not the number of layers.
 
     Example:
-        >>> config = Gemma3nConfig.preset("gemma3n-e2b")
-        >>> f"{config.num_params:,}"
+        >>> f"{Gemma3nConfig.preset('gemma3n-e2b').num_params:,}"
         '4,435,182,688'
     """
 
@@ -91,11 +87,11 @@ class Gemma3nConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    mlp_dim: int | tuple[int, ...]
-    sparsity: float | tuple[float, ...] = 0.0
+    mlp_dim: tuple[int, ...]
+    sparsity: tuple[float, ...]
+    layer_kinds: tuple[LayerKind, ...]
     num_shared_layers: int = 0
     window: int = 511
-    layer_kinds: tuple[LayerKind, ...] = ("local",) * 4 + ("global",)
     rope_theta: float = 1e6
     local_rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -125,55 +121,35 @@ class Gemma3nConfig:
         for name in _COUNTS:
             found = getattr(self, name)
             yield name, is_int(found) and found >= 1, "an int of at least 1"
-        count, heads, scaling = self.num_layers, self.num_heads, self.rope_scaling
+        count, heads, kinds = self.num_layers, self.num_heads, get_args(LayerKind)
         yield "num_kv_heads", heads % self.num_kv_heads == 0, f"a divisor of {heads=}"
         yield "head_dim", self.head_dim % 2 == 0, "even"
-        each = f"one for all layers or a tuple with one for each of {count} layers"
-        ints = all(is_int(x) and x >= 1 for x in self.mlp_dims)
-        rule = f"an int of at least 1, {each}"
-        yield "mlp_dim", ints and len(self.mlp_dims) == count, rule
-        shares = all(0 <= x < 1 for x in self.sparsities)
-        rule = f"a number from 0 to less than 1, {each}"
-        yield "sparsity", shares and len(self.sparsities) == count, rule
-        pattern, kinds = self.layer_kinds, get_args(LayerKind)
-        is_met = bool(pattern) and {*pattern} <= {*kinds}
-        yield "layer_kinds", is_met, f"a tuple whose entries are among {kinds}"
+        of_layers = {
+            "mlp_dim": ("ints of at least 1", lambda x: is_int(x) and x >= 1),
+            "sparsity": ("numbers from 0 to less than 1", lambda x: 0 <= x < 1),
+            "layer_kinds": (f"kinds among {kinds}", lambda x: x in kinds),
+        }
+        for name, (kind, is_valid) in of_layers.items():
+            found = getattr(self, name)
+            is_met = isinstance(found, tuple) and len(found) == count
+            rule = f"a tuple of {kind}, one for each of {count} layers"
+            yield name, is_met and all(map(is_valid, found)), rule
         shared, is_met = self.num_shared_layers, is_int(self.num_shared_layers)
-        yield "num_shared_layers", is_met, "an int"
-        is_met = 0 <= shared < count
-        yield "num_shared_layers", is_met, f"from 0 to less than num_layers={count}"
-        is_met = {*self.kinds[: count - shared]} == {*self.kinds}
+        rule = f"an int from 0 to less than num_layers={count}"
+        yield "num_shared_layers", is_met and 0 <= shared < count, rule
+        is_met = {*self.layer_kinds[: count - shared]} == {*self.layer_kinds}
         rule = "so small that each kind of layer occurs before the shared layers"
         yield "num_shared_layers", is_met, rule
-        is_met = isinstance(scaling, RopeScaling | None)
+        is_met = isinstance(self.rope_scaling, RopeScaling | None)
         yield "rope_scaling", is_met, "a RopeScaling(...), or None"
-        is_met = self.attention in (None, *get_args(Implementation))
-        rule = f"one of {get_args(Implementation)}, or None"
-        yield "attention", is_met, rule
+        kinds = get_args(Implementation)
+        yield "attention", self.attention in (None, *kinds), f"one of {kinds}, or None"
         for name in ("rope_theta", "local_rope_theta", "norm_epsilon"):
             yield name, getattr(self, name) > 0, "above 0"
         for name in ("coefficient_clip", "logit_softcap"):
             found = getattr(self, name)
             yield name, found is None or found > 0, "above 0, or None"
         yield "z_loss", self.z_loss >= 0, "at least 0"
-
-    @property
-    def mlp_dims(self) -> tuple[int, ...]:
-        """Width of the MLP of each layer."""
-        found = self.mlp_dim
-        return found if isinstance(found, tuple) else (found,) * self.num_layers
-
-    @property
-    def sparsities(self) -> tuple[float, ...]:
-        """The sparsity of each layer."""
-        found = self.sparsity
-        return found if isinstance(found, tuple) else (found,) * self.num_layers
-
-    @property
-    def kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
-        pattern = self.layer_kinds
-        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
 
     @property
     def first_shared(self) -> int:
@@ -194,16 +170,15 @@ class Gemma3nConfig:
         # Seven norms and one scale have the width of a stream.
         block += 8 * embed + width + embed * streams + streams**2 + streams**3
         pairs = 2 * embed * self.num_kv_heads * width + width
-        mlps = 3 * embed * sum(self.mlp_dims)
+        mlps = 3 * embed * sum(self.mlp_dim)
         inputs = (self.layer_vocab_size + embed) * count * latent + latent
         outer = self.vocab_size * embed + embed + 2 * (streams - 1) * embed**2
         return count * block + self.first_shared * pairs + mlps + inputs + outer
 
     @property
     def fields(self) -> dict[str, Any]:
-        """All fields, with a value for each layer instead of a common value."""
-        each = {"mlp_dim": self.mlp_dims, "sparsity": self.sparsities}
-        return vars(self) | each | {"layer_kinds": self.kinds}
+        """All fields."""
+        return vars(self)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Gemma3nConfig:
@@ -218,20 +193,11 @@ class Gemma3nConfig:
     def tiny(cls, **overrides: Any) -> Gemma3nConfig:
         """Returns a small model with bytes as tokens, and all parts of a large one."""
         base = cls(
-            vocab_size=256,
-            seq_len=64,
-            num_layers=6,
-            embed_dim=32,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            mlp_dim=64,
+            **{"vocab_size": 256, "seq_len": 64, "num_layers": 6, "embed_dim": 32},
+            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": (64,) * 6},
             sparsity=(0.5, 0.5, 0.0, 0.0, 0.0, 0.0),
-            num_shared_layers=2,
-            window=8,
-            layer_kinds=("local", "global"),
-            laurel_dim=8,
-            layer_vocab_size=240,
-            layer_input_dim=8,
+            layer_kinds=("local", "global") * 3,
+            **{"num_shared_layers": 2, "window": 8, "laurel_dim": 8},
+            **{"layer_vocab_size": 240, "layer_input_dim": 8},
         )
         return replace(base, **overrides)

@@ -42,7 +42,7 @@ SETTINGS = {
     },
     "final_logit_softcapping": 3.0,
     "altup_num_inputs": 3,
-    "altup_coef_clip": 0.3,
+    "altup_coef_clip": 0.08,
     "laurel_rank": 6,
     "pad_token_id": 0,
     "bos_token_id": 1,
@@ -60,7 +60,10 @@ PUBLISHED = {
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Draws random weights that all affect the output: no scale is 0 or 1."""
+    """Draws random weights that all affect the output: no scale is 0 or 1.
+
+    The coefficients are small. Large ones would amplify rounding errors.
+    """
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim == 1:
@@ -68,11 +71,11 @@ def randomise(model: torch.nn.Module) -> None:
             elif "embed_tokens" in name:
                 weight.copy_(torch.randn_like(weight) * 0.2)
             elif "coefs" in name:
-                weight.copy_(torch.randn_like(weight) * 0.4)
+                weight.copy_(torch.randn_like(weight) * 0.1)
             elif "modality_router" in name:  # its inputs are divided by the width
-                weight.copy_(torch.randn_like(weight) * 5)
+                weight.copy_(torch.randn_like(weight) * 2)
             else:
-                weight.copy_(torch.randn_like(weight) * (1.5 / weight.shape[-1] ** 0.5))
+                weight.copy_(torch.randn_like(weight) * (0.8 / weight.shape[-1] ** 0.5))
 
 
 def make(seed: int) -> bool:

@@ -48,15 +48,9 @@ _PAIRS = {
     "attention.value": "self_attn.v_proj",
     "attention.key_norm": "self_attn.k_norm",
 }
-_INTO = ("latent embed -> embed latent", "")
-_OUT_OF = ("embed latent -> latent embed", "")
-_PATTERNS = {
-    "laurel_in": _INTO,
-    "laurel_out": _OUT_OF,
-    "input_gate": _INTO,
-    "input_out": _OUT_OF,
-    "modes": _INTO,
-}
+_PATTERNS = dict.fromkeys(
+    ("laurel_in", "input_gate", "modes"), ("latent embed -> embed latent", "")
+) | dict.fromkeys(("laurel_out", "input_out"), ("embed latent -> latent embed", ""))
 _ALTUP = [
     ("prediction", "prediction_coefs.weight", "(to source) by -> to source by"),
     ("correction", "correction_coefs.weight", "to by -> to by"),
@@ -109,19 +103,18 @@ def _read(settings: Values) -> dict[str, Any]:
         "sliding_attention" if (i + 1) % 5 else "full_attention" for i in range(count)
     ]
     found = llama.read_by_kind(settings, types, settings["rope_local_base_freq"])
-    theta = found["rope_theta"]
     return {
-        "local_rope_theta": theta,
+        "local_rope_theta": found["rope_theta"],
         **found,
         "layer_kinds": llama.read_kinds(settings, types),
         "window": settings["sliding_window"] - 1,
-        "mlp_dim": tuple(dims) if isinstance(dims, list) else dims,
+        "mlp_dim": tuple(dims) if isinstance(dims, list) else (dims,) * count,
         "sparsity": tuple(map(float, sparsity)),
     }
 
 
 def _write(fields: Values) -> dict[str, Any]:
-    found = llama.write_by_kind(fields)
+    found = llama.write_by_kind({**fields, "rotary_dim": fields["head_dim"]})
     del found["hidden_act"]
     return found | {
         "hidden_activation": "gelu_pytorch_tanh",
@@ -132,60 +125,48 @@ def _write(fields: Values) -> dict[str, Any]:
     }
 
 
-_PRESET: dict[str, Any] = {
-    "vocab_size": 262_400,
-    "seq_len": 32_768,
-    "embed_dim": 2048,
-    "num_heads": 8,
-    "num_kv_heads": 2,
-    "head_dim": 256,
-    "layer_vocab_size": 262_144,
+_SETTINGS: dict[str, tuple[str, Any]] = {
+    "vocab_size": ("vocab_size", 262_400),
+    "seq_len": ("max_position_embeddings", 32_768),
+    "num_layers": ("num_hidden_layers", 35),
+    "embed_dim": ("hidden_size", 2048),
+    "num_heads": ("num_attention_heads", 8),
+    "num_kv_heads": ("num_key_value_heads", 2),
+    "head_dim": ("head_dim", 256),
+    "norm_epsilon": ("rms_norm_eps", 1e-6),
+    "logit_softcap": ("final_logit_softcapping", 30.0),
+    "num_shared_layers": ("num_kv_shared_layers", 15),
+    "num_streams": ("altup_num_inputs", 4),
+    "coefficient_clip": ("altup_coef_clip", 120.0),
+    "laurel_dim": ("laurel_rank", 64),
+    "layer_vocab_size": ("vocab_size_per_layer_input", 262_144),
+    "layer_input_dim": ("hidden_size_per_layer_input", 256),
 }
+"""By field, the setting with the same value and its default."""
+
+_DEFAULTS = dict(_SETTINGS.values()) | {
+    "intermediate_size": 16_384,
+    "sliding_window": 512,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10_000.0,
+    "activation_sparsity_pattern": None,
+}
+
+
+def _preset(**changes: int) -> dict[str, Any]:
+    """Returns the fields for the default settings with changes."""
+    settings = _DEFAULTS | changes
+    same = {ours: settings[name] for ours, (name, _) in _SETTINGS.items()}
+    return same | _read(settings)
+
 
 GEMMA3N = Family(
     model="Gemma3n",
     model_type="gemma3n_text",
     architecture="Gemma3nForCausalLM",
     parts={},
-    settings={
-        "vocab_size": "vocab_size",
-        "seq_len": "max_position_embeddings",
-        "num_layers": "num_hidden_layers",
-        "embed_dim": "hidden_size",
-        "num_heads": "num_attention_heads",
-        "num_kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "norm_epsilon": "rms_norm_eps",
-        "logit_softcap": "final_logit_softcapping",
-        "num_shared_layers": "num_kv_shared_layers",
-        "num_streams": "altup_num_inputs",
-        "coefficient_clip": "altup_coef_clip",
-        "laurel_dim": "laurel_rank",
-        "layer_vocab_size": "vocab_size_per_layer_input",
-        "layer_input_dim": "hidden_size_per_layer_input",
-    },
-    defaults={
-        "vocab_size": 262_400,
-        "max_position_embeddings": 32_768,
-        "num_hidden_layers": 35,
-        "hidden_size": 2048,
-        "intermediate_size": 16_384,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 512,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10_000.0,
-        "num_kv_shared_layers": 15,
-        "altup_num_inputs": 4,
-        "altup_coef_clip": 120.0,
-        "laurel_rank": 64,
-        "vocab_size_per_layer_input": 262_144,
-        "hidden_size_per_layer_input": 256,
-        "activation_sparsity_pattern": None,
-    },
+    settings={ours: name for ours, (name, _) in _SETTINGS.items()},
+    defaults=_DEFAULTS,
     valid={
         "attention_bias": (False,),
         "hidden_activation": ("gelu_pytorch_tanh",),
@@ -199,20 +180,10 @@ GEMMA3N = Family(
     names=_names,
     ignored=r"self_attn\.(k_proj|v_proj|k_norm)\.weight$|^lm_head\.weight$",
     presets={
-        "gemma3n-e2b": {
-            **_PRESET,
-            "num_layers": 30,
-            "mlp_dim": 8192,
-            "num_shared_layers": 10,
-            "sparsity": (0.95,) * 10 + (0.0,) * 20,
-        },
-        "gemma3n-e4b": {
-            **_PRESET,
-            "num_layers": 35,
-            "mlp_dim": 16_384,
-            "num_shared_layers": 15,
-            "sparsity": (0.95,) * 10 + (0.0,) * 25,
-        },
+        "gemma3n-e2b": _preset(
+            num_hidden_layers=30, intermediate_size=8192, num_kv_shared_layers=10
+        ),
+        "gemma3n-e4b": _preset(),
     },
 )
 FAMILIES = (GEMMA3N,)
