@@ -92,8 +92,8 @@ class AltUp(nnx.Module):
 
         self.prediction = make(count, count, count)  # (to, from, mode)
         self.correction = make(count, count)  # (to, mode)
-        zeros = named(nnx.initializers.zeros_init(), "embed")
-        self.scale = nnx.Param(zeros(rngs.params(), (embed,), jnp.float32))
+        ones = named(nnx.initializers.ones_init(), "embed")
+        self.scale = nnx.Param(ones(rngs.params(), (embed,), jnp.float32))
         self.clip, self.deterministic = config.coefficient_clip, False
 
     def predict(self, streams: jax.Array) -> jax.Array:
@@ -174,9 +174,9 @@ class Attention(nnx.Module):
             pair = key, self.value_norm(value).astype(x.dtype)
             names = ("batch", "seq", "kv_heads", "head_dim")
             pair = constrain(pair[0], *names), constrain(pair[1], *names)
-            of_kind: Pairs = {"local": is_local, "global": ~is_local}
+            is_own: dict[LayerKind, Any] = {"local": is_local, "global": ~is_local}
             kept = {
-                kind: tuple(map(partial(jnp.where, of_kind[kind]), pair, old))
+                kind: jax.tree.map(partial(jnp.where, is_own[kind]), pair, old)
                 for kind, old in kept.items()
             }
             if cache:
@@ -390,7 +390,7 @@ class Gemma3n(Published):
     def _stack(self, run: range, rngs: nnx.Rngs) -> Stack:
         config = self.config
         make = partial(Block, config, run.start)
-        stack = Stack(make, len(run), rngs=rngs, remat=config.remat)
+        stack = Stack([make], len(run), rngs=rngs, remat=config.remat)
         block: Any = stack.layer
         is_local = [config.layer_kinds[i] == "local" for i in run]
         block.attention.is_local.set_value(jnp.array(is_local))

@@ -193,11 +193,20 @@ class Gemma3nConfig:
     def tiny(cls, **overrides: Any) -> Gemma3nConfig:
         """Returns a small model with bytes as tokens, and all parts of a large one."""
         base = cls(
-            **{"vocab_size": 256, "seq_len": 64, "num_layers": 6, "embed_dim": 32},
-            **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "mlp_dim": (64,) * 6},
+            vocab_size=256,
+            seq_len=64,
+            num_layers=6,
+            embed_dim=32,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=8,
+            mlp_dim=(64,) * 6,
             sparsity=(0.5, 0.5, 0.0, 0.0, 0.0, 0.0),
             layer_kinds=("local", "global") * 3,
-            **{"num_shared_layers": 2, "window": 8, "laurel_dim": 8},
-            **{"layer_vocab_size": 240, "layer_input_dim": 8},
+            num_shared_layers=2,
+            window=8,
+            laurel_dim=8,
+            layer_vocab_size=240,
+            layer_input_dim=8,
         )
         return replace(base, **overrides)

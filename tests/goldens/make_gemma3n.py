@@ -2,7 +2,8 @@
 
 The script works like `make_goldens.py`. ``logits.npz`` also has ``long``, int32 (1,
 400), and ``long_logits``, the logits of every eighth of its tokens. ``clipped`` are the
-logits of ``tokens`` in training, where coefficients of streams are clipped.
+logits of ``tokens`` in training, where coefficients of streams are clipped. ``norms``
+are the norms of the gradients of the loss of ``tokens``, in the order of ``names``.
 ``sizes.json`` has the numbers of parameters of published models.
 
 The tests do not run this script. To make the folder again: ``pip install torch
@@ -78,6 +79,18 @@ def randomise(model: torch.nn.Module) -> None:
                 weight.copy_(torch.randn_like(weight) * (0.8 / weight.shape[-1] ** 0.5))
 
 
+@torch.enable_grad()
+def gradient_norms(
+    model: torch.nn.Module, tokens: torch.Tensor
+) -> tuple[list[str], list[float]]:
+    """Returns the names of parameters, and the norms of the loss's gradients."""
+    logits = model(tokens[:, :-1], use_cache=False).logits
+    labels = tokens[:, 1:].flatten()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels).backward()
+    found = {n: float(p.grad.norm()) for n, p in model.named_parameters()}
+    return [*found], [*found.values()]
+
+
 def make(seed: int) -> bool:
     """Writes the folder. Returns False if greedy tokens are nearly tied, or repeat."""
     torch.manual_seed(seed)
@@ -99,6 +112,7 @@ def make(seed: int) -> bool:
             best = model(greedy, use_cache=False).logits[0, -1].topk(2)
             margin = min(margin, float(best.values[0] - best.values[1]))
             greedy = torch.cat([greedy, best.indices[None, :1]], dim=1)
+        names, norms = gradient_norms(model, tokens)
         # In training, transformers clips the weights in place.
         clipped = model.train()(tokens, use_cache=False).logits
     num_tokens = len(greedy[0, tokens.shape[1] :].unique())
@@ -112,6 +126,8 @@ def make(seed: int) -> bool:
         long=long.numpy().astype(np.int32),
         long_logits=long_logits.numpy(),
         greedy=greedy[0, tokens.shape[1] :].numpy().astype(np.int32),
+        names=names,
+        norms=norms,
     )
     print(  # noqa: T201
         f"seed {seed}, logits {float(logits.std()):.2f}, clipped "

@@ -48,9 +48,12 @@ _PAIRS = {
     "attention.value": "self_attn.v_proj",
     "attention.key_norm": "self_attn.k_norm",
 }
-_PATTERNS = dict.fromkeys(
-    ("laurel_in", "input_gate", "modes"), ("latent embed -> embed latent", "")
-) | dict.fromkeys(("laurel_out", "input_out"), ("embed latent -> latent embed", ""))
+_INTO = "latent embed -> embed latent", ""
+_OUT_OF = "embed latent -> latent embed", ""
+_PATTERNS = {
+    **dict.fromkeys(("laurel_in", "input_gate", "modes"), _INTO),
+    **dict.fromkeys(("laurel_out", "input_out"), _OUT_OF),
+}
 _ALTUP = [
     ("prediction", "prediction_coefs.weight", "(to source) by -> to source by"),
     ("correction", "correction_coefs.weight", "to by -> to by"),
