@@ -43,6 +43,8 @@ from tests.folders import GOLDENS, check_equal, content
 from tests.parity.runs import to_host
 from tests.steps import QUICKLY, lower_step, plan_step
 
+pytestmark = pytest.mark.models
+
 FOLDER = GOLDENS / "gemma3n" / "text"
 
 
@@ -142,10 +144,6 @@ STRATEGIES: dict[str, Strategy] = {
     "context": Composite(ContextParallel(2), FSDP(min_size=0)),
     "data": DataParallel(),
 }
-OF_EACH = pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(s, marks=[pytest.mark.deep] * (s != "tp")) for s in STRATEGIES],
-)
 
 
 def make_trainer(strategy: Strategy, **options: Any) -> Trainer:
@@ -177,7 +175,10 @@ def train_on_one_device() -> tuple[dict[str, np.ndarray], np.ndarray]:
     return train(DataParallel(1))
 
 
-@OF_EACH
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=[pytest.mark.deep] * (s != "tp")) for s in STRATEGIES],
+)
 def test_gradients_and_losses_match_one_device(strategy: str) -> None:
     """Losses with large steps and momentum, and each gradient of the first step."""
     expected, expected_losses = train_on_one_device()
@@ -190,7 +191,8 @@ def test_gradients_and_losses_match_one_device(strategy: str) -> None:
         assert np.abs(gradients[name] - x).max() <= 2e-5 * largest, name
 
 
-@OF_EACH
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_logits_and_continuations_match_under_strategies(strategy: str) -> None:
     expected, trainer = golden(), make_trainer(STRATEGIES[strategy])
     rows = np.concatenate([expected["tokens"]] * 4)
