@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.families import GOLDENS, STRATEGIES
+from benchmarks.families import GOLDENS, STRATEGIES, difference
 from benchmarks.timing import Table
 from nnx_parallel import Trainer
 from nnx_parallel.models import ResNet, ViT, classification_loss
@@ -52,8 +52,7 @@ def measure(rounds: int = 1000) -> Table:
                 loggers=(),
             )
             out = trainer.predict([images], lambda model, images: model(images))
-            share = np.abs(out - expected).max() / np.abs(expected).max()
-            table.add(f"{name}: {folder.name}", f"{share:.0e}")
+            table.add(f"{name}: {folder.name}", difference(out, expected))
             written = trainer.model
         table.add(f"written as: {folder.name}", written.family.architecture)
     for family in FAMILIES:
