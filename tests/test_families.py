@@ -89,6 +89,10 @@ def arrays_of(family: str, config: GPTConfig) -> dict[tuple, np.ndarray]:
         first, last, whole = (int(x or 0) for x in span)
         pattern, _, further = pattern.partition(",")
         all_sizes = sizes | {"n": int(count or 1), "latent": latent_dim(config, theirs)}
+        if (delta := config.delta_net) and "linear_attn" in theirs:
+            all_sizes |= {"value_heads": delta.num_value_heads, **vars(delta)}
+            all_sizes |= {"heads": delta.num_key_heads, "width": delta.conv_len}
+            all_sizes["size"] = delta.group * delta.value_dim
         all_sizes |= {n: int(x) for n, x in re.findall(r"(\w+)=(\d+)", further)}
         all_sizes |= {cut: whole} if cut else {}
         if theirs.endswith("o_proj.weight") and config.latents:
@@ -213,6 +217,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("llama4", {"query_growth": None}),
     ("deepseek_v3", {"attention_scale": None}),
     ("glm4_moe", {"rotary_dim": 8}),
+    ("qwen3_next", {"rotary_dim": 4}),
 ]
 OUTPUTS: dict[str, Any] = {
     "num_experts": 4,
@@ -360,6 +365,8 @@ PUBLISHED = {
     "kimi-k2": 1_026_408_209_408,
     "glm-4.5-air": 106_852_245_504,
     "glm-4.5": 352_797_814_784,
+    # Without the layers that predict further tokens, which the folders also have.
+    "qwen3-next-80b-a3b": 79_674_391_296,
 }
 
 

@@ -5,6 +5,7 @@ from nnx_parallel.models.classifier import MLPClassifierConfig as MLPClassifierC
 from nnx_parallel.models.classifier import classification_loss as classification_loss
 from nnx_parallel.models.families.deepseek import Latents as Latents
 from nnx_parallel.models.families.granite import Multipliers as Multipliers
+from nnx_parallel.models.families.qwen3_next import DeltaNet as DeltaNet
 from nnx_parallel.models.gemma3n import Gemma3n as Gemma3n
 from nnx_parallel.models.gemma3n_config import Gemma3nConfig as Gemma3nConfig
 from nnx_parallel.models.generation import generate as generate

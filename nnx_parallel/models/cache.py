@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from nnx_parallel.layers.stack.stack import ByBlock
 from nnx_parallel.sharding import constrain
 
 Start = int | jax.Array
@@ -15,8 +16,18 @@ Cache = tuple[jax.Array, jax.Array]
 
 They are keys and values, or latents and rotated keys (`GPTConfig.cache_dims`).
 """
-Caches = tuple[Cache, ...]
-"""A cache for each stack of a model; its arrays have a leading dim of layers."""
+DeltaCache = tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array]
+"""The cache of linear attention, whose size does not depend on the number of tokens.
+
+It has the last inputs of three convolutions, each (batch, conv_len - 1, heads,
+features), and the memory (batch, heads, group, key_dim, value_dim).
+"""
+Caches = tuple[Cache | DeltaCache | ByBlock, ...]
+"""A cache for each stack of a model; its arrays have a leading dim of layers.
+
+If blocks of several kinds alternate in a stack, it is a `ByBlock` with a cache for each
+block of a group.
+"""
 
 
 def positions_from(start: Start, length: int) -> jax.Array:

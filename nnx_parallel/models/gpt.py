@@ -36,16 +36,19 @@ from nnx_parallel.layers import (
 from nnx_parallel.layers.activations import ACTIVATIONS
 from nnx_parallel.layers.attention import attention, chunk_segments
 from nnx_parallel.layers.experts.moe import warn_of_lost_losses
+from nnx_parallel.layers.stack.stack import ByBlock
 from nnx_parallel.metrics import Mean
 from nnx_parallel.models.cache import (
     Cache,
     Caches,
+    DeltaCache,
     Start,
     positions_from,
     write_cache,
 )
 from nnx_parallel.models.gpt_config import FAMILIES, GPTConfig
 from nnx_parallel.models.latent_attention import LatentAttention
+from nnx_parallel.models.linear_attention import LinearAttention
 from nnx_parallel.models.rotary import YarnScaling, frequencies, rotate
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published, period_of
@@ -150,6 +153,8 @@ class Attention(nnx.Module):
         self.query = dense("embed", "heads head_dim", use_bias=config.qkv_bias)
         self.key = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
         self.value = dense("embed", "kv_heads head_dim", use_bias=config.qkv_bias)
+        gated = config.output_gate
+        self.gate = dense("embed", "heads head_dim") if gated else None
         self.out = dense("heads head_dim", "embed", is_residual=True)
         norm = partial(_rms_norm, config, rngs=rngs)
         wide = config.wide_qk_norm
@@ -183,7 +188,9 @@ class Attention(nnx.Module):
         """
         positions = positions_from(start, x.shape[1])
         # (batch, seq, embed) -> (batch, seq, heads or kv_heads, head_dim)
-        query, key, value = project(x, self.query, self.key, self.value)
+        gates = [] if self.gate is None else [self.gate]
+        layers = [self.query, self.key, self.value, *gates]
+        query, key, value, *gates = project(x, *layers)
         query = constrain(query, "batch", "seq", "heads", "head_dim")
         key = constrain(key, "batch", "seq", "kv_heads", "head_dim")
         value = constrain(value, "batch", "seq", "kv_heads", "head_dim")
@@ -193,14 +200,23 @@ class Attention(nnx.Module):
             length = x.shape[1] if cache is None else cache[0].shape[1]
             query, key = self._rotate(query, key, positions, length)
         if cache is None:
-            return self.out(self._attend(query, key, value, segments, chunks)), None
+            attended = self._attend(query, key, value, segments, chunks)
+            return self._output(attended, gates), None
         keys, values = write_cache(cache, key, value, start)
         positions = jnp.atleast_2d(positions)  # (1 or batch, seq)
         seen = self._seen(
             jnp.arange(keys.shape[1])[None, None, :], positions[..., None]
         )
         mask = seen[:, None]  # (1 or batch, 1, seq, total_len)
-        return self.out(self._attention(query, keys, values, mask=mask)), (keys, values)
+        attended = self._attention(query, keys, values, mask=mask)
+        return self._output(attended, gates), (keys, values)
+
+    def _output(self, attended: jax.Array, gates: list[jax.Array]) -> jax.Array:
+        """Maps heads to (batch, seq, embed), after the gate of their outputs if any."""
+        if gates:
+            gate = constrain(gates[0], "batch", "seq", "heads", "head_dim")
+            attended = attended * jax.nn.sigmoid(gate)
+        return self.out(attended)
 
     def _rotate(
         self, query: jax.Array, key: jax.Array, positions: jax.Array, length: int
@@ -347,6 +363,7 @@ class Block(nnx.Module):
         shares_norm = self.is_parallel and not config.separate_norms
         self.attention_norm = _make_norm(config, rngs=rngs) if pre else None
         kind = Attention if config.latents is None else LatentAttention
+        kind = kind if config.delta_net is None else LinearAttention
         self.attention = kind(config, rngs=rngs)
         has_norm = pre and not shares_norm
         self.mlp_norm = _make_norm(config, rngs=rngs) if has_norm else None
@@ -407,9 +424,9 @@ class Block(nnx.Module):
 
 def _stack(config: GPTConfig, layers: range, *, rngs: nnx.Rngs) -> Stack:
     """Returns a stack with one block for each of these layers."""
-    with_experts = [config.with_experts[i] for i in layers]
-    period = period_of(with_experts)
-    configs = [config if x else config.dense for x in with_experts[:period]]
+    kinds = [config.layer_parts[i] for i in layers]
+    period = period_of(kinds)
+    configs = [config.with_parts(*kind) for kind in kinds[:period]]
     makers = [partial(Block, each) for each in configs]
     stack = Stack(makers, len(layers) // period, rngs=rngs, remat=config.remat)
     block: Any = stack.layer
@@ -539,8 +556,8 @@ class GPT(Published):
             start: Number of tokens in the cache, which is the position of the first of
                 ``tokens``. If it differs between rows, it is int ``(batch,)``, and each
                 row has one token.
-            cache: Keys and values of the earlier tokens; `make_cache` makes an empty
-                cache.
+            cache: Keys and values of the earlier tokens, or memories of linear
+                attention; `make_cache` makes an empty cache.
             lengths: int ``(batch,)``, the number of tokens of each row, without the
                 padding that follows; ``None`` if there is no padding.
 
@@ -548,8 +565,12 @@ class GPT(Published):
             Logits ``(batch, vocab)``, and the cache with ``tokens`` added.
         """
         x, caches = self._embed(tokens, start), []
+        args: dict[str, Any] = {}
+        if lengths is not None and self.config.delta_net is not None:
+            is_token = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+            args = {"segments": is_token.astype(jnp.int32)}  # padding changes no memory
         for stack, own in zip(self._stacks, cache, strict=True):
-            x, own = stack(x, start, scanned=own)
+            x, own = stack(x, start, scanned=own, **args)
             caches.append(own)
         if lengths is None:
             last = x[:, -1:]
@@ -558,22 +579,31 @@ class GPT(Published):
         return self._logits(self._normed(last))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
-        """Returns an empty cache: a pair of arrays for each stack.
+        """Returns an empty cache for each stack: a pair of arrays, or a `ByBlock`.
 
         Each array is ``(layers, batch, total_len, kv_heads, features)``; the last two
-        sizes are `GPTConfig.cache_dims`. A model with dense first layers has two
-        stacks.
+        sizes are `GPTConfig.cache_dims`. Linear attention has another cache
+        (`LinearAttention.make_cache`). A model with dense first layers has two stacks.
+        If blocks of several kinds alternate, each block of a group has a pair.
         """
-        dtype, caches = self.embed.embedding.get_value().dtype, []
+        dtype = self.embed.embedding.get_value().dtype
 
         def empty(layers: int, dims: tuple[int, int]) -> jax.Array:
             zeros = jnp.zeros((layers, batch_size, total_len, *dims), dtype)
             return constrain(zeros, "layers", "batch", None, "kv_heads", "head_dim")
 
-        first, second = self.config.cache_dims
+        def cache_of(block: Block, layers: int) -> Cache | DeltaCache:
+            if isinstance(block.attention, LinearAttention):
+                return block.attention.make_cache(layers, batch_size, dtype)
+            first, second = self.config.cache_dims
+            return empty(layers, first), empty(layers, second)
+
+        caches = []
         for stack in self._stacks:
-            count = stack.num_layers * stack.period
-            caches.append((empty(count, first), empty(count, second)))
+            layer: Any = stack.layer
+            blocks = layer if stack.period > 1 else [layer]
+            own = tuple(cache_of(block, stack.num_layers) for block in blocks)
+            caches.append(ByBlock(own) if stack.period > 1 else own[0])
         return tuple(caches)
 
     @property

@@ -27,6 +27,10 @@ References:
     https://ai.meta.com/blog/llama-4-multimodal-intelligence/
     [15] DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1,
     https://arxiv.org/abs/2405.04434
+    [16] Yang et al., "Gated Delta Networks", 2024, section 3,
+    https://arxiv.org/abs/2412.06464
+    [17] Qiu et al., "Gated Attention for Large Language Models", 2025, section 2,
+    https://arxiv.org/abs/2505.06708
 """
 
 from __future__ import annotations
@@ -55,11 +59,13 @@ from nnx_parallel.models.families import (
     olmoe,
     phi3,
     qwen,
+    qwen3_next,
     qwen_moe,
     smollm3,
 )
 from nnx_parallel.models.families.deepseek import Latents
 from nnx_parallel.models.families.granite import Multipliers
+from nnx_parallel.models.families.qwen3_next import DeltaNet
 from nnx_parallel.models.rotary import Growth, LongRopeScaling, Scaling
 from nnx_parallel.weights.family import find_preset, read_fields, write_settings
 
@@ -68,7 +74,7 @@ _FILES = (
     # is written as the later one (`nearest`), for instance as Llama and not as Phi-3.
     *(gpt2, phi3, llama, mistral, qwen, qwen_moe, gemma),
     *(gpt_neox, olmo, smollm3, granite, gpt_oss, olmoe, llama4),
-    *(glm, deepseek),
+    *(glm, deepseek, qwen3_next),
 )
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -91,9 +97,14 @@ LayerKind = Literal["local", "global"]
 _WITHOUT_LATENTS = (
     *("num_kv_heads", "head_dim", "rotary_dim", "rotated_layers", "window", "softcap"),
     *("sinks", "qk_norm", "use_bias", "qkv_bias", "chunk", "query_growth"),
-    *("late_qk_norm", "zero_centered_norm"),
+    *("late_qk_norm", "zero_centered_norm", "output_gate"),
 )
 """Fields that must be None or False in a model with latent attention."""
+
+_WITHOUT_MEMORY = (
+    *("latents", "window", "chunk", "rotated_layers", "use_bias", "qkv_bias"),
+)
+"""Fields that must be None or False in a model with linear attention."""
 
 
 @suggests_names
@@ -156,6 +167,15 @@ class GPTConfig:
         latents: Widths of latent attention [15], which computes keys and values from a
             short vector for each token; ``None`` computes them from the residual
             stream.
+        delta_net: Sizes of linear attention [16], which keeps a memory of fixed size
+            for each head instead of all keys and values; ``None`` means that all layers
+            have attention over keys.
+        linear_layers: A pattern that repeats over the layers, with True for layers with
+            linear attention, and False for layers with attention over keys. Its length
+            must divide ``num_layers``. ``None`` means that all layers have linear
+            attention if ``delta_net`` is given.
+        output_gate: True to multiply the outputs of attention over keys by the sigmoid
+            of a linear function of the token [17].
         attention: Implementation of attention; ``None`` takes the platform's fused
             kernel where it fits (`nnx_parallel.layers.attention`).
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
@@ -231,6 +251,9 @@ class GPTConfig:
     multipliers: Multipliers | None = None
     dropout: float = 0.0
     latents: Latents | None = None
+    delta_net: DeltaNet | None = None
+    linear_layers: tuple[bool, ...] | None = None
+    output_gate: bool = False
     attention: Implementation | None = None
     attention_scale: float | None = None
     window: int | None = None
@@ -285,6 +308,11 @@ class GPTConfig:
                 "latents",
                 isinstance(self.latents, Latents | None),
                 "a Latents(...), or None",
+            ),
+            (
+                "delta_net",
+                isinstance(self.delta_net, DeltaNet | None),
+                "a DeltaNet(...), or None",
             ),
         )
         for name in ("softcap", "logit_softcap", "attention_scale", "local_rope_theta"):
@@ -352,13 +380,17 @@ class GPTConfig:
                 f"GPTConfig.rotated_layers is {rotated!r}; it must be None, or a tuple "
                 "of bools. The tuple is repeated over the layers."
             )
-        layers, count = self.expert_layers, self.num_layers
-        if layers is not None and (set(layers) != {True, False} or count % len(layers)):
-            raise ValueError(
-                f"GPTConfig.expert_layers is {layers!r}; it must be None, or a tuple "
-                f"with True and False, of a length that divides num_layers={count}. "
-                "The tuple is repeated over the layers."
-            )
+        count = self.num_layers
+        for name in ("expert_layers", "linear_layers"):
+            layers = getattr(self, name)
+            if layers is None:
+                continue
+            if set(layers) != {True, False} or count % len(layers):
+                raise ValueError(
+                    f"GPTConfig.{name} is {layers!r}; it must be None, or a tuple "
+                    f"with True and False, of a length that divides num_layers={count}."
+                    " The tuple is repeated over the layers."
+                )
 
     def _check_parts(self) -> None:
         if not (self.pre_norms or self.post_norms):
@@ -381,6 +413,11 @@ class GPTConfig:
             ("dense_layers", experts, "experts: without them all layers are dense"),
             ("expert_layers", experts, "experts: without them all layers are dense"),
             ("expert_layers", self.dense_layers == 0, first),
+            (
+                "linear_layers",
+                self.delta_net is not None,
+                "delta_net: it has the sizes of linear attention",
+            ),
             ("chunk", self.window is None, "window=None: a model cannot have both"),
             ("layer_kinds", is_cut, "window or chunk: local layers have it"),
             ("rope_scaling", rope, "positions='rope': it changes the rotation"),
@@ -408,6 +445,8 @@ class GPTConfig:
         )
         plain = "latents=None: latent attention does not support it"
         rules += tuple((n, self.latents is None, plain) for n in _WITHOUT_LATENTS)
+        plain = "delta_net=None: linear attention does not support it"
+        rules += tuple((n, self.delta_net is None, plain) for n in _WITHOUT_MEMORY)
         for name, is_met, needed in rules:
             found = getattr(self, name)
             if found not in (None, False) and not is_met:
@@ -442,6 +481,12 @@ class GPTConfig:
             bool(pattern[i % len(pattern)]) and i >= self.dense_layers
             for i in range(self.num_layers)
         )
+
+    @property
+    def with_memory(self) -> tuple[bool, ...]:
+        """True for each layer with linear attention."""
+        pattern = self.linear_layers or (self.delta_net is not None,)
+        return tuple(bool(pattern[i % len(pattern)]) for i in range(self.num_layers))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -495,9 +540,18 @@ class GPTConfig:
         return self.num_layers - sum(self.with_experts)
 
     @property
-    def dense(self) -> GPTConfig:
-        """The config of the dense layers, which is this config without experts."""
-        return replace(self, experts=None, dense_layers=0, expert_layers=None)
+    def layer_parts(self) -> tuple[tuple[bool, bool], ...]:
+        """For each layer, True if it has experts, and True if it has a memory."""
+        return tuple(zip(self.with_experts, self.with_memory, strict=True))
+
+    def with_parts(self, has_experts: bool, has_memory: bool) -> GPTConfig:
+        """Returns the config of a layer with or without experts and a memory."""
+        changes: dict[str, Any] = {}
+        if not has_experts and self.experts is not None:
+            changes = {"experts": None, "dense_layers": 0, "expert_layers": None}
+        if not has_memory and self.delta_net is not None:
+            changes |= {"delta_net": None, "linear_layers": None}
+        return replace(self, **changes)
 
     @property
     def num_active_params(self) -> int:
@@ -541,10 +595,14 @@ class GPTConfig:
         shares_norm = self.block == "parallel" and not self.separate_norms
         block = norm * ((2 - shares_norm) * self.pre_norms + 2 * self.post_norms)
         normed = sizes["heads"] + sizes["kv_heads"] if self.wide_qk_norm else 2
-        block += normed * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
-        block += embed * self.use_bias + sizes["heads"] * self.sinks
+        attention = normed * sizes["head_dim"] * self.qk_norm + heads * qkv_bias
+        attention += embed * self.use_bias + sizes["heads"] * self.sinks
         if (latents := self.latents) is not None:  # norms of latents
-            block += latents.key_dim + (latents.query_dim or 0)
+            attention += latents.key_dim + (latents.query_dim or 0)
+        attention *= self.num_layers - self._num_memories
+        if (delta := self.delta_net) is not None:  # decays of heads, and the norm
+            own = 2 * delta.num_value_heads + delta.value_dim
+            attention += self._num_memories * own
         mlp = embed + self._dense_dim * (self._num_kernels - 1)
         biases = self._num_dense * mlp * self.use_bias
         if (experts := self.experts) is not None and experts.use_bias:
@@ -552,7 +610,7 @@ class GPTConfig:
             biases += (self.num_layers - self._num_dense) * routed
         looked_up = 0 if self.tied else sizes["vocab"] * embed
         looked_up += self.seq_len * embed if self.positions == "learned" else 0
-        layers = self.num_layers * block + biases
+        layers = self.num_layers * block + attention + biases
         return self.num_product_params + layers + norm + looked_up
 
     @property
@@ -561,7 +619,8 @@ class GPTConfig:
 
         A tied embedding is the head's kernel and counts once. Norms and biases do not
         count. Tables that are only used for lookups do not count either: learned
-        positions, and an embedding that is not tied to the head.
+        positions, and an embedding that is not tied to the head. The kernels of
+        convolutions count.
         """
         sizes = self.sizes
         width = sizes["vocab"]
@@ -571,15 +630,25 @@ class GPTConfig:
             mlp = self._num_kernels * (routed + experts.shared_dim)
             mlp += experts.num_experts + experts.shared_gate  # the router and the gate
             width += (self.num_layers - self._num_dense) * mlp
-        return sizes["embed"] * width + self.num_layers * self._num_attention_weights
+        memories = self._num_memories
+        weights = (self.num_layers - memories) * self._num_attention_weights
+        if self.delta_net is not None:
+            weights += memories * self.delta_net.num_weights(sizes["embed"])
+        return sizes["embed"] * width + weights
+
+    @property
+    def _num_memories(self) -> int:
+        """Number of layers with linear attention."""
+        return sum(self.with_memory)
 
     @property
     def _num_attention_weights(self) -> int:
-        """Number of elements of the kernels of one layer's attention."""
+        """Number of elements of the kernels of one layer's attention over keys."""
         sizes, latents = self.sizes, self.latents
         embed, heads = sizes["embed"], sizes["heads"]
         if latents is None:
-            return 2 * embed * (heads + sizes["kv_heads"]) * sizes["head_dim"]
+            kernels = (2 + self.output_gate) * heads + 2 * sizes["kv_heads"]
+            return embed * kernels * sizes["head_dim"]
         source = latents.query_dim or embed
         query = source * heads * sizes["head_dim"]
         query += embed * (latents.query_dim or 0)
@@ -593,15 +662,22 @@ class GPTConfig:
 
         The result is ``6 N + 12 L E T``. N is `num_product_params` without the experts
         to which a token does not go. The second term counts the products of queries
-        with keys and of scores with values. L is the number of layers, E is the mean
-        width of all keys and of all values together, and T is ``seq_len``. The result
-        does not depend on a causal mask, although a mask halves the work of a good
-        kernel. It does not depend on remat either.
+        with keys and of scores with values. L is the number of layers with attention
+        over keys, E is the mean width of all keys and of all values together, and T is
+        ``seq_len``. The result does not depend on a causal mask, although a mask halves
+        the work of a good kernel. It does not depend on remat either. In linear
+        attention, a token reads the memory twice and writes it once, which adds ``18
+        M`` FLOPs for each layer with M numbers in its memory.
         """
         attended = self.num_heads * (self._head_dim + self._value_dim) * seq_len
         idle = self._num_idle * self._num_expert_weights
         active = self.num_product_params - idle
-        return 6 * active + 6 * self.num_layers * attended
+        memories = self._num_memories
+        counted = 6 * active + 6 * (self.num_layers - memories) * attended
+        if (delta := self.delta_net) is None:
+            return counted
+        numbers = delta.num_value_heads * delta.key_dim * delta.value_dim
+        return counted + 18 * memories * numbers
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -620,6 +696,7 @@ class GPTConfig:
             "qkv_bias": self.use_bias if self.qkv_bias is None else self.qkv_bias,
             "layer_kinds": self.kinds,
             "expert_layers": self.with_experts if self.expert_layers else None,
+            "linear_layers": self.with_memory if self.linear_layers else None,
             "experts": experts,
             "attention_scale": round(scale, 12),
             "rope_theta": self.rope_theta if self.positions == "rope" else None,

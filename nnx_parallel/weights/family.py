@@ -191,7 +191,8 @@ _COUNTS = {
     10_000: "num_layers",
     65_536: "num_heads num_kv_heads num_experts num_local_experts num_experts_per_tok "
     "n_routed_experts n_shared_experts n_group topk_group sliding_window_pattern "
-    "interleave_moe_layer_step no_rope_layer_interval",
+    "interleave_moe_layer_step no_rope_layer_interval full_attention_interval "
+    "decoder_sparse_step",
     2**31 - 1: "vocab_size seq_len embed_dim head_dim mlp_dim width num_labels "
     "moe_intermediate_size sliding_window attention_chunk_size floor_scale "
     "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim",

@@ -3,6 +3,8 @@
 Each folder has ``model.safetensors`` and ``config.json`` as transformers writes them.
 It also has ``logits.npz`` with ``tokens``, int (2, 24), ``logits``, float32 (2, 24,
 vocab), and ``greedy``, int (64,), the tokens that follow the first row of ``tokens``.
+For a family in ``LONG`` there are also ``long_tokens``, int (1, 400), and
+``long_logits``, float32 (1, 25, vocab), the logits of every 16th token from the first.
 All of these are computed in float32, even if the weights are saved in bfloat16.
 
 The tests do not run this script, and need neither torch nor transformers. To make the
@@ -385,6 +387,31 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
         **BFLOAT16,
     },
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        **SIZES,
+        "num_hidden_layers": 6,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "mlp_only_layers": [0, 3],
+        "max_position_embeddings": 512,
+        "head_dim": 16,  # differs from hidden_size / num_attention_heads
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 20_000.0,
+        # Outputs of a memory can be small. With a small number, their norm would enlarge
+        # rounding errors. Norms of queries and keys of linear attention keep 1e-6.
+        "rms_norm_eps": 1e-2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "norm_topk_prob": False,
+        **BFLOAT16,
+    },
     "smollm": {
         "model_type": "llama",
         **SIZES,
@@ -394,6 +421,9 @@ FAMILIES = {
     },
 }
 
+LONG = ("qwen3_next",)
+"""Families whose numbers also depend on the length of a sequence."""
+
 
 def randomise(model: torch.nn.Module) -> None:
     """Draws random weights that all affect the output: no bias is 0, no scale is 1."""
@@ -401,7 +431,10 @@ def randomise(model: torch.nn.Module) -> None:
     scale = 0.07 if "gemma" in model.config.model_type else 0.4
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 1:
+            if name.endswith("A_log"):
+                # A memory that decays slowly reaches over several chunks of tokens.
+                weight.copy_(torch.empty_like(weight).uniform_(0.002, 0.3).log())
+            elif weight.ndim == 1:
                 weight.add_(0.2 * torch.randn_like(weight))
             elif "embed" in name or "wte" in name or "wpe" in name:
                 weight.copy_(torch.randn_like(weight) * scale)
@@ -431,6 +464,12 @@ def make(name: str, seed: int) -> bool:
     tokens = torch.randint(3, 128, (2, 24))
     with torch.no_grad():
         logits = model(tokens, use_cache=False).logits
+        long = {}
+        if name in LONG:
+            tokens_of_long = torch.randint(3, 128, (1, 400))
+            found = model(tokens_of_long, use_cache=False).logits[:, ::16]
+            long["long_tokens"] = tokens_of_long.numpy().astype(np.int32)
+            long["long_logits"] = found.numpy()
         greedy, margin = tokens[:1], float("inf")
         for _ in range(NUM_GREEDY):
             last = model(greedy, use_cache=False).logits[0, -1]
@@ -445,6 +484,7 @@ def make(name: str, seed: int) -> bool:
         tokens=tokens.numpy().astype(np.int32),
         logits=logits.numpy(),
         greedy=greedy[0, tokens.shape[1] :].numpy().astype(np.int32),
+        **long,
     )
     spread = float(logits.std())
     print(  # noqa: T201

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,16 @@ def using_runner(runner: Runner) -> Iterator[None]:
         yield
     finally:
         _runner.reset(token)
+
+
+class ByBlock(NamedTuple):
+    """Values for a `Stack` whose blocks alternate, one for each block of a group.
+
+    Attributes:
+        values: Pytrees, whose structures may differ.
+    """
+
+    values: tuple[Any, ...]
 
 
 class Stack(nnx.Module):
@@ -190,7 +200,8 @@ class Stack(nnx.Module):
                 draw from it in order, as in a Python loop.
             scanned: A pytree of arrays with a leading dim of size N, such as a cache.
                 Each block gets its slice as the last positional argument, and returns
-                ``(x, slice)``.
+                ``(x, slice)``. If blocks of several kinds alternate, it may be a
+                `ByBlock` with such a pytree for each block of a group.
             kwargs: Keyword arguments that every block gets.
 
         Returns:
@@ -245,10 +256,12 @@ class Stack(nnx.Module):
             return self._scan_with_streams(step, x, xs, leaves, tree)
         if isinstance(xs, nnx.List | list) and isinstance(next(iter(xs)), nnx.Module):
             xs = stack_blocks(xs)
-        if self.period > 1:
+        joins = self.period > 1 and not isinstance(xs, ByBlock)
+        if joins:
             # (N, ...) -> (N / period, period, ...)
-            sizes, step = (self.num_layers, self.period), _in_groups(step)
+            sizes = self.num_layers, self.period
             xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
+        step = _in_groups(step) if self.period > 1 else step
         call = self._call(step, x, inputs, xs, is_plain)
         # In training and evaluation, a pipeline may run the layers. Calls with `xs`,
         # such as decoding with a cache, always use a scan.
@@ -256,7 +269,7 @@ class Stack(nnx.Module):
         x, others, out = (run_in_halves if run is run_layers else run)(call)
         if others:
             update_arrays(self.layer, others)
-        if self.period > 1:
+        if joins:
             out = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), out)
         return x, out
 
@@ -419,9 +432,14 @@ def _in_groups(step: Step) -> Step:
     def run(group: Any, x: Any, slices: Any, *args: Any, **kwargs: Any) -> Any:
         outs = []
         for i, block in enumerate(group):
-            own = jax.tree.map(lambda a, i=i: a[i], slices)
+            if isinstance(slices, ByBlock):
+                own = slices.values[i]
+            else:
+                own = jax.tree.map(lambda a, i=i: a[i], slices)
             x, out = step(block, x, own, *args, **kwargs)
             outs.append(out)
+        if isinstance(slices, ByBlock):
+            return x, ByBlock(tuple(outs))
         return x, jax.tree.map(lambda *each: jnp.stack(each), *outs)
 
     return run

@@ -62,7 +62,9 @@ _MOST_PREDICTED = 100
 """The largest valid number of layers that predict further tokens."""
 
 
-def _rows(first: int, size: int, total: int, columns: str, rows: str = "heads") -> str:
+def rows_of_heads(
+    first: int, size: int, total: int, columns: str, rows: str = "heads"
+) -> str:
     """Returns the pattern of some rows of each head of an array in files.
 
     Args:
@@ -95,15 +97,15 @@ def _attention(latents: Latents) -> list[Entry]:
     source = "embed" if query is None else "latent"
     of_queries = "q_proj" if query is None else "q_b_proj"
     of_latents, width, both = "kv_a_proj_with_mqa", plain + value, key + rotary
-    head, cut = plain + rotary, _pairs if latents.interleaved else _rows
+    head, cut = plain + rotary, _pairs if latents.interleaved else rows_of_heads
     vector, into = "latent -> latent", "latent embed -> embed latent"
     found = [
         ("query", of_queries, cut(0, plain, head, source)),
         ("query_rotary", of_queries, cut(plain, rotary, head, source)),
         ("latent", of_latents, cut(0, key, both, "embed", "")),
         ("key_rotary", of_latents, cut(key, rotary, both, "embed", "")),
-        ("key", "kv_b_proj", _rows(0, plain, width, "latent")),
-        ("value", "kv_b_proj", _rows(plain, value, width, "latent")),
+        ("key", "kv_b_proj", rows_of_heads(0, plain, width, "latent")),
+        ("value", "kv_b_proj", rows_of_heads(plain, value, width, "latent")),
         ("latent_norm", "kv_a_layernorm", vector),
         ("out", "o_proj", "embed (heads head_dim) -> heads head_dim embed"),
     ]

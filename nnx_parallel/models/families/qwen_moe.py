@@ -18,15 +18,22 @@ MLP = {
 }
 """Names of routed experts, which the family OLMoE shares."""
 
-_SHARED = {f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("up", "gate")}
-_SHARED["mlp.shared.down"] = "mlp.shared_expert.down_proj"
+WITH_SHARED = MLP | {
+    f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("up", "gate", "down")
+}
+"""Names of routed experts and of the shared expert."""
+
+SHARED_GATE: Entry = (
+    "blocks.layer.mlp.shared_gate",
+    "model.layers.{}.mlp.shared_expert_gate.weight",
+    "1 embed -> embed",
+)
 
 
-def write(fields: Values) -> dict[str, Any]:
-    """Returns the settings that both families share."""
+def write_mixture(fields: Values) -> dict[str, Any]:
+    """Returns the settings of experts that all of Qwen's mixtures share."""
     experts = fields["experts"]
     return {
-        **qwen.write(fields),
         **llama.write_experts(fields),
         "num_experts": experts.num_experts,
         "moe_intermediate_size": experts.mlp_dim,
@@ -36,10 +43,20 @@ def write(fields: Values) -> dict[str, Any]:
     }
 
 
-def _read_2(settings: Values) -> dict[str, Any]:
+def write(fields: Values) -> dict[str, Any]:
+    """Returns the settings that both families share."""
+    return {**qwen.write(fields), **write_mixture(fields)}
+
+
+def read_with_shared(settings: Values) -> dict[str, Any]:
+    """Returns the fields for routed experts and a shared expert with a gate."""
     found = llama.read_experts(settings)
     width = settings["shared_expert_intermediate_size"]
     experts = replace(found["experts"], shared_dim=width, shared_gate=True)
+    return {**found, "experts": experts}
+
+
+def _read_2(settings: Values) -> dict[str, Any]:
     windows = {} if settings["use_sliding_window"] else {"sliding_window": None}
     # Every second layer before this number has the window.
     last = settings["max_window_layers"]
@@ -48,7 +65,7 @@ def _read_2(settings: Values) -> dict[str, Any]:
         for i in range(settings["num_hidden_layers"])
     ]
     rest = llama.read({**settings, **windows}, types)
-    return {**rest, **found, "experts": experts}
+    return {**rest, **read_with_shared(settings)}
 
 
 def _write_2(fields: Values) -> Values:
@@ -57,15 +74,7 @@ def _write_2(fields: Values) -> Values:
 
 
 def _names_2(fields: Values) -> list[Entry]:
-    gate = "mlp.shared_expert_gate.weight"
-    return [
-        *llama.names(fields, mlp=MLP | _SHARED),
-        (
-            "blocks.layer.mlp.shared_gate",
-            f"model.layers.{{}}.{gate}",
-            "1 embed -> embed",
-        ),
-    ]
+    return [*llama.names(fields, mlp=WITH_SHARED), SHARED_GATE]
 
 
 _QWEN_15 = {"vocab_size": 151_936, "rope_theta": 1e6, "norm_epsilon": 1e-6}
