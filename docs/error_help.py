@@ -71,7 +71,8 @@ HELP = {
         "[A mesh axis that does not exist](pitfalls.md#a-mesh-axis-that-does-not-exist)",
     ),
     "IndivisibleDimError": Help(
-        "A rule or a name shards a dim into unequal parts.",
+        "A rule or a name shards a dim into unequal parts; or a strategy splits a sequence "
+        "that must stay whole.",
         "Pad the dim, choose another axis size, or paste the rule of the message.",
         "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
     ),

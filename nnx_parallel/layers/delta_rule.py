@@ -96,12 +96,14 @@ class _Chunk(NamedTuple):
         scores: ``(batch, heads, group, size, size)``, products of queries and keys.
         written: ``(batch, heads, group, size, value_dim)``, the corrections that tokens
             write if S is 0 before the chunk.
-        removed: ``(batch, heads, group, size, key_dim)``. Its product with S is what
-            the corrections lack if S is not 0.
+        removed: ``(batch, heads, group, size, key_dim)``. Its product with S is
+            subtracted from these corrections.
         into: ``(batch, heads, group, size, 1)``, decay from the chunk's start to a
-            token, and 0 if a document begins in between.
-        out_of: ``(batch, heads, group, size, 1)``, the same from a token to the end.
-        kept: ``(batch, heads, group, 1, 1)``, the same from the start to the end.
+            token; 0 if a document begins in between.
+        out_of: ``(batch, heads, group, size, 1)``, decay from a token to the chunk's
+            end; 0 if a document begins in between.
+        kept: ``(batch, heads, group, 1, 1)``, decay of S over the whole chunk; 0 if a
+            document begins in the chunk.
     """
 
     query: Array

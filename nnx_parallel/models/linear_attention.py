@@ -195,20 +195,20 @@ def _convolve(
 ) -> tuple[Array, Array]:
     """Convolves each feature over the last tokens of its document, and applies SiLU.
 
-    It is a sum of shifted arrays. A convolution of XLA with one group for each feature
-    can have wrong gradients (docs/library-notes.md, "What the partitioner computes
-    wrongly").
+    The result is computed as a sum of shifted arrays, because XLA's partitioner
+    computes wrong gradients of convolutions with groups (docs/library-notes.md, "What
+    the partitioner computes wrongly").
 
     Args:
         x: ``(batch, seq, heads, head_dim)``.
         kernel: ``(heads * head_dim, conv_len)``; the last column is the factor of the
             token itself.
         before: The inputs before the first token, ``(batch, conv_len - 1, heads,
-            head_dim)``; ``None`` means that there are none.
+            head_dim)``; ``None`` means zeros.
         positions: int ``(batch, seq)``, positions in the document.
 
     Returns:
-        The result, with the shape and dtype of ``x``, and the inputs behind ``before``.
+        The result, with the shape and dtype of ``x``, and ``before`` followed by ``x``.
     """
     length, count = x.shape[1], kernel.shape[-1]
     if before is None:

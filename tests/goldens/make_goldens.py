@@ -397,8 +397,8 @@ FAMILIES = {
         "head_dim": 16,  # differs from hidden_size / num_attention_heads
         "partial_rotary_factor": 0.5,
         "rope_theta": 20_000.0,
-        # Outputs of a memory can be small. With a small number, their norm would enlarge
-        # rounding errors. Norms of queries and keys of linear attention keep 1e-6.
+        # Outputs of a memory can be small. With a smaller number, their norm would
+        # enlarge rounding errors. Norms of keys of linear attention keep 1e-6.
         "rms_norm_eps": 1e-2,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
