@@ -73,16 +73,20 @@ def gated_delta_rule(
         x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
-    arrays = (x.astype(wide) for x in (query, key, value, log_decay, rate))
-    chunked = _prepare(*map(chunks, arrays), chunks(is_first))
-    if state is None:
-        state = jnp.zeros((len(query), heads, group, key.shape[-1], value_dim), wide)
-    state = constrain(state.astype(wide), "batch", "heads", None, None, None)
-    state, out = jax.lax.scan(_run_chunk, state, chunked)
+    chunked = _prepare(
+        *(chunks(x.astype(wide)) for x in (query, key, value)),
+        log_decay=chunks(log_decay.astype(wide)),
+        rate=chunks(rate.astype(wide)),
+        is_first=chunks(is_first),
+    )
+    shape = (len(query), heads, group, key.shape[-1], value_dim)
+    memory = jnp.zeros(shape, wide) if state is None else state.astype(wide)
+    memory = constrain(memory, "batch", "heads", None, None, None)
+    memory, out = jax.lax.scan(_run_chunk, memory, chunked)
     # (chunks, batch, heads, group, size, value_dim) -> (batch, seq, heads, group, ...)
     out = jnp.transpose(out, (1, 0, 4, 2, 3, 5))
     out = out.reshape(len(query), -1, heads, group, value_dim)
-    return out[:, :length], state
+    return out[:, :length], memory
 
 
 class _Chunk(NamedTuple):
@@ -117,13 +121,19 @@ class _Chunk(NamedTuple):
 
 
 def _prepare(
-    query: Array, key: Array, value: Array, log_decay: Array, rate: Array, first: Array
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    log_decay: Array,
+    rate: Array,
+    is_first: Array,
 ) -> _Chunk:
     """Computes all chunks at once; the arrays are (chunks, batch, size, ...)."""
     # (..., size, heads, group) -> (..., heads, group, size)
     total = jnp.moveaxis(jnp.cumsum(log_decay, axis=2), 2, -1)
     rate = jnp.moveaxis(rate, 2, -1)
-    document = jnp.cumsum(first, axis=2)[:, :, None, None]  # (..., 1, 1, size)
+    document = jnp.cumsum(is_first, axis=2)[:, :, None, None]  # (..., 1, 1, size)
     is_same = document[..., :, None] == document[..., None, :]
     is_earlier = is_same & jnp.tril(jnp.ones_like(is_same))
     # The mask comes before the exponential, which could overflow for later tokens.

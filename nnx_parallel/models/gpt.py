@@ -362,7 +362,7 @@ class Block(nnx.Module):
         pre, self.is_parallel = config.pre_norms, config.block == "parallel"
         shares_norm = self.is_parallel and not config.separate_norms
         self.attention_norm = _make_norm(config, rngs=rngs) if pre else None
-        kind = Attention if config.latents is None else LatentAttention
+        kind: Any = Attention if config.latents is None else LatentAttention
         kind = kind if config.delta_net is None else LinearAttention
         self.attention = kind(config, rngs=rngs)
         has_norm = pre and not shares_norm
@@ -379,10 +379,10 @@ class Block(nnx.Module):
         self,
         stream: Stream,
         start: Start = 0,
-        cache: Cache | None = None,
+        cache: Cache | DeltaCache | None = None,
         segments: jax.Array | None = None,
         chunks: jax.Array | None = None,
-    ) -> Stream | tuple[Stream, Cache | None]:
+    ) -> Stream | tuple[Stream, Cache | DeltaCache | None]:
         """Maps (batch, seq, embed) to the same shape.
 
         If a cache is given, the block also returns the cache, with the keys and values

@@ -7,7 +7,6 @@ References:
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax
@@ -72,10 +71,9 @@ class LinearAttention(nnx.Module):
         make = named(ones, "heads")
         self.decay_bias = nnx.Param(make(rngs.params(), per_head))
         # The decay of a head is between about 1 and 1e-9 at the start of training.
-        speeds = named(
-            lambda *args: jnp.log(uniform(*args, minval=0.01, maxval=16.0)), "heads"
-        )
-        self.log_speed = nnx.Param(speeds(rngs.params(), per_head))
+        speeds = uniform(rngs.params(), per_head, minval=0.01, maxval=16.0)
+        make = named(nnx.initializers.constant(jnp.log(speeds)), "heads")
+        self.log_speed = nnx.Param(make(rngs.params(), per_head))
         self.norm = nnx.RMSNorm(
             sizes.value_dim,
             epsilon=config.norm_epsilon,
@@ -173,15 +171,15 @@ class LinearAttention(nnx.Module):
 def _check_sequence() -> None:
     """Checks that no strategy splits the sequence, over which the memory changes."""
     layout = active_layout()
-    axes = layout.sequence_axes if layout else ()
-    if layout and math.prod(layout.mesh.shape[axis] for axis in axes) > 1:
-        raise IndivisibleDimError(
-            f"The mesh axis {axes[0]!r} of size {layout.mesh.shape[axes[0]]} splits "
-            "the sequence, but the model has linear attention (GPTConfig.delta_net). "
-            "Its memory changes from token to token, so its sequences cannot be split. "
-            "Remove ContextParallel, and use FSDP, TensorParallel, ExpertParallel or "
-            "Pipeline."
-        )
+    for axis in layout.sequence_axes if layout else ():
+        if layout and (size := layout.mesh.shape[axis]) > 1:
+            raise IndivisibleDimError(
+                f"The mesh axis {axis!r} of size {size} splits the sequence, but the "
+                "model has linear attention (GPTConfig.delta_net). Its memory changes "
+                "from token to token, so its sequences cannot be split. Remove "
+                "ContextParallel, and use FSDP, TensorParallel, ExpertParallel or "
+                "Pipeline."
+            )
 
 
 def _unit(x: Array) -> Array:
