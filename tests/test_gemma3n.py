@@ -40,6 +40,7 @@ from nnx_parallel.training.step import StepOptions, make_train_step
 from nnx_parallel.weights import save_pretrained
 from nnx_parallel.weights.family import read_fields
 from tests.folders import GOLDENS, check_equal, content
+from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 from tests.steps import QUICKLY, lower_step, plan_step
 
@@ -146,10 +147,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def make_trainer(strategy: Strategy, **options: Any) -> Trainer:
+def make_trainer(strategy: Strategy, model: Any = None, **options: Any) -> Trainer:
     one = strategy == DataParallel(1)
     return Trainer(
-        Gemma3n.from_pretrained(FOLDER, dtype="float32"),
+        model or Gemma3n.from_pretrained(FOLDER, dtype="float32"),
         optax.sgd(0.02, momentum=0.9),
         next_token_loss,
         strategy=strategy,
@@ -189,6 +190,25 @@ def test_gradients_and_losses_match_one_device(strategy: str) -> None:
         largest = np.abs(x).max()
         assert largest > 0, name
         assert np.abs(gradients[name] - x).max() <= 2e-5 * largest, name
+
+
+def test_pipeline_divides_layers_that_hand_on_keys_and_values() -> None:
+    """The largest stack computes the keys and values of the layer after it."""
+    config = Gemma3nConfig.tiny(
+        num_layers=3,
+        mlp_dim=(64,) * 3,
+        sparsity=(0.0,) * 3,
+        layer_kinds=("global", "local", "local"),
+        num_shared_layers=1,
+    )
+    assert [len(run) for run in config.runs] == [2, 1]
+    batch, found = np.random.default_rng(0).integers(0, 240, (8, 25), np.int32), []
+    for strategy in (DataParallel(1), Composite(Pipeline(2), FSDP(min_size=0))):
+        trainer = make_trainer(strategy, model=lambda rngs: Gemma3n(config, rngs=rngs))
+        trainer.fit([batch], 1)
+        state: Any = trainer.state
+        found.append(to_host(state.opt_state[0].trace))
+    assert_gradients_close(found[1], found[0])
 
 
 @pytest.mark.deep
@@ -259,7 +279,7 @@ def test_written_folder_equals_the_one_of_transformers(tmp_path: Path) -> None:
 
 
 def test_language_model_is_read_from_a_model_of_text_and_images(tmp_path: Path) -> None:
-    """Published files also have keys and values of layers that do not use them."""
+    """Published files also have unused key and value projections of later layers."""
     folder = tmp_path / "whole"
     folder.mkdir()
     arrays = {
@@ -351,7 +371,7 @@ def test_unsupported_settings_are_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_heads": 3}, "num_kv_heads is 3; it must be a divisor of heads=4"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3; it must be a divisor of num_heads=4"),
         ({"head_dim": 7}, "head_dim is 7; it must be even"),
         ({"embed_dim": 32.0}, "embed_dim is 32.0; it must be an int of at least 1"),
         (

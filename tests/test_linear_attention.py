@@ -27,9 +27,10 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
-from nnx_parallel.errors import IndivisibleDimError
+from nnx_parallel.errors import IndivisibleDimError, StackError
 from nnx_parallel.layers import Experts
 from nnx_parallel.layers.delta_rule import gated_delta_rule, invert_unit_lower
+from nnx_parallel.layers.stack.stack import ByBlock
 from nnx_parallel.models import (
     GPT,
     DeltaNet,
@@ -160,6 +161,24 @@ def test_rule_of_two_halves_matches_rule_of_the_whole() -> None:
     second, end = rule(*(x[:, 70:] for x in arrays), middle)
     check_close(jnp.concatenate([first, second], axis=1), whole)
     check_close(end, last)
+
+
+def test_fast_decays_do_not_change_slow_decays_after_them() -> None:
+    """A difference of sums from the chunk's start would be wrong by 5e-3 here."""
+    *arrays, is_first, state = as_float32(draw(64))
+    arrays[3][:] = -0.01
+    arrays[3][:, 4:12] = -1000.0
+    is_first[:, 20] = True
+    arrays += [is_first, state]
+    check_close(rule(*arrays)[0], step_by_step(*arrays)[0], 2e-6)
+
+
+def test_products_have_the_precision_of_float32() -> None:
+    """Otherwise GPUs and TPUs would round the factors of products."""
+    traced = str(
+        jax.make_jaxpr(jax.grad(lambda *x: rule(*x)[0].sum()))(*as_float32(draw(7)))
+    )
+    assert traced.count("dot_general[") == traced.count("Precision.HIGHEST, Prec") > 10
 
 
 def test_equal_keys_do_not_lose_precision() -> None:
@@ -319,6 +338,13 @@ def test_parameters_and_flops_are_counted() -> None:
     # 2 layers of 4 memories with 8 x 6 numbers, which are read twice and written once.
     memories = 3 * 3 * 2 * 2 * 4 * 8 * 6
     assert config.flops_per_token(0) == 6 * config.num_product_params + memories
+
+
+def test_number_of_values_for_blocks_is_checked() -> None:
+    stack = GPT(make_config(), rngs=nnx.Rngs(0)).blocks
+    message = rf"The ByBlock has 1 values, but a group .* has {stack.period} blocks"
+    with pytest.raises(StackError, match=message):
+        stack(jnp.ones((1, 2, 32)), scanned=ByBlock((jnp.ones(1),)))
 
 
 # Strategies

@@ -477,7 +477,7 @@ def test_unused_array_raises_unless_ignored(folder: Path) -> None:
 def test_missing_or_unsupported_folder_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As without the library; other packages may have installed it.
+    # The test hides the library, which other packages may have installed.
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(WeightsError, match=r"has no file config\.json"):
         GPT.from_pretrained(tmp_path)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.constrain import constrain
 
 CHUNK = 64
@@ -38,7 +39,8 @@ def gated_delta_rule(
     A head of values has a matrix S, which is 0 before the first token. A token with
     query q, key k, value v, decay a and rate r changes it to ``a S + r k (v - a k S)``.
     The output of the token is ``q S``, computed from the new S. All arrays are computed
-    in float32 or wider.
+    in float32 or wider, and matrices are multiplied with the precision of float32,
+    because S keeps the error of every token.
 
     Heads are independent, so heads that are split over ``tensor`` need no
     communication. The sequence must not be split.
@@ -61,7 +63,7 @@ def gated_delta_rule(
         The outputs, ``(batch, seq, heads, group, value_dim)``, and S after the last
         token, both in float32 or wider.
     """
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = sum_dtype(query.dtype)
     length, (*_, heads, group, value_dim) = query.shape[1], value.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
 
@@ -73,16 +75,17 @@ def gated_delta_rule(
         x = x.reshape(x.shape[0], -1, size, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
-    chunked = _prepare(
-        *(chunks(x.astype(wide)) for x in (query, key, value)),
-        log_decay=chunks(log_decay.astype(wide)),
-        rate=chunks(rate.astype(wide)),
-        is_first=chunks(is_first),
-    )
     shape = (len(query), heads, group, key.shape[-1], value_dim)
     memory = jnp.zeros(shape, wide) if state is None else state.astype(wide)
     memory = constrain(memory, "batch", "heads", None, None, None)
-    memory, out = jax.lax.scan(_run_chunk, memory, chunked)
+    with jax.default_matmul_precision("highest"):
+        chunked = _prepare(
+            *(chunks(x.astype(wide)) for x in (query, key, value)),
+            log_decay=chunks(log_decay.astype(wide)),
+            rate=chunks(rate.astype(wide)),
+            is_first=chunks(is_first),
+        )
+        memory, out = jax.lax.scan(_run_chunk, memory, chunked)
     # (chunks, batch, heads, group, size, value_dim) -> (batch, seq, heads, group, ...)
     out = jnp.transpose(out, (1, 0, 4, 2, 3, 5))
     out = out.reshape(len(query), -1, heads, group, value_dim)
@@ -90,7 +93,7 @@ def gated_delta_rule(
 
 
 class _Chunk(NamedTuple):
-    """The factors of a chunk's outputs, and of the change of S, without S itself.
+    """The part of a chunk's computation that does not depend on S.
 
     The arrays of all chunks have a leading dim of chunks.
 
@@ -131,18 +134,18 @@ def _prepare(
 ) -> _Chunk:
     """Computes all chunks at once; the arrays are (chunks, batch, size, ...)."""
     # (..., size, heads, group) -> (..., heads, group, size)
-    total = jnp.moveaxis(jnp.cumsum(log_decay, axis=2), 2, -1)
-    rate = jnp.moveaxis(rate, 2, -1)
+    log_decay, rate = (jnp.moveaxis(x, 2, -1) for x in (log_decay, rate))
     document = jnp.cumsum(is_first, axis=2)[:, :, None, None]  # (..., 1, 1, size)
     is_same = document[..., :, None] == document[..., None, :]
     is_earlier = is_same & jnp.tril(jnp.ones_like(is_same))
-    # The mask comes before the exponential, which could overflow for later tokens.
-    between = jnp.exp(
-        jnp.where(is_earlier, total[..., :, None] - total[..., None, :], -jnp.inf)
-    )
-    into = jnp.where(document == 0, jnp.exp(total), 0)
-    is_last = document == document[..., -1:]
-    out_of = jnp.where(is_last, jnp.exp(total[..., -1:] - total), 0)
+    # Entry (t, u) is the sum of the decays from u + 1 to t. Differences of sums that
+    # begin at the chunk's start would lose digits of slow decays after fast ones.
+    square = *log_decay.shape, log_decay.shape[-1]
+    steps = jnp.tril(jnp.broadcast_to(log_decay[..., None], square), -1)
+    summed = jnp.cumsum(steps, axis=-2)
+    between = jnp.where(is_earlier, jnp.exp(summed), 0)
+    into = jnp.where(document == 0, jnp.exp(jnp.cumsum(log_decay, axis=-1)), 0)
+    out_of = between[..., -1, :]
     overlaps = jnp.einsum("nbthk,nbuhk->nbhtu", key, key)[:, :, :, None]
     # A token's correction depends on the corrections of earlier tokens in its chunk.
     # The inverse of this triangular system computes all of them [2].
@@ -174,9 +177,10 @@ def _run_chunk(state: Array, chunk: _Chunk) -> tuple[Array, Array]:
 def invert_unit_lower(lower: Array) -> Array:
     """Inverts matrices with ones on the diagonal and zeros above it.
 
-    The inverses of neighbouring blocks on the diagonal give the inverse of the block
-    that contains both, from single entries up to the whole matrix. Such a product adds
-    no large numbers that cancel, unlike a sum of powers of the matrix.
+    The inverses of two neighbouring blocks on the diagonal give the inverse of the
+    block that contains both. The blocks double in size, from single entries to the
+    whole matrix. A sum of powers of the matrix would be less exact, because it adds
+    large numbers that cancel.
 
     Args:
         lower: ``(..., size, size)``, where size is a power of two. Only the entries
@@ -192,10 +196,10 @@ def invert_unit_lower(lower: Array) -> Array:
         blocks = lower.reshape(*batch, count, 2 * width, count, 2 * width)
         on_diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
         on_diagonal = jnp.broadcast_to(on_diagonal, blocks.shape)
-        own = jnp.where(on_diagonal, blocks, 0).sum(-2)  # (..., count, 2 w, 2 w)
+        diagonal = jnp.where(on_diagonal, blocks, 0).sum(-2)  # (..., count, 2 w, 2 w)
         pairs = found.reshape(*batch, count, 2, width, width)
         top, bottom = (x.squeeze(-3) for x in jnp.split(pairs, 2, axis=-3))
-        corner = -_product(_product(bottom, own[..., width:, :width]), top)
+        corner = -_product(_product(bottom, diagonal[..., width:, :width]), top)
         rows = [[top, jnp.zeros_like(top)], [corner, bottom]]
         found = jnp.block(rows)
     return found.reshape(lower.shape)
@@ -211,8 +215,8 @@ def _invert_forward(lower: Array) -> tuple[Array, Array]:
 
 
 def _invert_backward(found: Array, grad: Array) -> tuple[Array]:
-    turned = jnp.swapaxes(found, -1, -2)
-    return (-jnp.tril(_product(_product(turned, grad), turned), -1),)
+    transposed = jnp.swapaxes(found, -1, -2)
+    return (-jnp.tril(_product(_product(transposed, grad), transposed), -1),)
 
 
 invert_unit_lower.defvjp(_invert_forward, _invert_backward)

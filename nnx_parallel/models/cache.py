@@ -25,8 +25,8 @@ features), and the memory (batch, heads, group, key_dim, value_dim).
 Caches = tuple[Cache | DeltaCache | ByBlock, ...]
 """A cache for each stack of a model; its arrays have a leading dim of layers.
 
-If blocks of several kinds alternate in a stack, it is a `ByBlock` with a cache for each
-block of a group.
+If blocks of several kinds alternate in a stack, the stack's cache is a `ByBlock` with a
+cache for each block of a group.
 """
 
 

@@ -45,6 +45,7 @@ from nnx_parallel.models.cache import Cache, Start, positions_from, write_cache
 from nnx_parallel.models.gemma3n_config import FAMILIES, Gemma3nConfig
 from nnx_parallel.models.gpt_config import LayerKind
 from nnx_parallel.models.rotary import frequencies, rotate
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
 
@@ -56,7 +57,7 @@ Caches = tuple[Cache | tuple[()], ...]
 """A cache for each stack; empty for layers that have no keys and values."""
 
 _TINY = 1e-30
-"""The least argument of a root, because the root of 0 has no gradient."""
+"""Lower bound inside square roots, whose gradient is infinite at 0."""
 
 _normal = nnx.initializers.normal
 
@@ -69,7 +70,7 @@ def _norm(config: Gemma3nConfig, size: int, name: str, *, rngs: nnx.Rngs) -> Any
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(sum_dtype(x.dtype))
 
 
 class AltUp(nnx.Module):
@@ -98,16 +99,19 @@ class AltUp(nnx.Module):
 
     def predict(self, streams: jax.Array) -> jax.Array:
         """Adds linear combinations of the streams (batch, seq, streams, embed)."""
-        weights = self._clipped(self.prediction)
+        # The gradient passes the bound, as in transformers.
+        value = self.prediction[...]
+        weights = value + jax.lax.stop_gradient(self._clipped(self.prediction) - value)
         mixed = jnp.einsum("bsk,tfk->bstf", self._modes(streams[:, :, 0]), weights)
-        # A sum of products, because a matmul of so small matrices would be slow, and
-        # inexact on TPUs.
+        # This is a sum of products. A matmul of such small matrices would be slow, and
+        # imprecise on TPUs.
         return streams + (mixed[..., None] * streams[:, :, None]).sum(3)
 
     def correct(self, predicted: jax.Array, x: jax.Array) -> jax.Array:
-        """Adds multiples of the error of the first stream, which ``x`` replaces.
+        """Corrects each stream by a multiple of the error of the first stream.
 
-        ``predicted`` is (batch, seq, streams, embed), and ``x`` is (batch, seq, embed).
+        The error is the difference between ``x``, (batch, seq, embed), and the first
+        stream of ``predicted``, (batch, seq, streams, embed).
         """
         weights = self._clipped(self.correction)
         factors = jnp.einsum("bsk,tk->bst", self._modes(x), weights) + 1.0
@@ -505,7 +509,7 @@ class Gemma3n(Published):
         return sum(others, first) / self.config.num_streams
 
     def _scaled(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """Gives each token's vector the length of its vector in ``like``."""
+        """Scales each token's vector to the norm of its vector in ``like``."""
 
         def size(x: jax.Array, least: float) -> jax.Array:
             square = (_widened(x) ** 2).mean(-1, keepdims=True)
@@ -524,7 +528,7 @@ class Gemma3n(Published):
         return {"local": (zeros, zeros), "global": (zeros, zeros)}
 
     def _find_pairs(self, caches: list[Cache]) -> Pairs:
-        """Returns the last layer's keys and values of each kind, from the caches."""
+        """Returns the cached keys and values of the last layer of each kind."""
         layers = [
             (keys[i], values[i]) for keys, values in caches for i in range(len(keys))
         ]

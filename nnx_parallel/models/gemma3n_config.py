@@ -122,7 +122,8 @@ class Gemma3nConfig:
             found = getattr(self, name)
             yield name, is_int(found) and found >= 1, "an int of at least 1"
         count, heads, kinds = self.num_layers, self.num_heads, get_args(LayerKind)
-        yield "num_kv_heads", heads % self.num_kv_heads == 0, f"a divisor of {heads=}"
+        fits = heads % self.num_kv_heads == 0
+        yield "num_kv_heads", fits, f"a divisor of num_heads={heads}"
         yield "head_dim", self.head_dim % 2 == 0, "even"
         of_layers = {
             "mlp_dim": ("ints of at least 1", lambda x: is_int(x) and x >= 1),
@@ -153,12 +154,12 @@ class Gemma3nConfig:
 
     @property
     def first_shared(self) -> int:
-        """Number of the first layer that has no keys and values."""
+        """Index of the first layer that computes no keys and values."""
         return self.num_layers - self.num_shared_layers
 
     @property
     def runs(self) -> list[range]:
-        """The layers of each `Stack`: consecutive layers with equal shapes."""
+        """The layers of each `Stack`, which differ only in their kind of attention."""
         return gemma3n.runs_of(self.fields)
 
     @property
@@ -191,7 +192,7 @@ class Gemma3nConfig:
 
     @classmethod
     def tiny(cls, **overrides: Any) -> Gemma3nConfig:
-        """Returns a small model with bytes as tokens, and all parts of a large one."""
+        """Returns the config of a small model, with bytes as tokens and all parts."""
         base = cls(
             vocab_size=256,
             seq_len=64,

@@ -212,7 +212,7 @@ class Attention(nnx.Module):
         return self._output(attended, gates), (keys, values)
 
     def _output(self, attended: jax.Array, gates: list[jax.Array]) -> jax.Array:
-        """Maps heads to (batch, seq, embed), after the gate of their outputs if any."""
+        """Applies the output gate, if any, and maps heads to (batch, seq, embed)."""
         if gates:
             gate = constrain(gates[0], "batch", "seq", "heads", "head_dim")
             attended = attended * jax.nn.sigmoid(gate)
@@ -568,7 +568,8 @@ class GPT(Published):
         args: dict[str, Any] = {}
         if lengths is not None and self.config.delta_net is not None:
             is_token = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-            args = {"segments": is_token.astype(jnp.int32)}  # padding changes no memory
+            # Padding must not change memories.
+            args = {"segments": is_token.astype(jnp.int32)}
         for stack, own in zip(self._stacks, cache, strict=True):
             x, own = stack(x, start, scanned=own, **args)
             caches.append(own)
@@ -579,12 +580,13 @@ class GPT(Published):
         return self._logits(self._normed(last))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
-        """Returns an empty cache for each stack: a pair of arrays, or a `ByBlock`.
+        """Returns an empty cache for each stack.
 
-        Each array is ``(layers, batch, total_len, kv_heads, features)``; the last two
-        sizes are `GPTConfig.cache_dims`. Linear attention has another cache
-        (`LinearAttention.make_cache`). A model with dense first layers has two stacks.
-        If blocks of several kinds alternate, each block of a group has a pair.
+        The cache of attention is a pair of arrays ``(layers, batch, total_len,
+        kv_heads, features)``; the last two sizes are `GPTConfig.cache_dims`.
+        `LinearAttention.make_cache` describes the cache of linear attention. If blocks
+        of several kinds alternate, a stack has a `ByBlock` with a cache for each block
+        of a group. A model with dense first layers has two stacks.
         """
         dtype = self.embed.embedding.get_value().dtype
 

@@ -102,7 +102,12 @@ _WITHOUT_LATENTS = (
 """Fields that must be None or False in a model with latent attention."""
 
 _WITHOUT_MEMORY = (
-    *("latents", "window", "chunk", "rotated_layers", "use_bias", "qkv_bias"),
+    "latents",
+    "window",
+    "chunk",
+    "rotated_layers",
+    "use_bias",
+    "qkv_bias",
 )
 """Fields that must be None or False in a model with linear attention."""
 
@@ -169,13 +174,13 @@ class GPTConfig:
             stream.
         delta_net: Sizes of linear attention [16], which keeps a memory of fixed size
             for each head instead of all keys and values; ``None`` means that all layers
-            have attention over keys.
+            have softmax attention.
         linear_layers: A pattern that repeats over the layers, with True for layers with
-            linear attention, and False for layers with attention over keys. Its length
+            linear attention, and False for layers with softmax attention. Its length
             must divide ``num_layers``. ``None`` means that all layers have linear
             attention if ``delta_net`` is given.
-        output_gate: True to multiply the outputs of attention over keys by the sigmoid
-            of a linear function of the token [17].
+        output_gate: True to multiply the outputs of softmax attention by the sigmoid of
+            a projection of the layer's input [17].
         attention: Implementation of attention; ``None`` takes the platform's fused
             kernel where it fits (`nnx_parallel.layers.attention`).
         attention_scale: Factor of the scores; ``None`` means ``head_dim ** -0.5``.
@@ -445,7 +450,7 @@ class GPTConfig:
         )
         plain = "latents=None: latent attention does not support it"
         rules += tuple((n, self.latents is None, plain) for n in _WITHOUT_LATENTS)
-        plain = "delta_net=None: linear attention does not support it"
+        plain = "delta_net=None: a model with linear attention does not support it"
         rules += tuple((n, self.delta_net is None, plain) for n in _WITHOUT_MEMORY)
         for name, is_met, needed in rules:
             found = getattr(self, name)
@@ -541,11 +546,11 @@ class GPTConfig:
 
     @property
     def layer_parts(self) -> tuple[tuple[bool, bool], ...]:
-        """For each layer, True if it has experts, and True if it has a memory."""
+        """Whether each layer has experts, and whether it has linear attention."""
         return tuple(zip(self.with_experts, self.with_memory, strict=True))
 
     def with_parts(self, has_experts: bool, has_memory: bool) -> GPTConfig:
-        """Returns the config of a layer with or without experts and a memory."""
+        """Returns the config of layers with these parts."""
         changes: dict[str, Any] = {}
         if not has_experts and self.experts is not None:
             changes = {"experts": None, "dense_layers": 0, "expert_layers": None}
@@ -643,7 +648,7 @@ class GPTConfig:
 
     @property
     def _num_attention_weights(self) -> int:
-        """Number of elements of the kernels of one layer's attention over keys."""
+        """Number of elements of the kernels of one layer's softmax attention."""
         sizes, latents = self.sizes, self.latents
         embed, heads = sizes["embed"], sizes["heads"]
         if latents is None:
@@ -662,12 +667,13 @@ class GPTConfig:
 
         The result is ``6 N + 12 L E T``. N is `num_product_params` without the experts
         to which a token does not go. The second term counts the products of queries
-        with keys and of scores with values. L is the number of layers with attention
-        over keys, E is the mean width of all keys and of all values together, and T is
+        with keys and of scores with values. L is the number of layers with softmax
+        attention, E is the mean width of all keys and of all values together, and T is
         ``seq_len``. The result does not depend on a causal mask, although a mask halves
         the work of a good kernel. It does not depend on remat either. In linear
         attention, a token reads the memory twice and writes it once, which adds ``18
-        M`` FLOPs for each layer with M numbers in its memory.
+        M`` FLOPs for each layer with M numbers in its memory. The compiled step has
+        more, because it computes chunks of tokens.
         """
         attended = self.num_heads * (self._head_dim + self._value_dim) * seq_len
         idle = self._num_idle * self._num_expert_weights

@@ -19,6 +19,7 @@ from nnx_parallel.layers import Dense, named, project
 from nnx_parallel.layers.delta_rule import gated_delta_rule
 from nnx_parallel.models.cache import DeltaCache, Start, positions_from
 from nnx_parallel.models.gpt_config import GPTConfig
+from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.constrain import active_layout
 
@@ -142,7 +143,7 @@ class LinearAttention(nnx.Module):
             return constrain(empty, "layers", "batch", None, "heads", "head_dim")
 
         shape = (layers, batch_size, heads, sizes.group, sizes.key_dim, sizes.value_dim)
-        memory = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+        memory = jnp.zeros(shape, sum_dtype(dtype))
         memory = constrain(memory, "layers", "batch", "heads", None, None, None)
         return (inputs(sizes.key_dim), inputs(sizes.key_dim), inputs(values)), memory
 
@@ -150,7 +151,7 @@ class LinearAttention(nnx.Module):
         self, decay: Array, rate: Array, segments: Array | None
     ) -> tuple[Array, Array]:
         """Returns the logarithm of decays, and rates, (batch, seq, heads, group)."""
-        wide = jnp.promote_types(decay.dtype, jnp.float32)
+        wide = sum_dtype(decay.dtype)
         shape = (1, 1, *decay.shape[2:])
         speed, bias = (
             x[...].astype(wide).reshape(shape)
@@ -175,8 +176,8 @@ def _check_sequence() -> None:
         if layout and (size := layout.mesh.shape[axis]) > 1:
             raise IndivisibleDimError(
                 f"The mesh axis {axis!r} of size {size} splits the sequence, but the "
-                "model has linear attention (GPTConfig.delta_net). Its memory changes "
-                "from token to token, so its sequences cannot be split. Remove "
+                "model has linear attention (GPTConfig.delta_net). The memory changes "
+                "from token to token, so one device needs the whole sequence. Remove "
                 "ContextParallel, and use FSDP, TensorParallel, ExpertParallel or "
                 "Pipeline."
             )
@@ -184,7 +185,7 @@ def _check_sequence() -> None:
 
 def _unit(x: Array) -> Array:
     """Divides vectors by their norm, in float32 or wider."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(sum_dtype(x.dtype))
     return wide * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + 1e-6)
 
 
@@ -194,12 +195,12 @@ def _convolve(
     """Convolves each feature over the last tokens of its document, and applies SiLU.
 
     The result is computed as a sum of shifted arrays, because XLA's partitioner
-    computes wrong gradients of convolutions with groups (docs/library-notes.md, "What
+    computes wrong gradients of grouped convolutions (docs/library-notes.md, "What
     the partitioner computes wrongly").
 
     Args:
         x: ``(batch, seq, heads, head_dim)``.
-        kernel: ``(heads * head_dim, conv_len)``; the last column is the factor of the
+        kernel: ``(heads * head_dim, conv_len)``; the last column is the weight of the
             token itself.
         before: The inputs before the first token, ``(batch, conv_len - 1, heads,
             head_dim)``; ``None`` means zeros.
@@ -212,7 +213,7 @@ def _convolve(
     if before is None:
         before = jnp.zeros((len(x), count - 1, *x.shape[2:]), x.dtype)
     inputs = jnp.concatenate([before, x], axis=1)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = sum_dtype(x.dtype)
     factors = kernel.astype(wide).reshape(1, 1, *x.shape[2:], count)
     out = x * factors[..., -1]
     for back in range(1, count):

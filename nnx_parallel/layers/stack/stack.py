@@ -57,7 +57,7 @@ def using_runner(runner: Runner) -> Iterator[None]:
 
 
 class ByBlock(NamedTuple):
-    """Values for a `Stack` whose blocks alternate, one for each block of a group.
+    """One value for each block of a group, for a `Stack` whose blocks alternate.
 
     Attributes:
         values: Pytrees, whose structures may differ.
@@ -198,15 +198,24 @@ class Stack(nnx.Module):
             x: Input of the first block: an array or a pytree of arrays.
             args: Arguments that every block gets. If one is an ``nnx.Rngs``, the blocks
                 draw from it in order, as in a Python loop.
-            scanned: A pytree of arrays with a leading dim of size N, such as a cache.
-                Each block gets its slice as the last positional argument, and returns
-                ``(x, slice)``. If blocks of several kinds alternate, it may be a
-                `ByBlock` with such a pytree for each block of a group.
+            scanned: A pytree of arrays with a leading dim of all blocks, such as a
+                cache. Each block gets its slice as the last positional argument, and
+                returns ``(x, slice)``. If blocks of several kinds alternate,
+                ``scanned`` may be a `ByBlock` instead. It has a pytree for each block
+                of a group, whose arrays have a leading dim of size N.
             kwargs: Keyword arguments that every block gets.
 
         Returns:
             The last block's output, or ``(output, scanned)`` if ``scanned`` is given.
+
+        Raises:
+            StackError: If a `ByBlock` does not have a value for each block of a group.
         """
+        if isinstance(scanned, ByBlock) and len(scanned.values) != self.period:
+            raise StackError(
+                f"The ByBlock has {len(scanned.values)} values, but a group of this "
+                f"Stack has {self.period} blocks. Give one value for each block."
+            )
 
         def step(block: Any, x: Any, slot: Any, *args: Any, **kwargs: Any) -> Any:
             if slot is None:
@@ -258,10 +267,11 @@ class Stack(nnx.Module):
             xs = stack_blocks(xs)
         joins = self.period > 1 and not isinstance(xs, ByBlock)
         if joins:
-            # (N, ...) -> (N / period, period, ...)
+            # (N * period, ...) -> (N, period, ...)
             sizes = self.num_layers, self.period
             xs = jax.tree.map(lambda a: a.reshape(*sizes, *a.shape[1:]), xs)
-        step = _in_groups(step) if self.period > 1 else step
+        is_group = self.period > 1 or isinstance(xs, ByBlock)
+        step = _in_groups(step) if is_group else step
         call = self._call(step, x, inputs, xs, is_plain)
         # In training and evaluation, a pipeline may run the layers. Calls with `xs`,
         # such as decoding with a cache, always use a scan.

@@ -1,7 +1,7 @@
 """The family Gemma 3n, text only.
 
-Settings outside of ``text_config`` are not read. Published files also have keys and
-values of the layers that share the keys and values of an earlier layer. They are not
+Settings outside of ``text_config`` are not read. Published files also have projections
+of keys and values for the layers that share those of an earlier layer. They are not
 read either, as in transformers.
 """
 

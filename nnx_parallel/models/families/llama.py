@@ -146,8 +146,8 @@ def read_by_kind(
     )
     if local["rope_scaling"] is not None:
         raise ValueError(
-            "config.json stretches the rotation of sliding_attention, which GPT does "
-            "not support: the rope_type must be 'default'."
+            "config.json stretches the rotation of sliding_attention, which this "
+            "library does not support: the rope_type must be 'default'."
         )
     windows = _read_windows(settings, types)
     if "layer_kinds" not in windows:  # all layers have the same rotation
@@ -183,7 +183,7 @@ def _read_rotation(
     if part != 1.0:
         raise ValueError(
             f"config.json has partial_rotary_factor={part!r} in its rotation, which "
-            "GPT does not support: it must be 1.0, or absent."
+            "this library does not support: it must be 1.0, or absent."
         )
     return found
 
@@ -219,8 +219,8 @@ def _read_scaling(rope: Values, seq_len: int) -> Scaling | None:
     if kind == "longrope":
         return _read_longrope(rope, seq_len)
     raise ValueError(
-        f"config.json has the rope_type {kind!r}, which GPT does not support. "
-        "Supported rope_types: default, linear, llama3, yarn, longrope."
+        f"config.json has the rope_type {kind!r}, which this library does not "
+        "support. Supported rope_types: default, linear, llama3, yarn, longrope."
     )
 
 
@@ -371,8 +371,8 @@ def read_kinds(
     types = types if settings.get("layer_types") is None else settings["layer_types"]
     if unknown := set(types) - set(known):
         raise ValueError(
-            f"config.json has layer_types {sorted(unknown)}, which GPT does not "
-            f"support. Supported layer_types: {', '.join(known)}."
+            f"config.json has layer_types {sorted(unknown)}, which this library "
+            f"does not support. Supported layer_types: {', '.join(known)}."
         )
     if len(types) != (count := settings["num_hidden_layers"]):
         raise ValueError(
