@@ -6,7 +6,8 @@ each layer, windows, scales and soft caps. Files are drawn at random from the se
 below. Files that transformers refuses are left out.
 
 The tests do not run this script. To make the file again: ``pip install torch
-transformers``, then ``python make_configs.py``.
+transformers``, then ``python make_configs.py``. With names of families as arguments, it
+draws only the files of these families again.
 """
 
 import json
@@ -21,6 +22,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 FILE = Path(__file__).parent / "configs.json"
 NUM_FILES = 12
+MORE_FILES = {"qwen3_next": 40, "gemma3n_text": 40, "qwen3_moe": 24}
+"""Number of files of families with more settings."""
 
 LEFT_OUT = object()
 """A setting that the file does not have."""
@@ -86,6 +89,7 @@ QWEN_EXPERTS = {
     **QWEN,
     **EXPERTS,
     "num_experts": [8],
+    "num_local_experts": [LEFT_OUT, 4],
     "moe_intermediate_size": [24],
 }
 GEMMA = {
@@ -173,6 +177,107 @@ LATENTS = {
     ],
     "rope_parameters": [*COMMON["rope_parameters"], {**YARN_64, **MSCALE}],
 }
+LINEAR, FULL = "linear_attention", "full_attention"
+NEXT_SIZES = {
+    **SIZES,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+}
+PARTS = [
+    {"rope_type": "linear", "factor": 4.0, "partial_rotary_factor": 0.5},
+    {**YARN_64, "partial_rotary_factor": 0.5, "rope_theta": 3e4},
+    {"type": "default", "partial_rotary_factor": 1.0},
+]
+QWEN_NEXT = {
+    **COMMON,
+    "rope_scaling": [*COMMON["rope_scaling"], *PARTS],
+    "rope_parameters": [*COMMON["rope_parameters"], *PARTS],
+    "partial_rotary_factor": [LEFT_OUT, 0.5, 1.0],
+    "full_attention_interval": [LEFT_OUT, 1, 2, 3, 9],
+    "layer_types": [
+        LEFT_OUT,
+        [LINEAR, FULL, FULL, LINEAR],
+        [FULL, LINEAR] * 2,
+        [LINEAR] * 4,
+        [FULL] * 4,
+        TYPES,
+    ],
+    "num_hidden_layers": [4, 3, 6],
+    "decoder_sparse_step": [LEFT_OUT, 1, 2, 3, 9],
+    "mlp_only_layers": [LEFT_OUT, None, [], [1], [0, 3], [0, 1, 2, 3]],
+    "norm_topk_prob": [LEFT_OUT, True, False],
+    "hidden_act": [LEFT_OUT] * 8 + ["silu", "gelu"],
+    "sliding_window": [LEFT_OUT, 16, None],
+    "use_sliding_window": [LEFT_OUT, True],
+    "num_local_experts": [LEFT_OUT, 4],
+    **{
+        name: [LEFT_OUT, *values]
+        for name, values in {
+            "num_experts": [4],
+            "num_experts_per_tok": [3],
+            "intermediate_size": [40],
+            "moe_intermediate_size": [40],
+            "shared_expert_intermediate_size": [40],
+            "linear_num_key_heads": [1, 4],
+            "linear_num_value_heads": [2, 8],
+            "linear_key_head_dim": [10],
+            "linear_value_head_dim": [10],
+            "linear_conv_kernel_dim": [2, 3],
+        }.items()
+    },
+}
+STREAM_SIZES = {
+    **SIZES,
+    "num_hidden_layers": 12,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 28,
+    "hidden_size_per_layer_input": 4,
+}
+STREAMS = {
+    **COMMON,
+    **GEMMA,
+    "rope_parameters": [
+        *COMMON["rope_parameters"],
+        *BY_KIND,
+        *BY_KIND,
+        {"full_attention": LLAMA_3, "sliding_attention": {"type": "default"}},
+        {"full_attention": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        {"full_attention": YARN_64},
+        {"full_attention": None, "sliding_attention": None},
+    ],
+    "layer_types": [
+        LEFT_OUT,
+        TYPES * 3,
+        [FULL] * 12,
+        ["sliding_attention"] * 12,
+    ],
+    "sliding_window": [LEFT_OUT, 16, 2],
+    "num_hidden_layers": [12, 10, 11],
+    "intermediate_size": [LEFT_OUT, 40, [48] * 12, [48, 48, 40] * 4],
+    "activation_sparsity_pattern": [
+        LEFT_OUT,
+        None,
+        [0.5] * 3 + [0.0] * 9,
+        [0.0, 0.25, 0.95] * 4,
+    ],
+    "num_kv_shared_layers": [0, 1, 5, 7],
+    "final_logit_softcapping": [LEFT_OUT, 10.0],
+    "hidden_activation": [LEFT_OUT] * 8 + ["gelu_pytorch_tanh", "silu"],
+    "altup_num_inputs": [LEFT_OUT, 2, 3],
+    "altup_coef_clip": [LEFT_OUT, 1.5],
+    "altup_active_idx": [LEFT_OUT] * 8 + [0, 1],
+    "altup_correct_scale": [LEFT_OUT] * 8 + [True, False],
+    "laurel_rank": [LEFT_OUT, 8],
+    "vocab_size_per_layer_input": [20, 32],
+    "hidden_size_per_layer_input": [LEFT_OUT, 8],
+}
 FAMILIES: dict[str, dict[str, list[Any]]] = {
     "gpt2": {**LAYER_NORM},
     "llama": COMMON,
@@ -210,7 +315,12 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "no_rope_layer_interval": [LEFT_OUT, 2],
         "no_rope_layers": [LEFT_OUT, [1, 1, 0, 0]],
     },
-    "olmoe": {**COMMON, **EXPERTS, "num_experts": [8]},
+    "olmoe": {
+        **COMMON,
+        **EXPERTS,
+        "num_experts": [8],
+        "num_local_experts": [4, 6],
+    },
     "phi3": {**COMMON, "partial_rotary_factor": [LEFT_OUT, 0.5]},
     "granite": {
         **COMMON,
@@ -261,24 +371,37 @@ FAMILIES: dict[str, dict[str, list[Any]]] = {
         "partial_rotary_factor": [LEFT_OUT, 0.25],
         "use_qk_norm": [LEFT_OUT, True],
     },
+    "qwen3_next": QWEN_NEXT,
+    "gemma3n_text": STREAMS,
+    # A model of text, images and sound, with the same settings for its text.
+    "gemma3n": STREAMS,
+}
+OTHER_SIZES = {
+    "gpt2": {
+        "vocab_size": 32,
+        "n_embd": 32,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 256,
+    },
+    "qwen3_next": NEXT_SIZES,
+    "gemma3n_text": STREAM_SIZES,
+    "gemma3n": STREAM_SIZES,
 }
 
 
 def draw(kind: str, rng: random.Random) -> dict[str, Any]:
     """Draws the content of a file."""
-    sizes = SIZES
-    if kind == "gpt2":
-        sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
-        sizes |= {"n_positions": 256}
+    sizes = OTHER_SIZES.get(kind, SIZES)
     drawn = {name: rng.choice(values) for name, values in FAMILIES[kind].items()}
     # At most four settings differ from a plain file, so that few files are refused.
     changed = rng.sample(sorted(drawn), min(4, len(drawn)))
     needed = [name for name, values in FAMILIES[kind].items() if len(values) == 1]
     given = {**sizes, **{name: drawn[name] for name in [*changed, *needed]}}
-    return {
-        "model_type": kind,
-        **{name: value for name, value in given.items() if value is not LEFT_OUT},
-    }
+    found = {name: value for name, value in given.items() if value is not LEFT_OUT}
+    if kind == "gemma3n":
+        found = {"text_config": {"model_type": "gemma3n_text", **found}}
+    return {"model_type": kind, **found}
 
 
 def rounded(x: float) -> float:
@@ -303,6 +426,9 @@ def rotations(model: PreTrainedModel, kinds: list[str]) -> list[Any]:
         values = getattr(rotary, f"{start}inv_freq")
         amplitude = getattr(rotary, f"{start}attention_scaling")
         attention = getattr(base.layers[index], "self_attn", None)
+        if kind == "linear_attention":
+            found.append(None)
+            continue
         if not getattr(attention, "use_rope", True):
             values, amplitude = torch.zeros(1), 1.0
         found.append([*map(rounded, [*values.tolist(), amplitude])])
@@ -313,7 +439,7 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
     """Returns the values with which transformers builds the model."""
     given = json.loads(json.dumps(given))  # transformers changes nested settings
     kind = given.pop("model_type")
-    config = transformers.AutoConfig.for_model(kind, **given)
+    config = transformers.AutoConfig.for_model(kind, **given).get_text_config()
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # some settings fail only in a call
         model(torch.zeros((1, 4), dtype=torch.long), use_cache=False)
@@ -328,6 +454,7 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
     attentions = [
         getattr(each, "self_attn", None)
         or getattr(each, "attention", None)
+        or getattr(each, "linear_attn", None)
         or each.attn
         for each in layers
     ]
@@ -337,10 +464,12 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
         or None
         for a in attentions
     ]
-    if kind != "gpt2":
-        found["scale"] = rounded(attentions[0].scaling)
+    scales = [rounded(a.scaling) for a in attentions if hasattr(a, "scaling")]
+    if scales:  # not in GPT-2, and not in linear attention
+        found["scale"] = scales[0]
     # Gemma 3 keeps the soft cap of attention, but does not pass it on.
-    cap = None if kind == "gemma3_text" else "attn_logit_softcapping"
+    has_cap = kind not in ("gemma3_text", "gemma3n_text", "gemma3n")
+    cap = "attn_logit_softcapping" if has_cap else None
     found["softcap"] = getattr(config, cap, None) if cap else None
     found["logit_softcap"] = getattr(config, "final_logit_softcapping", None)
     names = ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps")
@@ -379,34 +508,99 @@ def resolve(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
         if kind == "granite":
             found[name] = getattr(config, name)
+    if kind == "qwen3_next":
+        found |= with_memory(layers)
+    if config.model_type == "gemma3n_text":
+        found |= with_streams(base, layers)
+    return found
+
+
+def with_memory(layers: list[Any]) -> dict[str, Any]:
+    """Returns the values of a model in which some layers have linear attention."""
+    names = [
+        "num_k_heads",
+        "num_v_heads",
+        "head_k_dim",
+        "head_v_dim",
+        "conv_kernel_size",
+    ]
+    memories = [getattr(layer, "linear_attn", None) for layer in layers]
+    mixtures = [layer.mlp if hasattr(layer.mlp, "gate") else None for layer in layers]
+    epsilons = [a.norm.variance_epsilon for a in memories if a is not None]
+    return {
+        "memories": [a and [getattr(a, name) for name in names] for a in memories],
+        "memory_epsilons": [*map(rounded, epsilons)],
+        "with_experts": [m is not None for m in mixtures],
+        "widths": [
+            [layer.mlp.up_proj.out_features]
+            if m is None
+            else [
+                m.experts.num_experts,
+                m.experts.intermediate_dim,
+                m.shared_expert.up_proj.out_features,
+            ]
+            for m, layer in zip(mixtures, layers, strict=True)
+        ],
+        "activations": sorted({act_name(layer) for layer in layers}),
+    }
+
+
+def with_streams(base: Any, layers: list[Any]) -> dict[str, Any]:
+    """Returns the values of a model with several residual streams."""
+    config = base.config
+    attentions = [layer.self_attn for layer in layers]
+    return {
+        "widths": [layer.mlp.up_proj.out_features for layer in layers],
+        "sparsity": [layer.mlp.activation_sparsity for layer in layers],
+        "shared": [a.is_kv_shared_layer for a in attentions],
+        "streams": config.altup_num_inputs,
+        "stream_options": [config.altup_active_idx, config.altup_correct_scale],
+        "clip": config.altup_coef_clip,
+        "laurel": layers[0].laurel.linear_left.out_features,
+        "layer_inputs": [
+            base.embed_tokens_per_layer.num_embeddings,
+            base.hidden_size_per_layer_input,
+        ],
+        "activations": sorted({act_name(layer) for layer in layers}),
+    }
+
+
+def act_name(layer: Any) -> str:
+    """Returns the name of the class of an MLP's nonlinearity."""
+    mlp = layer.mlp
+    return type(getattr(mlp, "act_fn", None) or mlp.experts.act_fn).__name__
+
+
+def draw_files(kind: str) -> list[dict[str, Any]]:
+    """Returns files of a family; the draws depend only on its name."""
+    rng, refused = random.Random(kind), 0
+    seen: list[dict] = []
+    found: list[dict[str, Any]] = []
+    while len(found) < MORE_FILES.get(kind, NUM_FILES) and refused < 200:
+        given = draw(kind, rng)
+        if given in seen:
+            refused += 1
+            continue
+        seen.append(given)
+        try:
+            found.append({"given": given, "resolved": resolve(given)})
+        except Exception as error:
+            refused += 1
+            print(kind, type(error).__name__, str(error)[:80], file=sys.stderr)  # noqa: T201
     return found
 
 
 def main() -> None:
     """Writes the file."""
-    rng = random.Random(0)
     transformers.logging.set_verbosity_error()
-    lines = []
-    for kind in sys.argv[1:] or FAMILIES:
-        count = refused = 0
-        seen: list[dict] = []
-        while count < NUM_FILES and refused < 200:
-            given = draw(kind, rng)
-            if given in seen:
-                refused += 1
-                continue
-            seen.append(given)
-            try:
-                resolved = resolve(given)
-            except Exception as error:
-                refused += 1
-                print(kind, type(error).__name__, str(error)[:80], file=sys.stderr)  # noqa: T201
-                continue
-            lines.append(json.dumps({"given": given, "resolved": resolved}))
-            count += 1
+    kinds, files = sys.argv[1:] or [*FAMILIES], []
+    if sys.argv[1:]:
+        known = json.loads(FILE.read_text())["files"]
+        files = [file for file in known if file["given"]["model_type"] not in kinds]
+    files += [file for kind in kinds for file in draw_files(kind)]
     versions = {m.__name__: m.__version__ for m in (torch, transformers)}
     head = f'{{"versions": {json.dumps(versions)},\n"files": [\n'
-    FILE.write_text(head + ",\n".join(lines) + "\n]}\n")
+    FILE.write_text(head + ",\n".join(map(json.dumps, files)) + "\n]}\n")
 
 
 if __name__ == "__main__":

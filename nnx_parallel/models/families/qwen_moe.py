@@ -50,7 +50,8 @@ def write(fields: Values) -> dict[str, Any]:
 
 def read_with_shared(settings: Values) -> dict[str, Any]:
     """Returns the fields for routed experts and a shared expert with a gate."""
-    found = llama.read_experts(settings)
+    # In these families, transformers ignores Mixtral's name for the number of experts.
+    found = llama.read_experts({**settings, "num_local_experts": None})
     width = settings["shared_expert_intermediate_size"]
     experts = replace(found["experts"], shared_dim=width, shared_gate=True)
     return {**found, "experts": experts}
