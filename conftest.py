@@ -15,7 +15,7 @@ import pytest
 
 from nnx_parallel import simulate_devices
 from tests.cores import keep_to_own_cores
-from tests.sharing import share_compiled_programs
+from tests.sharing import options, share_compiled_programs
 
 # Tests run the TPU compiler in child processes. Without this variable two such
 # processes at a time meet at libtpu's lock file, and one of them aborts.
@@ -87,6 +87,17 @@ def _left_alone() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _compiled_as_usual(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles programs with XLA's usual emitters, as other processes compile them."""
+    if not any(map(request.node.get_closest_marker, ("bits", "faults"))):
+        yield
+        return
+    token = options.set([])
+    yield
+    options.reset(token)
 
 
 @pytest.hookimpl(tryfirst=True)

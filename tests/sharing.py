@@ -9,6 +9,7 @@ import hashlib
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -24,8 +25,11 @@ QUICK = (
 """An option for quick compilation, which jaxlib 0.10 has and jaxlib 0.12 does not have.
 
 XLA's newer emitters make an MLIR module for each fusion. With the older emitters, a
-program compiles in three fifths of the time.
+program compiles in three fifths of the time, but equal operations may be rounded
+differently in different programs.
 """
+options: ContextVar[list] = ContextVar("options", default=QUICK)
+"""The options for the programs of the present test."""
 
 
 def share_compiled_programs() -> None:
@@ -46,14 +50,22 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
         backend: Any,
         module: Any,
         executable_devices: Sequence[Any],
-        options: Any,
+        compile_options: Any,
         host_callbacks: Sequence[Any],
         *args: Any,
     ) -> Any:
-        options.env_option_overrides = [*options.env_option_overrides, *QUICK]
+        compile_options.env_option_overrides = [
+            *compile_options.env_option_overrides,
+            *options.get(),
+        ]
         if host_callbacks:
             return compile_program(
-                backend, module, executable_devices, options, host_callbacks, *args
+                backend,
+                module,
+                executable_devices,
+                compile_options,
+                host_callbacks,
+                *args,
             )
         bytecode = io.BytesIO()  # has no Python lines: see conftest.py
         module.operation.write_bytecode(bytecode)
@@ -61,11 +73,16 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
             id(backend),
             hashlib.sha256(bytecode.getvalue()).digest(),
             tuple(device.id for device in executable_devices),
-            options.SerializeAsString(),
+            compile_options.SerializeAsString(),
         )
         if key not in kept:
             kept[key] = compile_program(
-                backend, module, executable_devices, options, host_callbacks, *args
+                backend,
+                module,
+                executable_devices,
+                compile_options,
+                host_callbacks,
+                *args,
             )
         kept.move_to_end(key)
         if len(kept) > NUM_KEPT:

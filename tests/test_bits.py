@@ -33,6 +33,8 @@ from nnx_parallel.weights import reshard, save_pretrained, save_safetensors
 from nnx_parallel.weights.files import open_tensors
 from nnx_parallel.weights.names import rules_of
 
+pytestmark = pytest.mark.bits
+
 DTYPES = [np.float32, jnp.bfloat16]
 # The second NaN of each dtype is a signalling NaN, and the last number is subnormal.
 SPECIAL = {

@@ -40,6 +40,8 @@ from nnx_parallel.sharding import offload as offloading
 from nnx_parallel.sharding.placement import Placement
 from tests.tpus import numbers_from
 
+pytestmark = pytest.mark.bits
+
 WIDTH, LAYERS = 16, 4
 ADAMW = optax.adamw(1e-2)
 

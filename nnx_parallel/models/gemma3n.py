@@ -45,7 +45,6 @@ from nnx_parallel.models.cache import Cache, Start, positions_from, write_cache
 from nnx_parallel.models.gemma3n_config import FAMILIES, Gemma3nConfig
 from nnx_parallel.models.gpt_config import LayerKind
 from nnx_parallel.models.rotary import frequencies, rotate
-from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding import constrain
 from nnx_parallel.weights.family import Published
 
@@ -70,7 +69,7 @@ def _norm(config: Gemma3nConfig, size: int, name: str, *, rngs: nnx.Rngs) -> Any
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(sum_dtype(x.dtype))
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class AltUp(nnx.Module):

@@ -19,7 +19,6 @@ from nnx_parallel.layers import Dense, named, project
 from nnx_parallel.layers.delta_rule import gated_delta_rule
 from nnx_parallel.models.cache import DeltaCache, Start, positions_from
 from nnx_parallel.models.gpt_config import GPTConfig
-from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding import constrain
 from nnx_parallel.sharding.constrain import active_layout
 
@@ -143,7 +142,7 @@ class LinearAttention(nnx.Module):
             return constrain(empty, "layers", "batch", None, "heads", "head_dim")
 
         shape = (layers, batch_size, heads, sizes.group, sizes.key_dim, sizes.value_dim)
-        memory = jnp.zeros(shape, sum_dtype(dtype))
+        memory = jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
         memory = constrain(memory, "layers", "batch", "heads", None, None, None)
         return (inputs(sizes.key_dim), inputs(sizes.key_dim), inputs(values)), memory
 
@@ -151,7 +150,7 @@ class LinearAttention(nnx.Module):
         self, decay: Array, rate: Array, segments: Array | None
     ) -> tuple[Array, Array]:
         """Returns the logarithm of decays, and rates, (batch, seq, heads, group)."""
-        wide = sum_dtype(decay.dtype)
+        wide = jnp.promote_types(decay.dtype, jnp.float32)
         shape = (1, 1, *decay.shape[2:])
         speed, bias = (
             x[...].astype(wide).reshape(shape)
@@ -185,7 +184,7 @@ def _check_sequence() -> None:
 
 def _unit(x: Array) -> Array:
     """Divides vectors by their norm, in float32 or wider."""
-    wide = x.astype(sum_dtype(x.dtype))
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return wide * jax.lax.rsqrt((wide**2).sum(-1, keepdims=True) + 1e-6)
 
 
@@ -213,7 +212,7 @@ def _convolve(
     if before is None:
         before = jnp.zeros((len(x), count - 1, *x.shape[2:]), x.dtype)
     inputs = jnp.concatenate([before, x], axis=1)
-    wide = sum_dtype(x.dtype)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
     factors = kernel.astype(wide).reshape(1, 1, *x.shape[2:], count)
     out = x * factors[..., -1]
     for back in range(1, count):
