@@ -33,7 +33,7 @@ demo-clean:  ## delete the demo's run, so that the next run starts from step 0
 
 setup: $(VENV)/.dev  ## install the library and all development tools
 
-test: $(VENV)/.dev  ## run all tests but slow, deep and fault tests; about 18 minutes
+test: $(VENV)/.dev  ## run all tests but slow, deep and fault tests; about 30 minutes
 	$(pytest) -m "not slow and not faults and not deep" $(PYTEST_ARGS)
 
 test-deep: $(VENV)/.dev  ## run more combinations than `make test`; 45 minutes

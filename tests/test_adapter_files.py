@@ -17,7 +17,7 @@ from nnx_parallel.models import GPT, ViT
 from nnx_parallel.weights import load_adapters, save_adapters, save_pretrained
 from tests.folders import GOLDENS, check_equal, content, make_trainer
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 ADAPTERS = GOLDENS / "adapters"
 

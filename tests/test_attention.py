@@ -33,6 +33,8 @@ from nnx_parallel.layers.attention.kernels import (
 )
 from nnx_parallel.sharding import using
 
+pytestmark = pytest.mark.long
+
 # Errors of the implementations that do not support an argument.
 REFUSED: dict[str, dict[str, str]] = {
     "`segments`": {

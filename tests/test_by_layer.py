@@ -30,6 +30,8 @@ from nnx_parallel.sharding.model import abstract_model
 from nnx_parallel.sharding.optimizer import as_transformation
 from nnx_parallel.state import plan_state
 
+pytestmark = pytest.mark.long
+
 WIDTH = 8
 
 

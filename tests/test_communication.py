@@ -20,6 +20,8 @@ from nnx_parallel.models import GPTConfig
 from nnx_parallel.sharding import PathRules
 from tests.steps import CompiledStep, compile_gpt, compile_step
 
+pytestmark = pytest.mark.long
+
 LAYERS, ROWS, SEQ, WIDTH = 3, 32, 16, 32
 TIED = GPTConfig.tiny(
     num_layers=LAYERS, seq_len=SEQ, embed_dim=WIDTH, num_heads=8, vocab_size=64

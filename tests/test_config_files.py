@@ -23,8 +23,6 @@ from nnx_parallel.models import (
 from nnx_parallel.models.rotary import frequencies
 from nnx_parallel.weights.family import read_fields
 
-pytestmark = pytest.mark.models
-
 GOLDEN = Path(__file__).parent / "goldens" / "configs.json"
 FILES = json.loads(GOLDEN.read_text())["files"]
 BY_TYPE = {

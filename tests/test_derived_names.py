@@ -38,6 +38,8 @@ from tests.strangers import language, unnamed
 from tests.strangers.cases import make_batches
 from tests.strangers.unnamed import UNNAMED
 
+pytestmark = pytest.mark.long
+
 BATCHES = make_batches()
 BOTH = Composite(TensorParallel(2), FSDP(min_size=0))
 SPLIT = {"heads", "kv_heads", "mlp", "vocab", "expert"}

@@ -37,6 +37,8 @@ from nnx_parallel.errors import (
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import PathNames
 
+pytestmark = pytest.mark.long
+
 CLASSES = 3
 
 

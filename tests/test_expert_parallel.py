@@ -43,6 +43,8 @@ from tests.parity.checks import assert_placed, assert_same_bits, assert_same_num
 from tests.parity.models import Case, token_batch
 from tests.parity.runs import Run, described, measure, to_host
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 MIXTURE = Experts(num_experts=8, top_k=2, mlp_dim=64)
 MIXTURES = {

@@ -34,6 +34,8 @@ from nnx_parallel.errors import MeshAxisTypeError, ModelError, UnknownAxisError
 from nnx_parallel.layers import Stack
 from nnx_parallel.sharding import LogicalRules, annotate
 
+pytestmark = pytest.mark.long
+
 IDS = np.random.default_rng(0).integers(0, 32, (16, 8))
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 TX = optax.sgd(0.5, momentum=0.9)

@@ -47,7 +47,7 @@ from nnx_parallel.models.rotary import Growth
 from nnx_parallel.weights.family import family_of
 from nnx_parallel.weights.names import WEIGHTS
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 GOLDENS = Path(__file__).parent / "goldens"
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

@@ -44,7 +44,7 @@ from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 from tests.steps import QUICKLY, lower_step, plan_step
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 FOLDER = GOLDENS / "gemma3n" / "text"
 

@@ -18,6 +18,8 @@ from nnx_parallel.models.generation import _Sampler  # pyright: ignore[reportPri
 from tests.parity.models import SEQ_LEN
 from tests.parity.strategies import ONE_DEVICE, PLANS, Plan
 
+pytestmark = pytest.mark.long
+
 CONFIG = GPTConfig.tiny_llama(
     vocab_size=64, seq_len=SEQ_LEN, embed_dim=64, num_heads=8, num_kv_heads=4
 )

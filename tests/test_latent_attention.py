@@ -42,7 +42,7 @@ from tests.folders import GOLDENS, content
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 LATENTS = Latents(key_dim=16, query_dim=24, plain_dim=6, rotary_dim=8, value_dim=12)
 EXPERTS = Experts(

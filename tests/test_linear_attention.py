@@ -44,6 +44,8 @@ from nnx_parallel.models import (
 from nnx_parallel.weights import save_pretrained
 from tests.folders import GOLDENS, check_equal, content
 
+pytestmark = pytest.mark.long
+
 FOLDER = GOLDENS / "qwen3_next"
 DELTA = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6, conv_len=3)
 SIZES: dict[str, Any] = {

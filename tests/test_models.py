@@ -30,6 +30,8 @@ from nnx_parallel.sharding import FSDPRules, Layout, using
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
 from nnx_parallel.strategies import Claims, ZeroAxis
 
+pytestmark = pytest.mark.long
+
 SMALL = {"vocab_size": 64, "seq_len": 16, "num_layers": 2, "embed_dim": 32}
 GPT2 = GPTConfig.tiny(**SMALL)
 LLAMA = GPTConfig.tiny_llama(**SMALL, mlp_dim=48)

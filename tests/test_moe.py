@@ -42,6 +42,8 @@ from nnx_parallel.optimizers import decay_mask, muon_dimension_numbers
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 
+pytestmark = pytest.mark.long
+
 ROWS, SEQ, EMBED = 3, 8, 16
 
 MIXTRAL = Experts(num_experts=8, top_k=2, mlp_dim=24)

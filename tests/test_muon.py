@@ -53,6 +53,8 @@ from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.state import StatePlan
 from tests.tpus import numbers_from
 
+pytestmark = pytest.mark.long
+
 NUM_STEPS = 20
 
 # 14 kernel matrices of six shapes, which 8 devices cannot divide evenly.

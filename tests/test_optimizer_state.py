@@ -22,6 +22,8 @@ from nnx_parallel.sharding.names import path_of
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from nnx_parallel.sharding.optimizer import as_transformation
 
+pytestmark = pytest.mark.long
+
 WIDTH, HIDDEN, VOCAB = 32, 64, 64
 
 

@@ -30,6 +30,8 @@ from nnx_parallel.models.rotary import Growth
 from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import to_host
 
+pytestmark = pytest.mark.long
+
 LENGTHS = [(7, 1, 9), (12, 3), (17,), (2, 2, 10)]  # document lengths in rows of 17
 Batch = dict[str, np.ndarray]
 

@@ -45,6 +45,8 @@ from nnx_parallel.training import loop
 from nnx_parallel.training.verification import replay
 from tests.parity.runs import to_host
 
+pytestmark = pytest.mark.long
+
 SPLIT = FSDP(min_size=0)
 STRATEGIES = [DataParallel(), SPLIT, Composite(TensorParallel(2), SPLIT)]
 DATA = np.random.default_rng(0).normal(size=(12, 8, 4)).astype(np.float32)

@@ -39,6 +39,8 @@ from tests.parity.checks import assert_gradients_close
 from tests.parity.runs import first_gradients, recording
 from tests.pipelines import make_trainer
 
+pytestmark = pytest.mark.long
+
 ROWS, SEQ, CHANNELS = 16, 8, 8
 
 X = np.random.default_rng(0).normal(size=(ROWS, SEQ, CHANNELS)).astype(np.float32)

@@ -19,7 +19,7 @@ from nnx_parallel.models import GPT, config_from_hf
 from nnx_parallel.weights import Pretrained, save_pretrained
 from tests.folders import GOLDENS, content, make_trainer
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 FOLDER = GOLDENS / "quantised" / "qwen3_moe"
 

@@ -31,6 +31,8 @@ from tests.parity.models import Case, token_batch
 from tests.parity.runs import measure, to_host
 from tests.tpus import numbers_from
 
+pytestmark = pytest.mark.long
+
 MIXTURE = Experts(num_experts=8, top_k=3, mlp_dim=16, scores="sigmoid", bias_rate=0.1)
 
 

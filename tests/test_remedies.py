@@ -18,6 +18,8 @@ from nnx_parallel.plan.remedies import Shortage, find_remedies
 from nnx_parallel.training.recorder import PEAK_FLOPS
 from tests.tpus import HEADER
 
+pytestmark = pytest.mark.long
+
 CONFIG = GPTConfig.tiny()
 ROWS = {"tokens": np.zeros((16, 65), np.int32)}
 # The message that TPU compilers of the last two years print.

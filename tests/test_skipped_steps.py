@@ -40,6 +40,8 @@ from nnx_parallel.sharding import PathNames
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 from tests.parity.runs import to_host
 
+pytestmark = pytest.mark.long
+
 WIDTH, ROWS = 16, 16
 
 

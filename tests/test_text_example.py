@@ -20,7 +20,7 @@ from nnx_parallel.models import GPT
 from tests.processes.running import ROOT, Ended
 from tests.processes.running import run as run_command
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 SIZES: dict[str, Any] = {"length": 9, "rows": 4, "share": (0, 1)}
 

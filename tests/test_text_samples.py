@@ -15,7 +15,7 @@ from flax import nnx
 from nnx_parallel import FSDP, Composite, TensorParallel, TextSamples, Trainer
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 PROMPTS = ["ab", "abcdef", "c"]
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "temperature": 0.0}

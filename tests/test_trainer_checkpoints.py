@@ -41,6 +41,8 @@ from nnx_parallel.loggers import JSONLinesLogger
 from nnx_parallel.training.loop import Loop
 from tests.parity.runs import to_host
 
+pytestmark = pytest.mark.long
+
 
 class Net(nnx.Module):
     """A linear layer after statistics and dropout."""

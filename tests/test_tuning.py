@@ -29,6 +29,8 @@ from nnx_parallel.weights import load_adapters, save_adapters, save_pretrained
 from tests.folders import GOLDENS, content
 from tests.goldens import make_tuning
 
+pytestmark = pytest.mark.long
+
 EXPECTED = json.loads(make_tuning.FILE.read_text())
 STRATEGIES: dict[str, Strategy] = {
     "one device": DataParallel(1),

@@ -21,6 +21,8 @@ from nnx_parallel.optimizers import decay_mask
 from nnx_parallel.sharding import FSDPRules, PathRules, resolve_shardings
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
 
+pytestmark = pytest.mark.long
+
 WIDTH = 16
 TX = optax.adam(0.05)
 CONSTANTS = pytest.mark.filterwarnings("ignore:Arrays in no Variable")

@@ -52,6 +52,8 @@ from nnx_parallel.training import compilation, step, verification
 from nnx_parallel.training.arguments import Backend
 from nnx_parallel.training.comparison import Part, Sums, compare
 
+pytestmark = pytest.mark.long
+
 TOKENS = np.random.default_rng(0).integers(0, 64, (16, 17)).astype(np.int32)
 CONFIG = GPTConfig.tiny(
     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, seq_len=16

@@ -41,7 +41,7 @@ from tests.parity.runs import (
 )
 from tests.parity.strategies import ONE_DEVICE, PLANS
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 # At the kink of a ReLU, rounding would decide the gradient.
 RESNET = ResNetConfig.tiny(num_classes=CLASSES, width=32, activation=jax.nn.silu)

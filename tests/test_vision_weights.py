@@ -45,7 +45,7 @@ from nnx_parallel.weights.family import read_fields, write_settings
 from nnx_parallel.weights.names import rules_of
 from tests.goldens.drawn import draw
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 GOLDENS = Path(__file__).parent / "goldens" / "vision"
 NAMES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))

@@ -35,7 +35,7 @@ from nnx_parallel.weights.names import (
 )
 from tests.folders import GOLDENS, STRATEGIES, check_equal, content, make_trainer
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.long
 
 FAMILIES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
 IN_DEPTH = [
