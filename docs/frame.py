@@ -130,7 +130,7 @@ def summarize(app: Sphinx, page: str, source: list[str]) -> None:
     if module is None:
         raise ExtensionError(f"{page} has names, and no `.. currentmodule::` above.")
     table = ".. autosummary::\n   :nosignatures:\n\n" + "".join(
-        f"   {name}\n" for name in names
+        f"   {name.removeprefix(module[1] + '.')}\n" for name in names
     )
     before, after = source[0].split(module[0], 1)
     source[0] = f"{before}{module[0]}\n\n{table}{after}"
