@@ -165,7 +165,8 @@ def test_tensor_parallelism_splits_heads_and_keeps_latents_whole() -> None:
 
 def test_cache_has_only_latents_and_rotated_keys() -> None:
     model = GPT(make_config(), rngs=nnx.Rngs(0))
-    ((latents, keys),) = model.make_cache(2, 10)
+    caches: Any = model.make_cache(2, 10)
+    ((latents, keys),) = caches
     assert latents.shape == (3, 2, 10, 1, 16)
     assert keys.shape == (3, 2, 10, 1, 8)
 

@@ -188,7 +188,7 @@ def find_folder(path: str | Path) -> Path:
     if Path(path).exists() or str(path).count("/") != 1:
         return Path(path)
     try:
-        from huggingface_hub import snapshot_download  # pyright: ignore
+        from huggingface_hub import snapshot_download
     except ImportError:
         raise WeightsError(
             f"Folder {str(path)!r} does not exist. To download a repository of this "

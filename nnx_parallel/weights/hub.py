@@ -42,7 +42,7 @@ def push_to_hub(
             of the upload is raised on process 0.
     """
     try:
-        from huggingface_hub import HfApi  # pyright: ignore
+        from huggingface_hub import HfApi
     except ImportError:
         raise WeightsError(
             "push_to_hub needs huggingface-hub: pip install 'nnx-parallel[hub]'."
