@@ -246,7 +246,8 @@ def test_traceback_of_error_in_loss_has_only_users_frames() -> None:
 
 @contextlib.contextmanager
 def jax_filtering(mode: str) -> Iterator[None]:
-    before: Any = jax.config.jax_traceback_filtering
+    config: Any = jax.config  # jax 0.10 does not declare the setting
+    before = config.jax_traceback_filtering
     jax.config.update("jax_traceback_filtering", mode)
     try:
         yield

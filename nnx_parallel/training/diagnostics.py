@@ -235,7 +235,8 @@ def show_as_users(error: Exception) -> None:
     notes = getattr(error, "__notes__", [])
     notes.sort(key=lambda note: isinstance(note, _CallNote))
     is_of_user = any(isinstance(note, _CallNote) for note in notes)
-    if is_of_user and jax.config.jax_traceback_filtering != "off":
+    config: Any = jax.config  # jax 0.10 does not declare the setting
+    if is_of_user and config.jax_traceback_filtering != "off":
         hide_own_frames(error)
 
 
