@@ -15,7 +15,7 @@ import pytest
 
 from nnx_parallel import simulate_devices
 from tests.cores import keep_to_own_cores
-from tests.sharing import options, share_compiled_programs
+from tests.sharing import QUICK, added_options, share_compiled_programs
 
 # Tests run the TPU compiler in child processes. Without this variable two such
 # processes at a time meet at libtpu's lock file, and one of them aborts.
@@ -89,15 +89,15 @@ def _left_alone() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _compiled_as_usual(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles programs with XLA's usual emitters, as other processes compile them."""
-    if not any(map(request.node.get_closest_marker, ("bits", "faults"))):
-        yield
-        return
-    token = options.set([])
-    yield
-    options.reset(token)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles programs with XLA's usual emitters if their bits are compared.
+
+    The comparison is with other programs, or with programs of other processes. This
+    hook runs before the fixtures of a file, which compile programs too.
+    """
+    is_usual = any(map(item.get_closest_marker, ("bits", "faults")))
+    added_options[:] = [] if is_usual else QUICK
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,6 @@ import hashlib
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -28,8 +27,8 @@ XLA's newer emitters make an MLIR module for each fusion. With the older emitter
 program compiles in three fifths of the time, but equal operations may be rounded
 differently in different programs.
 """
-options: ContextVar[list] = ContextVar("options", default=QUICK)
-"""The options for the programs of the present test."""
+added_options = [*QUICK]
+"""The options that are added for the present test, in every thread."""
 
 
 def share_compiled_programs() -> None:
@@ -50,22 +49,15 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
         backend: Any,
         module: Any,
         executable_devices: Sequence[Any],
-        compile_options: Any,
+        options: Any,
         host_callbacks: Sequence[Any],
         *args: Any,
     ) -> Any:
-        compile_options.env_option_overrides = [
-            *compile_options.env_option_overrides,
-            *options.get(),
-        ]
+        overrides = [*options.env_option_overrides, *added_options]
+        options.env_option_overrides = overrides
         if host_callbacks:
             return compile_program(
-                backend,
-                module,
-                executable_devices,
-                compile_options,
-                host_callbacks,
-                *args,
+                backend, module, executable_devices, options, host_callbacks, *args
             )
         bytecode = io.BytesIO()  # has no Python lines: see conftest.py
         module.operation.write_bytecode(bytecode)
@@ -73,16 +65,11 @@ def sharing(compile_program: Callable[..., Any]) -> Callable[..., Any]:
             id(backend),
             hashlib.sha256(bytecode.getvalue()).digest(),
             tuple(device.id for device in executable_devices),
-            compile_options.SerializeAsString(),
+            options.SerializeAsString(),
         )
         if key not in kept:
             kept[key] = compile_program(
-                backend,
-                module,
-                executable_devices,
-                compile_options,
-                host_callbacks,
-                *args,
+                backend, module, executable_devices, options, host_callbacks, *args
             )
         kept.move_to_end(key)
         if len(kept) > NUM_KEPT:

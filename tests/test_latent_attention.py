@@ -39,7 +39,7 @@ from nnx_parallel.models import (
 from nnx_parallel.weights import save_pretrained
 from nnx_parallel.weights.names import Rule
 from tests.folders import GOLDENS, content
-from tests.parity.checks import assert_gradients_close
+from tests.parity.checks import assert_each_gradient_close
 from tests.parity.runs import to_host
 
 pytestmark = pytest.mark.long
@@ -131,7 +131,7 @@ def test_gradients_and_losses_match_one_device(family: str, strategy: str) -> No
         state: Any = trainer.state.opt_state
         gradients.append(to_host(state[0].trace))  # the first trace is the gradient
         losses.append(trainer.fit([batch] * 4, 4)["loss"])
-    assert_gradients_close(*gradients)
+    assert_each_gradient_close(gradients[1], gradients[0])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
@@ -179,18 +179,21 @@ def test_decoding_matches_model_without_cache(query_dim: int | None) -> None:
     model = lora(model, targets="attention", rank=2)
     for path, param in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         key = jax.random.key(len(str(path)))
-        param.set_value(0.3 * jax.random.normal(key, param.shape))
+        param.set_value(jax.random.normal(key, param.shape))
     merged, prompt = merge_lora(model), jnp.asarray(tokens(2, 7))
     out = go_on(model, prompt, max_new_tokens=5, temperature=0)
     assert (out == go_on(merged, prompt, max_new_tokens=5, temperature=0)).all()
     for each in (model, merged):
         best = jnp.argmax(run(each, out[:, :-1]), axis=-1)
         assert (best[:, 6:] == out[:, 7:]).all()
-    cache = model.make_cache(2, 7)
-    logits, _ = nnx.jit(GPT.decode)(model, prompt, 0, cache)
-    expected = run(model, prompt)[:, -1]
-    largest = float(jnp.abs(expected).max())
-    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * largest)
+    with jax.enable_x64(True):  # so large adapters would amplify rounding
+        graphdef, state = nnx.split(model)
+        wide = nnx.merge(graphdef, jax.tree.map(lambda x: x.astype(float), state))
+        cache = wide.make_cache(2, 7)
+        logits, _ = nnx.jit(GPT.decode)(wide, prompt, 0, cache)
+        expected = run(wide, prompt)[:, -1]
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-10 * largest)
 
 
 def test_documents_of_packed_rows_do_not_see_each_other() -> None:

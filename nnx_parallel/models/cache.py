@@ -30,6 +30,17 @@ cache for each block of a group.
 """
 
 
+def last_token(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Returns the last token of each row, ``(batch, 1, ...)``, before its padding.
+
+    ``x`` is ``(batch, seq, embed)``. ``lengths`` is int ``(batch,)``, or ``None`` if
+    there is no padding.
+    """
+    if lengths is None:
+        return x[:, -1:]
+    return jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+
+
 def positions_from(start: Start, length: int) -> jax.Array:
     """Returns the positions of tokens: int (seq,) or (batch, seq)."""
     if isinstance(start, jax.Array) and start.ndim == 2:

@@ -41,7 +41,13 @@ from nnx_parallel.layers import (
 from nnx_parallel.layers.activations import ACTIVATIONS
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.layers.dense import look_up, matmul
-from nnx_parallel.models.cache import Cache, Start, positions_from, write_cache
+from nnx_parallel.models.cache import (
+    Cache,
+    Start,
+    last_token,
+    positions_from,
+    write_cache,
+)
 from nnx_parallel.models.gemma3n_config import FAMILIES, Gemma3nConfig
 from nnx_parallel.models.gpt_config import LayerKind
 from nnx_parallel.models.rotary import frequencies, rotate
@@ -443,10 +449,7 @@ class Gemma3n(Published):
                 padding that follows; ``None`` if there is no padding.
         """
         x, cache = self._run(tokens, start, caches=cache)
-        if lengths is None:
-            last = x[:, -1:]
-        else:
-            last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        last = last_token(x, lengths)
         return self._logits(last)[:, 0], cache
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:

@@ -91,8 +91,6 @@ def generate(
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     lengths = None if lengths is None else jnp.asarray(lengths)
     _check_lengths(prompt, lengths)
-    if isinstance(model, GPT):
-        model.config.check_length(prompt.shape[1] + max_new_tokens)
     keys = jax.random.split(jax.random.key(0) if key is None else key, max_new_tokens)
     new = _continue(model, prompt, lengths, keys, sampler)
     if lengths is None:

@@ -43,6 +43,7 @@ from nnx_parallel.models.cache import (
     Caches,
     DeltaCache,
     Start,
+    last_token,
     positions_from,
     write_cache,
 )
@@ -573,10 +574,7 @@ class GPT(Published):
         for stack, own in zip(self._stacks, cache, strict=True):
             x, own = stack(x, start, scanned=own, **args)
             caches.append(own)
-        if lengths is None:
-            last = x[:, -1:]
-        else:
-            last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        last = last_token(x, lengths)
         return self._logits(self._normed(last))[:, 0], tuple(caches)
 
     def make_cache(self, batch_size: int, total_len: int) -> Caches:
@@ -587,7 +585,11 @@ class GPT(Published):
         `LinearAttention.make_cache` describes the cache of linear attention. If blocks
         of several kinds alternate, a stack has a `ByBlock` with a cache for each block
         of a group. A model with dense first layers has two stacks.
+
+        Raises:
+            ValueError: If the model has fewer learned positions than ``total_len``.
         """
+        self.config.check_length(total_len)
         dtype = self.embed.embedding.get_value().dtype
 
         def empty(layers: int, dims: tuple[int, int]) -> jax.Array:

@@ -45,6 +45,17 @@ def assert_gradients_close(
     assert_all_below(errors, limit)
 
 
+def assert_each_gradient_close(
+    found: Arrays, expected: Arrays, limit: float = 2e-5
+) -> None:
+    """Compares gradients; each leaf's limit is 2e-5 of the leaf's largest value."""
+    assert found.keys() == expected.keys()
+    largest = {path: np.abs(leaf).max() for path, leaf in expected.items()}
+    assert all(size > 0 for size in largest.values()), largest
+    errors = {p: np.abs(found[p] - x).max() / largest[p] for p, x in expected.items()}
+    assert_all_below(errors, limit)
+
+
 def assert_params_close(found: Arrays, expected: Arrays) -> None:
     """Compares each leaf to 1e-5 of its largest entry or, if that is more, of 0.1."""
     assert found.keys() == expected.keys()
