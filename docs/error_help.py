@@ -73,7 +73,8 @@ HELP = {
     "IndivisibleDimError": Help(
         "A rule or a name shards a dim into unequal parts; or a strategy splits a sequence "
         "that must stay whole.",
-        "Pad the dim, choose another axis size, or paste the rule of the message.",
+        "Pad the dim, choose another axis size, or paste the rule of the message. With "
+        "linear attention, remove `ContextParallel`.",
         "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
     ),
     "SpecRankError": Help(

@@ -209,7 +209,8 @@ def main() -> None:
         embed_dim=args.width,
         num_layers=args.layers,
     )
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, 20, args.steps)
+    warmup = min(20, args.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, warmup, args.steps)
     trainer = Trainer(
         lambda rngs: GPT(config, rngs=rngs),
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)),

@@ -181,7 +181,7 @@ def train_on_one_device() -> tuple[dict[str, np.ndarray], np.ndarray]:
     [pytest.param(s, marks=[pytest.mark.deep] * (s != "tp")) for s in STRATEGIES],
 )
 def test_gradients_and_losses_match_one_device(strategy: str) -> None:
-    """Losses with large steps and momentum, and each gradient of the first step."""
+    """Compares losses of large steps with momentum, and gradients of the first step."""
     expected, expected_losses = train_on_one_device()
     gradients, losses = train(STRATEGIES[strategy])
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
@@ -259,7 +259,7 @@ def test_documents_of_packed_rows_do_not_see_each_other() -> None:
         check_close(packed[:, part], run(model, rows[:, part]))
 
 
-def test_written_folder_equals_the_one_of_transformers(tmp_path: Path) -> None:
+def test_written_folder_matches_transformers(tmp_path: Path) -> None:
     source = Gemma3n.from_pretrained(FOLDER, dtype="keep")
     save_pretrained(tmp_path / "written", source(nnx.Rngs(0)), source=FOLDER)
     check_equal(content(tmp_path / "written"), content(FOLDER))

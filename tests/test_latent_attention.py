@@ -122,7 +122,7 @@ OF_EACH = [(family, strategy) for family in FAMILIES for strategy in STRATEGIES]
     ],
 )
 def test_gradients_and_losses_match_one_device(family: str, strategy: str) -> None:
-    """Losses with large steps and momentum, and each gradient of the first step."""
+    """Compares losses of large steps with momentum, and gradients of the first step."""
     batch, losses, gradients = tokens(8, 25), [], []
     for each in (DataParallel(1), STRATEGIES[strategy]):
         source = GPT.from_pretrained(GOLDENS / family, dtype="float32")

@@ -158,7 +158,7 @@ def test_rule_matches_recurrence(length: int) -> None:
         check_close(ours, theirs, 2e-6)
 
 
-def test_rule_of_two_halves_matches_rule_of_the_whole() -> None:
+def test_rule_continues_from_a_memory() -> None:
     *arrays, state = as_float32(draw(150))
     whole, last = rule(*arrays, state)
     first, middle = rule(*(x[:, :70] for x in arrays), state)
@@ -416,7 +416,7 @@ QUICK = ("tp", True)
     ],
 )
 def test_gradients_and_losses_match_one_device(strategy: str, is_packed: bool) -> None:
-    """Losses with large steps and momentum, and each gradient of the first step."""
+    """Compares losses of large steps with momentum, and gradients of the first step."""
     batch: Any = tokens(8, 71)
     if is_packed:
         segments = np.repeat([1, 2, 3, 0], [30, 1, 35, 5])
@@ -484,7 +484,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def test_defaults_are_read_as_in_transformers() -> None:
-    """As in published files, which list neither the layers nor the rotation."""
+    """Published files list neither the layers nor the rotation."""
     given = hf_config()
     for name in ("layer_types", "rope_parameters", "mlp_only_layers"):
         del given[name]

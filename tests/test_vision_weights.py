@@ -384,7 +384,7 @@ def test_model_without_files_can_be_written_for_timm(tmp_path: Path) -> None:
 
 
 def test_new_head_of_siglip_averages_patches(tmp_path: Path) -> None:
-    """As in transformers' SiglipForImageClassification."""
+    """SiglipForImageClassification of transformers does the same."""
     source = ViT.from_pretrained(GOLDENS / "siglip", num_classes=3)
     model: Any = source(nnx.Rngs(0))
     assert (model.config.pool, model.pooling) == ("mean", None)

@@ -36,8 +36,8 @@ class Gemma3nConfig:
 
     Attributes:
         vocab_size: Number of tokens.
-        seq_len: Length of the longest sequence in the first training. The model does
-            not depend on it.
+        seq_len: Length of the longest sequence in pretraining. The model does not
+            depend on it.
         num_layers: Number of blocks.
         embed_dim: Width of each residual stream.
         num_heads: Number of query heads.
@@ -45,12 +45,13 @@ class Gemma3nConfig:
         head_dim: Width of a head; even, because features rotate in pairs.
         mlp_dim: Width of the MLP of each layer.
         sparsity: Share of the MLP's hidden features that become 0, for each layer. A
-            feature stays if its gate exceeds the quantile of a normal distribution with
-            the mean and variance of the token's gates. 0 keeps all features.
+            feature stays if its gate exceeds the ``sparsity`` quantile of a normal
+            distribution with the mean and variance of the token's gates. 0 keeps all
+            features.
         layer_kinds: The kind of each layer. A ``"local"`` layer has the window, and a
             ``"global"`` layer sees all keys.
-        num_shared_layers: Number of layers at the end that have no keys and values.
-            They use the keys and values of the last earlier layer of their kind.
+        num_shared_layers: Number of last layers that compute no keys and values. Such a
+            layer uses the keys and values of the last layer of its kind that has them.
         window: Number of earlier keys that a query of a local layer sees, in addition
             to the key of its token.
         rope_theta: Base of the rotation's wavelengths in global layers.
@@ -72,8 +73,8 @@ class Gemma3nConfig:
         family: The ``model_type`` of the files from which the model was read.
 
     Raises:
-        ValueError: If a value is out of range, or if the number of values for layers is
-            not the number of layers.
+        ValueError: If a value is out of range, or if ``mlp_dim``, ``sparsity`` or
+            ``layer_kinds`` does not have one value for each layer.
 
     Example:
         >>> f"{Gemma3nConfig.preset('gemma3n-e2b').num_params:,}"
@@ -159,7 +160,7 @@ class Gemma3nConfig:
 
     @property
     def runs(self) -> list[range]:
-        """The layers of each `Stack`, which differ only in their kind of attention."""
+        """The layers of each `Stack`; they may differ in their kind of attention."""
         return gemma3n.runs_of(self.fields)
 
     @property

@@ -28,10 +28,10 @@ _HEADS = ("batch", "seq", "heads", "head_dim")
 class LinearAttention(nnx.Module):
     """A layer with the gated delta rule, as in Qwen3-Next [1].
 
-    Queries, keys and values pass through a convolution over the last tokens. The rule
-    (`gated_delta_rule`) reads from and writes to a memory. Its outputs have a norm, and
-    a gate that is computed from the token. Tensor parallelism splits the key heads,
-    together with the value heads that share them.
+    Queries, keys and values pass through a short causal convolution. The rule
+    (`gated_delta_rule`) reads from and writes to a memory. Its outputs are normalised,
+    and multiplied by a gate that is computed from the token. Tensor parallelism splits
+    the key heads, together with the value heads that share them.
 
     The documents of a packed row have separate memories, and the convolution does not
     reach into an earlier document.

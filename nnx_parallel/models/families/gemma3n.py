@@ -1,8 +1,8 @@
 """The family Gemma 3n, text only.
 
-Settings outside of ``text_config`` are not read. Published files also have projections
-of keys and values for the layers that share those of an earlier layer. They are not
-read either, as in transformers.
+Settings outside of ``text_config`` are not read. Published files have projections of
+keys and values even for layers that use the keys and values of an earlier layer. Like
+transformers, this library does not read these projections.
 """
 
 from itertools import groupby
@@ -14,7 +14,11 @@ from nnx_parallel.weights.names import Entry
 
 
 def runs_of(fields: Values) -> list[range]:
-    """Returns the layers of each `Stack`: consecutive layers with equal shapes."""
+    """Returns the layers of each `Stack`.
+
+    Consecutive layers are one stack if they have the same width and sparsity of the
+    MLP, and if either all or none of them compute keys and values.
+    """
     count, dims, sparsity = (fields[n] for n in ("num_layers", "mlp_dim", "sparsity"))
     first = count - fields["num_shared_layers"]
     kinds = ((dims[i], sparsity[i], i >= first) for i in range(count))

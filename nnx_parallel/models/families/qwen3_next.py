@@ -128,7 +128,7 @@ def _write(fields: Values) -> dict[str, Any]:
 
 
 def _kinds(fields: Values) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Returns for each layer if it has linear attention, and if it has experts."""
+    """Returns which layers have linear attention, and which layers have experts."""
     count = fields["num_layers"]
     is_linear = fields["linear_layers"] or (fields["delta_net"] is not None,) * count
     return is_linear, fields["expert_layers"] or (
@@ -152,7 +152,7 @@ def _block(fields: Values, is_linear: bool, has_experts: bool) -> list[Entry]:
     names = {"key": "k_proj", "value": "v_proj", "out": "o_proj"}
     attention = {f"attention.{n}": f"self_attn.{x}" for n, x in names.items()}
     table = llama.names(fields, mlp=mlp, attention=attention)
-    # A head's rows of the query precede the rows of its gate.
+    # For each head, a file has the rows of the query, then the rows of the gate.
     size = fields["head_dim"]
     queries = [
         (
@@ -174,7 +174,7 @@ def _linear(delta: DeltaNet) -> list[Entry]:
         ("norm.scale", "norm.weight", "value_dim -> value_dim"),
         ("out.kernel", "out_proj.weight", "embed (heads size) -> heads size embed"),
     ]
-    # Files have one kernel for several of ours. The rows of a key head are together.
+    # One kernel of a file holds several kernels of this library, key head by key head.
     fused = {
         "in_proj_qkvz": {"query": key, "key": key, "value": value, "gate": value},
         "in_proj_ba": {"rate": group, "decay": group},
@@ -185,7 +185,7 @@ def _linear(delta: DeltaNet) -> list[Entry]:
             rows = rows_of_heads(first, width, total, "embed")
             found.append((f"{ours}.kernel", f"{theirs}.weight", rows))
             first += width
-    # One convolution has the features of all queries, then of all keys, then of values.
+    # A file has one convolution for all queries, then all keys, then all values.
     counts = [delta.num_key_heads * width for width in (key, key, value)]
     for i, ours in enumerate(("query_conv", "key_conv", "value_conv")):
         first, last = sum(counts[:i]), sum(counts[: i + 1])
