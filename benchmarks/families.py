@@ -113,8 +113,10 @@ def _compare_with_transformers(
 def _logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Computes logits with PyTorch, from exactly the arrays of the folder."""
     torch: Any = importlib.import_module("torch")
-    auto: Any = importlib.import_module("transformers").AutoModelForCausalLM
-    model, report = auto.from_pretrained(
+    # Auto classes do not know every `model_type`: Kimi K2 is a DeepSeek V3 there.
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    written: Any = getattr(importlib.import_module("transformers"), architecture)
+    model, report = written.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",

@@ -239,6 +239,28 @@ class TestMemoryAndFlops:
         assert four.temporary_bytes < 2 * logits
 
 
+@pytest.mark.parametrize(
+    ("shape", "vocab_dim", "num_chunks"),
+    [
+        ((4096, 32_000), 1, 8),  # Llama 2 7B: 1,048 tokens are 128 MiB
+        ((4096, 128_256), 1, 8),  # Llama 3 8B: a quarter of embed is 1,024 tokens
+        ((151_936, 2560), 0, 13),  # Qwen3 4B: a quarter of embed is 640 tokens
+        ((512, 50_304), 1, 13),  # a small model: 667 tokens are 128 MiB
+    ],
+)
+def test_default_chunk_is_128_mib_or_a_quarter_of_the_kernels_gradient(
+    shape: tuple[int, int], vocab_dim: int, num_chunks: int
+):
+    def loss(hidden: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+        return linear_cross_entropy(hidden, kernel, labels, vocab_dim=vocab_dim).value
+
+    shapes = (1, 8192, shape[1 - vocab_dim]), shape
+    hidden, kernel = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in shapes)
+    labels = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    text = str(jax.make_jaxpr(loss)(hidden, kernel, labels))
+    assert re.findall(r"length=(\d+)", text) == [str(num_chunks)]
+
+
 class TestCommunication:
     TOKENS, VOCAB, EMBED = (8, 64), 96, 32
 
