@@ -113,11 +113,14 @@ def _compare_with_transformers(
 def _logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Computes logits with PyTorch, from exactly the arrays of the folder."""
     torch: Any = importlib.import_module("torch")
-    # Auto classes do not know every `model_type`: Kimi K2 is a DeepSeek V3 there.
-    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    # transformers has no class for `kimi_k2`. The file names DeepSeek V3's.
+    settings = json.loads((folder / "config.json").read_text())
+    (architecture,) = settings.pop("architectures")
     written: Any = getattr(importlib.import_module("transformers"), architecture)
+    del settings["model_type"]
     model, report = written.from_pretrained(
         folder,
+        config=written.config_class(**settings),
         dtype=torch.float32,
         attn_implementation="eager",
         output_loading_info=True,

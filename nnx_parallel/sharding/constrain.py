@@ -91,6 +91,27 @@ def active_layout() -> Layout | None:
     return _active.value
 
 
+def active_platform() -> str:
+    """Returns the platform of the devices that will run the code being traced.
+
+    A mesh of devices that do not exist has the platform that it describes. Without a
+    layout, this is the platform of JAX's default device.
+
+    Example:
+        >>> active_platform()
+        'cpu'
+    """
+    layout = _active.value
+    default = getattr(jax.config, "jax_default_device", None)
+    # `jax.devices` is the last resort, because it starts a backend. A mesh of devices
+    # that are only described must work without a backend.
+    device: Any = layout.mesh.devices.flat[0] if layout else default or jax.devices()[0]
+    if isinstance(device, str):  # `jax_default_device` may name a platform
+        return "gpu" if device == "cuda" else device
+    is_rocm = "rocm" in getattr(device.client, "platform_version", "").lower()
+    return "rocm" if is_rocm else device.platform
+
+
 def active_mesh() -> Mesh | None:
     """Returns the mesh of the code being traced, or ``None``.
 

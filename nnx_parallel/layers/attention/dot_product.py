@@ -28,7 +28,11 @@ from nnx_parallel.layers.attention.kernels import (
     plain_attention,
 )
 from nnx_parallel.mesh import free_axes
-from nnx_parallel.sharding.constrain import active_layout, constrain
+from nnx_parallel.sharding.constrain import (
+    active_layout,
+    active_platform,
+    constrain,
+)
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes
 
@@ -52,7 +56,7 @@ def choose_kernel(
     if wanted == "xla":
         return None
     layout = active_layout()
-    platform = _platform(layout)
+    platform = active_platform()
     if wanted is None:
         if split is None and layout is not None and splits_queries(layout, call.query):
             # A kernel would gather the queries, and every device would compute the
@@ -87,18 +91,6 @@ def choose_kernel(
             "only where it fits."
         )
     return kernel
-
-
-def _platform(layout: Layout | None) -> str:
-    """Returns the platform of the devices that will run the code being traced."""
-    default = getattr(jax.config, "jax_default_device", None)
-    # `jax.devices` is the last resort, because it starts a backend. A mesh of devices
-    # that are only described must work without a backend.
-    device: Any = layout.mesh.devices.flat[0] if layout else default or jax.devices()[0]
-    if isinstance(device, str):  # `jax_default_device` may name a platform
-        return "gpu" if device == "cuda" else device
-    is_rocm = "rocm" in getattr(device.client, "platform_version", "").lower()
-    return "rocm" if is_rocm else device.platform
 
 
 def splits_queries(layout: Layout, query: Array) -> bool:
