@@ -1,10 +1,9 @@
 """The compiled training step compared with MaxText's: memory, bytes, estimated cycles.
 
 Both steps are compiled by the same TPU compiler at the same shapes, with the same
-compiler options, for chips that this machine does not have. The model is Llama 2 7B,
-with sequences of 4,096 tokens, two rows per chip, full remat, AdamW, matmuls in
-bfloat16 and parameters in float32. The benchmark reads the scheduled program. Nothing
-is run: no figure is the time of a step.
+compiler options, for chips that this machine does not have: full remat, AdamW, matmuls
+in bfloat16 and parameters in float32. The benchmark reads the scheduled program.
+Nothing is run: no figure is the time of a step.
 
 MaxText runs in a separate environment, whose python is an argument; without it the
 table has only the rows of this library.
@@ -13,21 +12,28 @@ table has only the rows of this library.
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.timing import Table
 from benchmarks.tpu_steps import Case, compile_step, figures_of, last_line
-from nnx_parallel import FSDP, Composite, OneFOneB, Pipeline, TensorParallel
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    DataParallel,
+    OneFOneB,
+    Pipeline,
+    TensorParallel,
+)
 from nnx_parallel.audit import audit
-from nnx_parallel.audit.hlo import KnownValue, Module, parse
 from nnx_parallel.models import GPTConfig
+from nnx_parallel.plan import Topology
+from nnx_parallel.plan.timeline import read_schedule
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
 OPTIONS = {
@@ -69,10 +75,7 @@ class Pair:
 
 
 _MAXTEXT = (
-    "model_name=llama2-7b",
     "compile_topology_num_slices=1",
-    "max_target_length=4096",
-    "per_device_batch_size=2",
     "remat_policy=full",
     "gradient_clipping_threshold=0.0",
     "dataset_type=synthetic",
@@ -81,99 +84,135 @@ _MAXTEXT = (
     "run_name=benchmark",
     "base_output_directory=/tmp/maxtext_output",
 )
+
+
+def _pair(
+    ours: Case, model: str, chips: str, rows: int, *more: str, length: int = 4096
+) -> Pair:
+    """A step of both libraries.
+
+    Args:
+        ours: The step of this library.
+        model: MaxText's name of the model.
+        chips: MaxText's name of the topology.
+        rows: Rows on each chip.
+        more: Further settings of MaxText.
+        length: Tokens of a row.
+    """
+    theirs = (
+        f"model_name={model}",
+        f"compile_topology={chips}",
+        f"per_device_batch_size={rows}",
+        f"max_target_length={length}",
+    )
+    return Pair(ours=ours, theirs=(*_MAXTEXT, *theirs, *more))
+
+
+def _preset(name: str, seq_len: int = 4096) -> dict[str, Any]:
+    return {"config": lambda: GPTConfig.preset(name, seq_len=seq_len, remat="full")}
+
+
+_TENSOR = "ici_tensor_parallelism=4"
 _CHIPS: dict[str, Any] = {"config": llama2_7b, "topology": "v5p:4x4x4", "rows": 128}
-_MAXTEXT_64 = (*_MAXTEXT, "compile_topology=v5p-128")
 _PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
-_MAXTEXT_256 = (*_MAXTEXT, "compile_topology=v6e-256")
 PAIRS = {
-    "FSDP 64": Pair(
-        ours=Case(strategy=FSDP(64, prefetch="first"), options=OPTIONS, **_CHIPS),
-        theirs=_MAXTEXT_64,
+    "Llama 2 7B, 64 v5p, FSDP 64": _pair(
+        Case(strategy=FSDP(64, prefetch="first"), options=OPTIONS, **_CHIPS),
+        *("llama2-7b", "v5p-128", 2),
     ),
-    "tensor 4 x FSDP 16": Pair(
-        ours=Case(
+    "Llama 2 7B, 64 v5p, tensor 4 x FSDP 16": _pair(
+        Case(
             strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(16)),
             options=OPTIONS,
             **_CHIPS,
         ),
-        theirs=(*_MAXTEXT_64, "ici_tensor_parallelism=4", "ici_fsdp_parallelism=16"),
+        *("llama2-7b", "v5p-128", 2, _TENSOR, "ici_fsdp_parallelism=16"),
     ),
 }
 FURTHER_PAIRS = {
-    "v6e, FSDP 256, prefetch": Pair(
-        ours=Case(strategy=FSDP(256, prefetch="first"), **_PODS), theirs=_MAXTEXT_256
+    "Llama 2 7B, 256 v6e, FSDP 256": _pair(
+        Case(strategy=FSDP(256, prefetch="first"), **_PODS),
+        *("llama2-7b", "v6e-256", 2),
     ),
-    "v6e, tensor 4 x FSDP 64, halves": Pair(
-        ours=Case(
+    "Llama 2 7B, 256 v6e, tensor 4 x FSDP 64": _pair(
+        Case(
             strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(64)), **_PODS
         ),
-        theirs=(
-            *_MAXTEXT_256,
-            "ici_tensor_parallelism=4",
-            "ici_fsdp_parallelism=64",
-            "allow_split_physical_axes=true",  # no axis of the torus has 4 chips
+        *("llama2-7b", "v6e-256", 2, _TENSOR, "ici_fsdp_parallelism=64"),
+        "allow_split_physical_axes=true",  # no axis of the torus has 4 chips
+    ),
+    "Llama 3 8B, 512 v5p, FSDP 512": _pair(
+        Case(
+            strategy=FSDP(512, prefetch="first"),
+            topology="v5p:8x8x8",
+            rows=512,
+            **_preset("llama3-8b", 8192),
         ),
+        *("llama3-8b", "v5p-1024", 1),
+        length=8192,
+    ),
+    "Llama 3 8B, 128 v5p, data 2 x FSDP 64": _pair(
+        Case(
+            strategy=Composite(DataParallel(2), FSDP(64, prefetch="first")),
+            topology="v5p:4x4x8",
+            rows=128,
+            **_preset("llama3-8b", 8192),
+        ),
+        *("llama3-8b", "v5p-256", 1),
+        *("ici_data_parallelism=2", "ici_fsdp_parallelism=64"),
+        length=8192,
+    ),
+    "Qwen3 4B, 64 v6e, FSDP 64": _pair(
+        Case(
+            strategy=FSDP(64, prefetch="first"),
+            topology="v6e:8x8",
+            rows=128,
+            **_preset("qwen3-4b"),
+        ),
+        *("qwen3-4b", "v6e-64", 2),
+    ),
+    "Gemma 2 9B, 64 v5p, FSDP 64": _pair(
+        Case(
+            strategy=FSDP(64, prefetch="first"),
+            topology="v5p:4x4x4",
+            rows=128,
+            **_preset("gemma2-9b"),
+        ),
+        *("gemma2-9b", "v5p-128", 2),
     ),
 }
-"""Larger steps (``--full``) of this library, with its compiler options."""
+"""Further steps of both (``--full``); this library has only its default options."""
 
 _SIX_LAYERS: dict[str, Any] = {
     **_CHIPS,
     "config": lambda: replace(llama2_7b(), num_layers=6),
 }
-_PIPELINE = Pipeline(8, schedule=OneFOneB())
-_70B: dict[str, Any] = {
-    "config": lambda: GPTConfig.llama3_70b(seq_len=8192, remat="full"),
-    "topology": "v5p:8x8x16",
-    "rows": 512,
-    "microbatches": 32,
-}
-_MAY_RING = {
-    "tensor 4 x FSDP 16, all-reduces": Case(
-        strategy=Composite(TensorParallel(4), FSDP(16)), **_CHIPS
-    ),
-    "tensor 4 x FSDP 16, sequence": Case(
-        strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
-    ),
-    "v6e, tensor 4 x FSDP 64": Case(
-        strategy=Composite(TensorParallel(4, sequence=True), FSDP(64)), **_PODS
-    ),
-    "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
-        strategy=Composite(_PIPELINE, TensorParallel(8, sequence=True), FSDP(16)),
-        **_70B,
-    ),
-}
+_SEQUENCE = Case(
+    strategy=Composite(TensorParallel(4, sequence=True), FSDP(16)), **_CHIPS
+)
 FURTHER = {
     **{name: pair.ours for name, pair in FURTHER_PAIRS.items()},
-    **_MAY_RING,
-    **{
-        f"{name}, rings": replace(case, options={_RINGS: None})
-        for name, case in _MAY_RING.items()
-    },
+    "tensor 4 x FSDP 16, sequence": _SEQUENCE,
+    "tensor 4 x FSDP 16, sequence, rings": replace(_SEQUENCE, options={_RINGS: None}),
+    "tensor 4 x FSDP 16, ring": Case(
+        strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(16)), **_CHIPS
+    ),
     **{
         f"six layers, FSDP 64, prefetch {mode}": Case(
             strategy=FSDP(64, prefetch=mode), **_SIX_LAYERS
         )
         for mode in (None, "first")
     },
-    "tensor 4 x FSDP 16, ring": Case(
-        strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(16)), **_CHIPS
-    ),
-    "v6e, FSDP 256": Case(strategy=FSDP(256), **_PODS),
-    "v6e, tensor 4 x FSDP 64, ring": Case(
-        strategy=Composite(TensorParallel(4, overlap="ring"), FSDP(64)), **_PODS
-    ),
-    "70B, pipeline 8 x tensor 8 x FSDP 16, ring": Case(
-        strategy=Composite(_PIPELINE, TensorParallel(8, overlap="ring"), FSDP(16)),
-        **_70B,
-    ),
-    "70B, pipeline 8 x tensor 8 x FSDP 16, ring, gather once": Case(
+    "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
         strategy=Composite(
-            replace(_PIPELINE, gather="step"),
-            TensorParallel(8, overlap="ring"),
+            Pipeline(8, schedule=OneFOneB()),
+            TensorParallel(8, sequence=True),
             FSDP(16),
         ),
-        **_70B,
+        config=lambda: GPTConfig.llama3_70b(seq_len=8192, remat="full"),
+        topology="v5p:8x8x16",
+        rows=512,
+        microbatches=32,
     ),
 }
 """MaxText's cases, and steps of only this library (``--full``)."""
@@ -219,7 +258,9 @@ def measure(
         table.add(f"{name}: strategy", f"{case.strategy!r} on {case.topology}")
         _add(table, f"{name}: this library", figures_of(__spec__.name, name))
         if with_maxtext and python and name in pairs:
-            for label, more in {"": {}, ", no rings": NO_RINGS}.items():
+            # Only under tensor parallelism does the partitioner write rings.
+            rings = {", no rings": NO_RINGS} if _TENSOR in pairs[name].theirs else {}
+            for label, more in {"": {}, **rings}.items():
                 found = figures_of_maxtext(python, pairs[name], more)
                 _add(table, f"{name}: MaxText{label}", found)
     if not tiny:
@@ -232,6 +273,10 @@ def _add(table: Table, name: str, found: Mapping[str, float]) -> None:
     table.add(f"{name}: a chip sends", f"{found['sent'] / 2**30:.3g} GiB")
     table.add(f"{name}: of it during products", f"{found['hidden']:.1%}")
     table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.4g} million")
+    waits = found["cycles"] + found["waits"]
+    table.add(f"{name}: cycles and waits", f"{waits / 1e6:.4g} million")
+    share = found["at peak"] / found["cycles"]
+    table.add(f"{name}: products at peak, of all cycles", f"{share:.1%}")
     table.add(f"{name}: compiled in", f"{found['seconds']:.0f} s")
 
 
@@ -259,59 +304,46 @@ def figures_of_maxtext(
     """
     child = Path(__file__).with_name("maxtext_child.py")
     request = {"overrides": pair.theirs, "options": OPTIONS | dict(options)}
+    topology = Topology.parse(pair.ours.topology)
     with tempfile.TemporaryDirectory() as directory:
         text = Path(directory) / "step.txt"
         # Isolated mode, because this folder has a `maxtext.py` too, and this process
         # has other packages.
-        found = last_line([python, "-I", str(child), json.dumps(request), str(text)])
-        return found | read(text.read_text())
+        found: dict[str, Any] = last_line(
+            [python, "-I", str(child), json.dumps(request), str(text)]
+        )
+        chips = {tuple(device.coords): device for device in topology.described()}
+        devices = [chips[tuple(place)] for place in found.pop("places")]
+        return found | read(text.read_text(), topology, devices)
 
 
-def read(text: str) -> dict[str, float]:
-    """Bytes of a scheduled program, the share that products hide, and its cycles."""
+def read(text: str, topology: Topology, devices: Sequence[Any]) -> dict[str, float]:
+    """Bytes and estimated cycles of a scheduled program.
+
+    Args:
+        text: The program, with the compiler's estimates.
+        topology: The chips.
+        devices: The chips in the order of the program's mesh.
+    """
     report = audit(text)
+    found = read_schedule(text, topology, devices, {"chips": len(devices)})
+    clock = topology.hardware.clock
     return {
         "sent": report.sent_bytes(),
         "hidden": report.hidden_share or 0.0,
-        "cycles": estimated_cycles(parse(text)),
+        # Without kernels, which the compiler does not estimate, and without waits.
+        "cycles": (found.products[1] + found.others) * clock,
+        "waits": sum(slow for _, slow in found.waits.values()) * clock,
+        "at peak": found.products[0] * clock,
     }
-
-
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-
-
-def estimated_cycles(module: Module) -> float:
-    """Returns XLA's estimate of a program's cycles, loops multiplied out.
-
-    It does not count collectives and operations that wait for a collective.
-    """
-
-    def of(name: str, arguments: tuple[KnownValue, ...]) -> float:
-        computation = module.computations[name]
-        values = module.evaluate(name, arguments)
-        total = 0.0
-        for each in computation.instructions.values():
-            operands = tuple(map(values.get, each.operands))
-            if each.opcode == "while":
-                loop = module.read_loop(each, operands[0])
-                body = of(each.attribute("body") or "", (loop.invariants,))
-                total += (loop.trip_count or 1) * body
-            elif each.opcode in ("call", "conditional"):
-                called = filter(None, (each.called, *each.branches))
-                total += sum(of(inner, operands) for inner in called)
-            elif found := _CYCLES.search(each.attributes):
-                # The compiler writes the largest integer if it does not know the cost.
-                cycles = int(found[1])
-                total += cycles if cycles < 2**60 else 0
-        return total
-
-    return of(module.entry, ())
 
 
 def compile_and_read(case: Case) -> dict[str, float]:
     """This library's step, compiled and read in this process."""
+    topology = Topology.parse(case.topology)
     text, found = compile_step(case)
-    return found | read(text)
+    mesh = case.strategy.make_mesh(topology.described())
+    return found | read(text, topology, [*mesh.devices.flat])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def main(request: dict, out: Path) -> None:
-    """Compiles one step, and writes its text; prints its memory as JSON.
+    """Compiles one step, and writes its text; prints memory and chips as JSON.
 
     Args:
         request: ``overrides`` of MaxText's configuration, ``options`` of the compiler.
@@ -62,6 +62,7 @@ def main(request: dict, out: Path) -> None:
         "temporaries": memory.temp_size_in_bytes,
         "state": memory.argument_size_in_bytes,
         "seconds": seconds,
+        "places": [device.coords for device in mesh.devices.flat],
     }
     print(json.dumps(figures), flush=True)
 
