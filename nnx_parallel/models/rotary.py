@@ -354,8 +354,8 @@ def _swapped(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     The gradient of a bfloat16 ``x`` is rounded twice, and in `_split` only once.
     """
     size, half = x.shape[-1], cos.shape[-1]
-    to = [*range(half, 2 * half), *range(half)]
-    swap = jnp.zeros((size, size), x.dtype).at[to, jnp.arange(2 * half)].set(1)
+    swap = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=0)
+    swap = jnp.pad(swap, [(0, size - 2 * half)] * 2)
     # The policy `dots` of remat keeps products without a batch dim. Heads are a batch
     # dim here, so it does not keep this one.
     swaps = jnp.broadcast_to(swap, (x.shape[2], size, size))

@@ -8,7 +8,7 @@ kernel, or attention in blocks, on its shard (`per_shard`).
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
