@@ -31,6 +31,7 @@ from nnx_parallel import (
     TensorParallel,
 )
 from nnx_parallel.audit import audit
+from nnx_parallel.layers import Save
 from nnx_parallel.models import GPTConfig
 from nnx_parallel.plan import Topology
 from nnx_parallel.plan.timeline import read_schedule
@@ -202,6 +203,13 @@ FURTHER = {
             strategy=FSDP(64, prefetch=mode), **_SIX_LAYERS
         )
         for mode in (None, "first")
+    },
+    **{
+        f"Llama 2 7B, 64 v5p, FSDP 64, remat {remat}": Case(
+            strategy=FSDP(64, prefetch="first"),
+            **_CHIPS | {"config": lambda kept=remat: replace(llama2_7b(), remat=kept)},
+        )
+        for remat in ("dots", Save("attention", "mlp_up", "mlp_gate"))
     },
     "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
         strategy=Composite(

@@ -180,8 +180,9 @@ def test_default_remat_applies_only_inside_context() -> None:
 @pytest.mark.parametrize("check", [check_remat])
 def test_unknown_remat_policy_raises(check: Callable) -> None:
     message = (
-        "Unknown remat policy 'everything'. Policies: ['none', 'dots', 'full'], or "
-        "None to follow the Trainer's."
+        "Unknown remat policy 'everything'. Policies: ['none', 'dots', 'full'], "
+        "Save(*names), a policy of jax.checkpoint_policies, or None to follow the "
+        "Trainer's."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         check("everything")

@@ -275,8 +275,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "remat switched on": (
         lambda: make(remat=True),
-        "Unknown remat policy True. Policies: ['none', 'dots', 'full'], or None to "
-        "follow the Trainer's.",
+        "Unknown remat policy True. Policies: ['none', 'dots', 'full'], Save(*names), "
+        "a policy of jax.checkpoint_policies, or None to follow the Trainer's.",
     ),
     "an average's decay in quotes": (
         lambda: make(ema_decay="0.99"),

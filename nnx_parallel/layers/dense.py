@@ -233,6 +233,15 @@ compute_gradient_once.defvjp(
 )
 
 
+def name_products(products: Sequence[Array]) -> list[Array]:
+    """Places products (batch, seq, mlp), and names them for the remat policy `Save`.
+
+    The names are ``mlp_up`` and, for a second product, ``mlp_gate``.
+    """
+    placed = [constrain(y, "batch", "seq", "mlp") for y in products]
+    return [*map(checkpoint_name, placed, ("mlp_up", "mlp_gate"))]
+
+
 def named(initializer: Initializer, *names: str | None) -> Initializer:
     """Wraps an initializer so that the dims of its parameter have logical axes.
 

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.layers import (
     Dense,
@@ -34,6 +35,7 @@ from nnx_parallel.layers import (
     active_remat,
     apply_remat,
     compute_gradient_once,
+    name_products,
     named,
     project,
     segment_positions,
@@ -243,8 +245,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to the same shape; hidden is (batch, seq, mlp)."""
-        products = project(x, self.up, self.gate)
-        up, gate = (constrain(y, "batch", "seq", "mlp") for y in products)
+        up, gate = name_products(project(x, self.up, self.gate))
         if self.cutoff is not None:
             wide = _widened(gate)
             mean, square = wide.mean(-1, keepdims=True), wide.var(-1, keepdims=True)
@@ -304,6 +305,7 @@ class Block(nnx.Module):
         attended, kept, cache = self.attention(
             normed, start, kept, pairs, cache, segments
         )
+        attended = checkpoint_name(attended, "attention_out")
         x = first + self.attention_post_norm(attended)
         x = constrain((x + laurel) * 0.5**0.5, "batch", "seq", "embed")
         normed = compute_gradient_once(self.mlp_norm(x))

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.layers import (
     Dense,
@@ -29,6 +30,7 @@ from nnx_parallel.layers import (
     Stack,
     compute_gradient_once,
     linear_cross_entropy,
+    name_products,
     named,
     project,
     segment_positions,
@@ -327,9 +329,8 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps (batch, seq, embed) to the same shape; hidden is (batch, seq, mlp)."""
         layers = [self.up] if self.gate is None else [self.up, self.gate]
-        up, *gate = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
-        up = compute_gradient_once(up)
-        return self.down(self.activate(up, *gate))
+        up, *gate = name_products(project(x, *layers))
+        return self.down(self.activate(compute_gradient_once(up), *gate))
 
 
 def _split(x: Stream) -> tuple[jax.Array, jax.Array | None]:
@@ -392,6 +393,7 @@ class Block(nnx.Module):
         x, losses = _split(stream)
         normed = x if self.attention_norm is None else self.attention_norm(x)
         attended, new_cache = self.attention(normed, start, cache, segments, chunks)
+        attended = checkpoint_name(attended, "attention_out")
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         given, x = x, self._add(x, attended)

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
-from nnx_parallel.layers import Dense, Embed, Stack, named, project
+from nnx_parallel.layers import Dense, Embed, Stack, name_products, named, project
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.models.rotary import rotate_by
 from nnx_parallel.models.vit_config import FAMILIES, ViTConfig
@@ -121,7 +122,9 @@ class Block(nnx.Module):
         if self.config.positions == "rotary":
             angles = jnp.asarray(_angles(self.config))
             query, key = rotate_by(query, angles), rotate_by(key, angles)
-        x = self._add(x, self.out(attention(query, key, value)), self.attention_scale)
+        attended = self.out(attention(query, key, value))
+        attended = checkpoint_name(attended, "attention_out")
+        x = self._add(x, attended, self.attention_scale)
         return self._add(x, _run_mlp(self, self.mlp_norm(x)), self.mlp_scale)
 
     def _add(self, x: jax.Array, out: jax.Array, scale: nnx.Param | None) -> jax.Array:
@@ -164,8 +167,7 @@ class AttentionPool(nnx.Module):
 def _run_mlp(layer: Block | AttentionPool, x: jax.Array) -> jax.Array:
     """Runs the MLP of a layer: (batch, seq, embed) to the same shape."""
     layers = [layer.up] if layer.gate is None else [layer.up, layer.gate]
-    hidden = (constrain(y, "batch", "seq", "mlp") for y in project(x, *layers))
-    return layer.down(_activate(layer.config, *hidden))
+    return layer.down(_activate(layer.config, *name_products(project(x, *layers))))
 
 
 class ViT(Published):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import jax
 
 from nnx_parallel.errors import PlanError, suggest
-from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.layers.stack.scan import Level, Remat, check_remat
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.precision import Precision
@@ -98,7 +98,6 @@ def check_fix(fix: Mapping[str, Any]) -> None:
         PlanError: If a name or a value is invalid. The message lists the valid ones.
     """
     values: dict[str, tuple[Any, ...]] = {
-        "remat": get_args(Remat),
         "shard": ("params", "gradients", "optimizer"),
         "schedule": tuple(SCHEDULES),
         "sequence": (False, True, "ring", "halves"),
@@ -106,17 +105,23 @@ def check_fix(fix: Mapping[str, Any]) -> None:
         "precision": ("own", "mixed_bfloat16"),
     }
     numbers = (*AXES, "microbatches")
-    names = [*numbers, *values, "stack"]
+    names = [*numbers, "remat", *values, "stack"]
     for name, value in fix.items():
         if name not in names:
             raise PlanError(
                 f"fix has {name!r}.{suggest(name, names)} Names that can be fixed: "
-                f"sizes of {', '.join(AXES)}; microbatches; {', '.join(values)}; stack."
+                f"sizes of {', '.join(AXES)}; microbatches; remat; "
+                f"{', '.join(values)}; stack."
             )
         if name in values and value not in values[name]:
             raise PlanError(
                 f"fix has {name}={value!r}. Valid values: {list(values[name])}."
             )
+        if name == "remat":
+            try:
+                check_remat(value)
+            except ValueError as error:
+                raise PlanError(f"fix has {name}={value!r}. {error}") from None
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if name in numbers and (not is_number or value < 1):
             raise PlanError(
@@ -348,7 +353,7 @@ def _microbatches(
 def _remats(facts: ModelFacts, fix: Mapping[str, Any]) -> list[Remat]:
     if "remat" in fix:
         return [fix["remat"]]
-    return list(get_args(Remat)) if facts.has_remat else ["none"]
+    return [*get_args(Level)] if facts.has_remat else ["none"]
 
 
 def _offload(parts: Parts, fix: Mapping[str, Any]) -> Offload | None:

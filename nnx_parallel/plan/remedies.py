@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.layers.stack.scan import Level, Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
 from nnx_parallel.plan.estimate import state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
@@ -181,8 +181,9 @@ def _fitting(
 def _near(parts: Parts) -> list[Candidate]:
     """Returns changes of one to three arguments that need less memory on a device."""
     own = own_candidate(parts)
-    kinds: list[Remat] = [*get_args(Remat)]  # each keeps less than the one before
-    less = kinds[kinds.index(own.remat) :]
+    kinds: list[Remat] = [*get_args(Level)]  # each keeps less than the one before
+    at = kinds.index(own.remat) if own.remat in kinds else -1
+    less = kinds[at:] if at >= 0 else [own.remat, "full"]
     remats = less if ModelFacts.of(parts).has_remat else less[:1]
     return [
         Candidate(

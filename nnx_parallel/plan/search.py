@@ -226,7 +226,7 @@ class _Estimates:
         remats: set[Remat],
     ) -> None:
         self._parts, self._topology = parts, topology
-        self._assumptions, self._remats = assumptions, sorted(remats)
+        self._assumptions, self._remats = assumptions, sorted(remats, key=repr)
         self._known: dict[Precision | None, tuple[Facts, _Places]] = {}
 
     def of(self, candidate: Candidate) -> Entry:

@@ -24,8 +24,12 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.precision import sum_dtype
+
+OUTPUT = "attention"
+"""Checkpoint name of outputs, and of what the backward pass needs beside them."""
 
 BLOCK = 512
 """Maximum number of queries, and of keys, in a block."""
@@ -478,7 +482,7 @@ def _blockwise_forward(pattern: Pattern, *operands: Any) -> tuple[Array, tuple]:
     query, key, value, q_tokens, k_tokens, sinks, mask = operands
     part = forward_block(query, key, value, q_tokens, k_tokens, pattern, mask)
     out, lse = with_sinks(part, sinks)
-    out = out.astype(query.dtype)
+    out, lse = checkpoint_name((out.astype(query.dtype), lse), OUTPUT)
     return out, (*operands, out, lse)
 
 

@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.collectives.ring import SequenceAxis, check_divides
 from nnx_parallel.collectives.sequence import (
@@ -27,6 +28,7 @@ from nnx_parallel.collectives.sequence import (
 from nnx_parallel.errors import IndivisibleDimError, ParallelWarning, warn_user
 from nnx_parallel.layers.attention.blocks import (
     BLOCK,
+    OUTPUT,
     Partial,
     Pattern,
     Tokens,
@@ -251,7 +253,7 @@ def _attend_forward(
 ) -> tuple[Array, tuple]:
     part = exchange.forward(query, exchange.q_tokens(query, q_segments), keys)
     out, lse = with_sinks(part, sinks)
-    out = out.astype(query.dtype)
+    out, lse = checkpoint_name((out.astype(query.dtype), lse), OUTPUT)
     return out, (query, keys, q_segments, sinks, out, lse)
 
 

@@ -13,6 +13,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.collectives.ring import SequenceAxis
 from nnx_parallel.errors import AttentionKernelError
@@ -206,9 +207,9 @@ def attention(
     if pair is not None and not isinstance(pair, tuple):
         pair = (pair, pair)
     call = AttentionCall(
-        query=query,
-        key=key,
-        value=value,
+        query=checkpoint_name(query, "query"),
+        key=checkpoint_name(key, "key"),
+        value=checkpoint_name(value, "value"),
         mask=mask,
         segments=pair,
         sinks=sinks,

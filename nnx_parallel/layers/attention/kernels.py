@@ -12,9 +12,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.errors import AttentionKernelError
-from nnx_parallel.layers.attention.blocks import Pattern, Tokens, blockwise_attention
+from nnx_parallel.layers.attention.blocks import (
+    OUTPUT,
+    Pattern,
+    Tokens,
+    blockwise_attention,
+)
 from nnx_parallel.mesh import free_axes, manual_region
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import to_spec
@@ -183,7 +189,8 @@ def plain_attention(call: AttentionCall, implementation: Any = "xla") -> Array:
         local_window_size=window,
         implementation=implementation,
     )
-    return out if sees is None else jnp.where(sees, out, 0)
+    out = out if sees is None else jnp.where(sees, out, 0)
+    return checkpoint_name(out, OUTPUT)
 
 
 def _let_all_see(call: AttentionCall) -> tuple[AttentionCall, Array | None]:
@@ -309,6 +316,7 @@ def splash_attention(call: AttentionCall, *, interpret: bool = False) -> Array:
         head_shards=1,
         q_seq_shards=1,
         attn_logits_soft_cap=call.softcap,
+        residual_checkpoint_name=OUTPUT,
         interpret=interpret,
     )
     # The kernel does not scale scores, and takes (heads, seq, head_dim) for one row. So
@@ -371,7 +379,8 @@ def tokamax_attention(
             f"implementation='tokamax' has no kernel for this attention: {reasons}. "
             "Pass implementation=None, or 'xla'."
         ) from error
-    return out if sees is None else jnp.where(sees, out, 0)
+    out = out if sees is None else jnp.where(sees, out, 0)
+    return checkpoint_name(out, OUTPUT)
 
 
 def tokamax_refusals(call: AttentionCall) -> Iterator[str]:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from nnx_parallel.errors import StackError
+from nnx_parallel.errors import StackError, suggest
 from nnx_parallel.layers.stack.residuals import Layers, LayerWithResiduals
-from nnx_parallel.programs import is_call, trace, variables_in
+from nnx_parallel.programs import is_call, trace, variables_in, walk
 from nnx_parallel.sharding.constrain import (
     active_layout,
     saves_all_but_gathers,
@@ -27,7 +27,47 @@ from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.sharding.offload import HOST, Kept
 from nnx_parallel.sharding.placement import Placement
 
-Remat = Literal["none", "dots", "full"]
+Level = Literal["none", "dots", "full"]
+"""How much the backward pass recomputes [1]."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Save:
+    """Keeps the values with these names, and recomputes all other values of a block.
+
+    A value gets a name from ``jax.ad_checkpoint.checkpoint_name``. The models of this
+    library name ``query``, ``key`` and ``value`` after their rotation, ``attention``
+    (the output of attention), ``attention_out`` (its projection), and ``mlp_up`` and
+    ``mlp_gate``. If ``attention`` is kept, the kernel ``splash`` and attention in
+    blocks do not run again in the backward pass.
+
+    Args:
+        names: The names, at least one. A name that no value of a block has is an error
+            when the block is traced.
+
+    Raises:
+        ValueError: If a name is not a string, or if there is none.
+
+    Example:
+        >>> Save("attention", "mlp_up")
+        Save('attention', 'mlp_up')
+    """
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        if not names or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f"Save has the names {list(names)}; it needs at least one string, such "
+                "as Save('attention')."
+            )
+        object.__setattr__(self, "names", names)
+
+    def __repr__(self) -> str:
+        return f"Save({', '.join(map(repr, self.names))})"
+
+
+Remat = Level | Save | Callable[..., Any]
 """The values that the backward pass recomputes [1].
 
 - ``none``: no value; every activation is kept. Gathered parameters are not kept, but
@@ -35,6 +75,9 @@ Remat = Literal["none", "dots", "full"]
 - ``dots``: all values except the outputs of products with weights, which are kept.
   Recomputed values are norms, activation functions and attention scores.
 - ``full``: the complete block. Only the input of each block is kept.
+- `Save`: all values except the ones with these names, which are kept.
+- a policy of ``jax.checkpoint_policies``: all values except the ones that it saves.
+  Gathered parameters are gathered again.
 
 References:
     [1] Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016,
@@ -53,12 +96,13 @@ _default: ContextVar[Remat] = ContextVar("remat", default="none")
 _offloaded: ContextVar[Kept | None] = ContextVar("offloaded", default=None)
 
 
-def check_remat(remat: str | None) -> None:
-    """Raises a ValueError if the name of a policy is unknown."""
-    if remat is not None and remat not in get_args(Remat):
+def check_remat(remat: Any) -> None:
+    """Raises a ValueError if the value is not a policy."""
+    if not (remat in (None, *get_args(Level)) or isinstance(remat, Save | Callable)):
         raise ValueError(
-            f"Unknown remat policy {remat!r}. Policies: {list(get_args(Remat))}, or "
-            "None to follow the Trainer's."
+            f"Unknown remat policy {remat!r}. Policies: {list(get_args(Level))}, "
+            "Save(*names), a policy of jax.checkpoint_policies, or None to follow the "
+            "Trainer's."
         )
 
 
@@ -85,24 +129,35 @@ def apply_remat(function: Callable, remat: Remat) -> Callable:
     """Wraps the body of a scan in a checkpoint with the policy of ``remat``."""
     if remat == "none":
         return function
-    policy = {
-        # Products with weights have no batch dims, but products in attention have batch
-        # dims. A ring is a custom gradient around many small products, so the policy
-        # recognises it by its name.
-        "dots": without_complex(
-            jax.checkpoint_policies.save_from_both_policies(
-                jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-                jax.checkpoint_policies.save_only_these_names(OVERLAPPED),
-            )
-        ),
-        "full": jax.checkpoint_policies.nothing_saveable,
-    }[remat]
+    policy = _policy(remat)
     if _offloaded.get() == "block_inputs":
         policy = _with_inputs_on_host(policy)
     # A checkpoint around a `Stack` would replace the policies of the checkpoints inside
     # it. `prevent_cse` is not needed, because in a scan the compiler cannot merge the
     # recomputation with the forward pass.
     return jax.checkpoint(function, policy=policy, prevent_cse=False)
+
+
+def _policy(remat: Remat) -> Callable[..., Any]:
+    """Returns the policy of `jax.checkpoint` for any value but ``none``."""
+    policies = jax.checkpoint_policies
+    if remat == "full":
+        return policies.nothing_saveable
+    if isinstance(remat, Save):
+        return without_complex(policies.save_only_these_names(*remat.names))
+    if callable(remat):
+        return lambda *args, **kwargs: (
+            saves_all_but_gathers(*args, **kwargs) and remat(*args, **kwargs)
+        )
+    # Products with weights have no batch dims, but products in attention have batch
+    # dims. A ring is a custom gradient around many small products, so the policy
+    # recognises it by its name.
+    return without_complex(
+        policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(OVERLAPPED),
+        )
+    )
 
 
 def _with_inputs_on_host(policy: Callable) -> Callable:
@@ -145,6 +200,33 @@ class StackCall:
         )
         inner = partial(self.inner, x=self.x, inputs=self.args, slot=None)
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
+
+    def check_names(self) -> None:
+        """Raises a StackError if `Save` has a name that no value of a layer has."""
+        if not isinstance(self.remat, Save):
+            return
+        params, others, slot = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
+            (self.params, self.others, self.scanned),
+        )
+
+        def gradient(params: dict, others: dict, slot: Any) -> Any:
+            def run(params: dict) -> Any:
+                return self.inner(params, others, self.x, self.args, slot)[0]
+
+            # Kernels name their outputs only where they are differentiated.
+            return jax.vjp(run, params)[0]
+
+        traced = trace(gradient, params, others, slot)
+        named = (eqn for eqn, _ in walk(traced) if eqn.primitive.name == "name")
+        known = {eqn.params["name"] for eqn in named}
+        for name in self.remat.names:
+            if name not in known:
+                raise StackError(
+                    f"remat={self.remat!r}: no value of a block has the name {name!r}."
+                    f"{suggest(name, known)} Names of this block: {sorted(known)}. "
+                    "jax.ad_checkpoint.checkpoint_name(x, name) names a value."
+                )
 
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
         """Runs one layer, and gives its input the checkpoint name `BLOCK_INPUT`."""
