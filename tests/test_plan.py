@@ -24,7 +24,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.audit.collectives import axes_of_groups
 from nnx_parallel.errors import PlanError
-from nnx_parallel.layers import lora
+from nnx_parallel.layers import Save, lora
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import (
     HARDWARE,
@@ -202,9 +202,11 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
 
 def test_remat_costs_flops_and_saves_memory(facts: Facts) -> None:
     none, dots, full = (facts.rows[remat] for remat in ("none", "dots", "full"))
-    assert none.flops < full.flops
-    kept = [sum(r.num_bytes for r in rows.residuals) for rows in (none, dots, full)]
-    assert kept[0] > kept[1] > kept[2]
+    (named,) = (Facts.of(facts.parts, [x], "cpu").rows[x] for x in [Save("mlp_up")])
+    assert none.flops < named.flops < full.flops
+    order = (none, dots, named, full)
+    kept = [sum(r.num_bytes for r in rows.residuals) for rows in order]
+    assert kept == sorted(set(kept), reverse=True)
 
 
 def test_sent_bytes_follow_placement(facts: Facts) -> None:
@@ -256,19 +258,22 @@ def parts_in(strategy):
 
 
 def test_fixed_values_are_in_every_candidate(parts: Parts) -> None:
-    fix = {"tensor": 2, "pipe": 1, "remat": "full", "microbatches": 2}
+    kept = Save("mlp_up")
+    fix = {"tensor": 2, "pipe": 1, "remat": kept, "microbatches": 2}
     found = enumerate_candidates(parts, CPUS, fix)
     assert found
     for each in found:
         assert each.strategy.make_mesh(CPUS.devices).shape["tensor"] == 2
-        assert (each.remat, each.num_microbatches) == ("full", 2)
+        assert (each.remat, each.num_microbatches) == (kept, 2)
+        assert "remat=Save('mlp_up')" in each.code
 
 
 @pytest.mark.parametrize(
     ("fix", "message"),
     [
         ({"tensr": 2}, "fix has 'tensr'. Did you mean 'tensor'?"),
-        ({"remat": "some"}, "Valid values: ['none', 'dots', 'full']"),
+        ({"remat": "some"}, "Valid values: ['none', 'dots', 'full'], Save(*names)"),
+        ({"remat": None}, "fix has remat=None. Valid values: ['none', 'dots'"),
         ({"tensor": 0}, "fix has tensor=0. It must be an integer of at least 1."),
         (
             {"tensor": 3},

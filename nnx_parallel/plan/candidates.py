@@ -11,7 +11,7 @@ from typing import Any, get_args
 import jax
 
 from nnx_parallel.errors import PlanError, suggest
-from nnx_parallel.layers.stack.scan import Level, Remat, check_remat
+from nnx_parallel.layers.stack.scan import Level, Remat, is_remat
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.precision import Precision
@@ -117,11 +117,11 @@ def check_fix(fix: Mapping[str, Any]) -> None:
             raise PlanError(
                 f"fix has {name}={value!r}. Valid values: {list(values[name])}."
             )
-        if name == "remat":
-            try:
-                check_remat(value)
-            except ValueError as error:
-                raise PlanError(f"fix has {name}={value!r}. {error}") from None
+        if name == "remat" and not is_remat(value):
+            raise PlanError(
+                f"fix has {name}={value!r}. Valid values: {list(get_args(Level))}, "
+                "Save(*names), or a policy of jax.checkpoint_policies."
+            )
         is_number = isinstance(value, int) and not isinstance(value, bool)
         if name in numbers and (not is_number or value < 1):
             raise PlanError(

@@ -96,9 +96,14 @@ _default: ContextVar[Remat] = ContextVar("remat", default="none")
 _offloaded: ContextVar[Kept | None] = ContextVar("offloaded", default=None)
 
 
+def is_remat(value: Any) -> bool:
+    """Returns True if a value is a `Remat`."""
+    return value in get_args(Level) or isinstance(value, Save | Callable)
+
+
 def check_remat(remat: Any) -> None:
-    """Raises a ValueError if the value is not a policy."""
-    if not (remat in (None, *get_args(Level)) or isinstance(remat, Save | Callable)):
+    """Raises a ValueError if a value is neither a `Remat` nor ``None``."""
+    if remat is not None and not is_remat(remat):
         raise ValueError(
             f"Unknown remat policy {remat!r}. Policies: {list(get_args(Level))}, "
             "Save(*names), a policy of jax.checkpoint_policies, or None to follow the "
