@@ -207,7 +207,9 @@ FURTHER = {
     **{
         f"Llama 2 7B, 64 v5p, FSDP 64, remat {remat}": Case(
             strategy=FSDP(64, prefetch="first"),
-            **_CHIPS | {"config": lambda kept=remat: replace(llama2_7b(), remat=kept)},
+            config=lambda kept=remat: replace(llama2_7b(), remat=kept),
+            topology="v5p:4x4x4",
+            rows=128,
         )
         for remat in ("dots", Save("attention", "mlp_up", "mlp_gate"))
     },

@@ -114,7 +114,8 @@ def test_policy_of_jax_keeps_no_gathered_parameters() -> None:
             remat=remat,
         )
         batch = trainer.shard_batch(np.zeros((8, 9), np.int32))
-        compiled = trainer.train_step.lower(trainer.state, batch).compile()
+        step: Any = trainer.train_step
+        compiled = step.lower(trainer.state, batch).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     found = temporaries(jax.checkpoint_policies.everything_saveable)

@@ -14,7 +14,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -322,7 +322,7 @@ class MLP(nnx.Module):
         self.up = dense("embed", "mlp")
         self.gate = None if config.activation == "gelu" else dense("embed", "mlp")
         self.down = dense("mlp", "embed", is_residual=True)
-        self.activate = ACTIVATIONS[config.activation]
+        self.activate: Callable[..., jax.Array] = ACTIVATIONS[config.activation]
         if config.exact_gelu:
             self.activate = partial(jax.nn.gelu, approximate=False)
 
