@@ -91,6 +91,34 @@ def test_step_takes_8_bytes_per_metric() -> None:
     assert growth < 4 * 8 * 17 / 16 + 4
 
 
+@pytest.mark.parametrize("max_behind", [0, 2])
+def test_slow_callback_is_not_in_durations(
+    monkeypatch: pytest.MonkeyPatch, max_behind: int
+) -> None:
+    """Steps take a second, and the callback of step 6 takes 100 seconds."""
+    clock = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+
+    def on_step(step: int, row: dict[str, float]) -> None:
+        nonlocal clock
+        clock += 100 if step == 6 else 0
+
+    recorder = Recorder(LoggerGroup([]), on_step, max_behind=max_behind)
+    recorder.throughput = Throughput(
+        num_rows=4,
+        num_tokens=None,
+        model_flops=None,
+        hardware_flops=None,
+        device=jax.devices()[0],
+        num_devices=1,
+    )
+    for step in range(1, 12):
+        clock += 1
+        recorder.push(step, metrics(), 0.0)
+    assert {*recorder.step_seconds} == {1.0}
+    assert {*recorder.history()["step_seconds"][1:]} == {1.0}
+
+
 def test_columns_are_aligned() -> None:
     recorder, _, memory = make_recorder()
     recorder.add_once(compile_seconds=3.0)

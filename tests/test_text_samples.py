@@ -76,6 +76,24 @@ def test_first_and_stop_tokens_are_left_out() -> None:
     assert stopped.texts == [text[: text.index(text[3], 2)]]
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_p": 2.0}, "top_p is 2.0"),
+        (
+            {"encode": lambda text: [300]},
+            "A prompt of TextSamples has the token 300, but the model has 256 tokens, "
+            "from 0 to 255.",
+        ),
+    ],
+)
+def test_invalid_sample_raises_before_first_step(change: dict, message: str) -> None:
+    sample = make(**change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fit(sample)
+    assert sample.texts == []
+
+
 def test_sampling_does_not_change_training() -> None:
     with_samples, without = (fit(make(every=every)) for every in (1, 100))
     states = (jax.tree.leaves(x.state.params) for x in (with_samples, without))

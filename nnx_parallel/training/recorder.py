@@ -187,7 +187,8 @@ class Recorder:
             the first bad step ends the run.
         is_state_finite: Function that is called after a bad step, and returns True if
             the state is still finite.
-        step_seconds: Durations of the last 8 steps, without evaluations and saves.
+        step_seconds: Durations of the last 8 steps, without evaluations, saves and slow
+            callbacks.
         bad_step: The step whose loss or gradients ended the run, or 0.
     """
 
@@ -207,6 +208,7 @@ class Recorder:
         self._last_row: dict[str, float] = {}
         self._last_finite: dict[str, dict[str, float]] = {}  # by player
         self._last_time: float | None = None
+        self._num_beside = 0  # steps in flight whose durations are not known
         self.step_seconds: deque[float] = deque(maxlen=8)
         self.bad_step = 0
         self._extra: dict[str, float] = {}
@@ -257,7 +259,19 @@ class Recorder:
                 shown = {n: x for n, x in (others | row).items() if n not in mixed}
                 self.logger.log(step, shown)
                 self.logger.log_layers(step, _by_layer(metrics))
+            start = time.perf_counter()
             self.on_step(step, row)
+            self._exclude(time.perf_counter() - start)
+
+    def _exclude(self, seconds: float) -> None:
+        """Leaves a call that took longer than a step out of the durations of steps.
+
+        The steps in flight ran beside the call, so their durations are not known.
+        """
+        # Before any step has a duration, a second counts as long.
+        if seconds > statistics.fmean(self.step_seconds or [1.0]):
+            self.restart_clock()
+            self._num_beside = len(self._in_flight)
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's time."""
@@ -304,8 +318,11 @@ class Recorder:
         rates = {"data_wait_seconds": wait_seconds}
         # The first step has no rates, because its time includes earlier work.
         if before is not None and self.throughput is not None:
-            self.step_seconds.append(self._last_time - before)
-            rates |= self.throughput.rates(statistics.fmean(self.step_seconds))
+            if not self._num_beside:
+                self.step_seconds.append(self._last_time - before)
+            self._num_beside = max(0, self._num_beside - 1)
+            if self.step_seconds:
+                rates |= self.throughput.rates(statistics.fmean(self.step_seconds))
         return rates
 
     def skip_message(self) -> str:

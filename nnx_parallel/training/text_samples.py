@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from nnx_parallel.models.generation import generate, pad_prompts
 from nnx_parallel.training.callback import Callback
@@ -36,7 +37,8 @@ class TextSamples(Callback):
 
     Raises:
         ValueError: If ``every`` is not a positive number of steps, or if a prompt has
-            no tokens. The fit raises the errors of `models.generate`.
+            no tokens. When a fit starts, it raises the errors of `models.generate`, and
+            an error if a prompt has a token that the model does not have.
 
     Example:
         >>> sample = TextSamples(["def ", "class "], every=100,
@@ -90,6 +92,17 @@ class TextSamples(Callback):
 
         # One function object, so that it is compiled once.
         self._run, self._max_new_tokens = run, max_new_tokens
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Checks that the model can continue the prompts, before the first step."""
+        model = trainer.model
+        nnx.eval_shape(self._run, model, self._batch)
+        size, largest = model.config.vocab_size, self._batch["prompt"].max()
+        if largest >= size:
+            raise ValueError(
+                f"A prompt of TextSamples has the token {largest}, but the model has "
+                f"{size} tokens, from 0 to {size - 1}. Use the model's tokenizer."
+            )
 
     def on_step_end(self, trainer: Any, step: int, metrics: Values) -> None:
         """Samples every ``every`` steps, from the newest state."""
