@@ -114,6 +114,7 @@ def _preset(name: str, seq_len: int = 4096) -> dict[str, Any]:
 
 
 _TENSOR = "ici_tensor_parallelism=4"
+_SPLIT = "allow_split_physical_axes=true"
 _CHIPS: dict[str, Any] = {"config": llama2_7b, "topology": "v5p:4x4x4", "rows": 128}
 _PODS: dict[str, Any] = {"config": llama2_7b, "topology": "v6e:16x16", "rows": 512}
 PAIRS = {
@@ -140,7 +141,7 @@ FURTHER_PAIRS = {
             strategy=Composite(TensorParallel(4, overlap="halves"), FSDP(64)), **_PODS
         ),
         *("llama2-7b", "v6e-256", 2, _TENSOR, "ici_fsdp_parallelism=64"),
-        "allow_split_physical_axes=true",  # no axis of the torus has 4 chips
+        _SPLIT,  # no axis of the torus has 4 chips
     ),
     "Llama 3 8B, 512 v5p, FSDP 512": _pair(
         Case(
@@ -160,7 +161,7 @@ FURTHER_PAIRS = {
             **_preset("llama3-8b", 8192),
         ),
         *("llama3-8b", "v5p-256", 1),
-        *("ici_data_parallelism=2", "ici_fsdp_parallelism=64"),
+        *("ici_data_parallelism=2", "ici_fsdp_parallelism=64", _SPLIT),
         length=8192,
     ),
     "Qwen3 4B, 64 v6e, FSDP 64": _pair(
