@@ -20,7 +20,7 @@ from rich.console import Console
 
 from nnx_parallel import FSDP, Callback, Checkpoint, Mean, Pipeline, Trainer
 from nnx_parallel.data import Pad, batches
-from nnx_parallel.data.batches import DROPPED, BatchAgreement
+from nnx_parallel.data.batches import DROPPED, Agreed, BatchAgreement
 from nnx_parallel.errors import (
     BatchShapeError,
     DataError,
@@ -420,18 +420,18 @@ def test_all_processes_drop_last_batch_together(
     mine = {"x": np.zeros((4, 2), np.float32)}
     signature = batches.batch_signature(mine)
     theirs = {
-        "whole": [signature, None, None, {}, False],
-        "dropped": [None, None, None, None, True],
+        "whole": [signature, None, None, {}, False, False],
+        "dropped": [None, None, None, None, True, False],
     }
     monkeypatch.setattr(jax, "process_count", lambda: 2)
 
-    def check(batch: Any, other: str) -> tuple[int | None, str | None]:
+    def check(batch: Any, other: str) -> Agreed:
         monkeypatch.setattr(
             batches, "allgather_object", lambda _, mine: [mine, theirs[other]]
         )
         return BatchAgreement().check(batch, index=3, num_read=3)
 
-    assert check(mine, "whole") == (4, None)
-    assert check(mine, "dropped") == (None, None)
-    assert check(DROPPED, "whole") == (None, None)
-    assert check(DROPPED, "dropped") == (None, None)
+    assert check(mine, "whole") == Agreed(4)
+    assert check(mine, "dropped") == Agreed(None)
+    assert check(DROPPED, "whole") == Agreed(None)
+    assert check(DROPPED, "dropped") == Agreed(None)

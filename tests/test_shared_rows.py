@@ -13,7 +13,7 @@ from flax import nnx
 
 from nnx_parallel import FSDP, Composite, DataParallel, Pipeline, Trainer
 from nnx_parallel.data import Shared, batches
-from nnx_parallel.data.batches import BatchAgreement
+from nnx_parallel.data.batches import Agreed, BatchAgreement
 from nnx_parallel.errors import BatchShapeError, DataError
 from nnx_parallel.layers import Stack
 from tests.parity.runs import to_host
@@ -228,4 +228,4 @@ def test_different_shared_values_on_processes_raise(
     )
     with pytest.raises(BatchShapeError, match=re.escape(message)):
         BatchAgreement().check(make_batch(), index=4, num_read=4)
-    assert BatchAgreement().check(other, index=4, num_read=4) == (8, None)
+    assert BatchAgreement().check(other, index=4, num_read=4) == Agreed(8)

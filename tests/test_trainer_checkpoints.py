@@ -5,7 +5,9 @@ import re
 import signal
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -102,6 +104,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, np.ndarra
 
 def test_fit_saves_periodically_and_at_end(run: tuple) -> None:
     assert saved_steps(run[0]) == {2, 3}
+
+
+def test_fit_saves_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The data takes a minute for each batch, by the clock of the test."""
+    clock = 0.0
+    fake = SimpleNamespace(monotonic=lambda: clock)
+    monkeypatch.setattr("nnx_parallel.checkpoint.manager.time", fake)
+
+    class Slow:
+        def __iter__(self) -> Iterator[Any]:
+            nonlocal clock
+            for batch in make_batches(9):
+                clock += 60
+                yield batch
+
+    every = timedelta(minutes=3)
+    trainer = make_trainer(Checkpoint(tmp_path, every=every, keep_last=None))
+    trainer.fit(Slow(), 9)
+    assert saved_steps(tmp_path) == {4, 7, 9}
+    found = vars(trainer)["_run"].facts()["checkpoints"]
+    assert found.endswith(", every 3 minutes and at the end")
 
 
 def test_fresh_trainer_resumes_automatically(run: tuple, tmp_path: Path) -> None:

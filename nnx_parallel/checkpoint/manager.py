@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
@@ -128,6 +130,7 @@ class CheckpointManager:
         self._lock: DirectoryLock | None = None
         self._save: BackgroundSave | None = None
         self._has_warned_of_best = False
+        self._interval_start: float | None = None
         self._has_remains = False  # a failed save left files in the directory
 
     @property
@@ -201,12 +204,28 @@ class CheckpointManager:
         """The newest saved step, or ``None``."""
         return None if self.options is None else max(self.saved.steps, default=None)
 
-    def is_due(self, step: int) -> bool:
+    def is_time(self) -> bool:
+        """Returns True if the interval of ``every`` has passed since the last True.
+
+        The first interval begins with the first call. If ``every`` is a number of
+        steps, the result is False.
+        """
+        every = self.options and self.options.every
+        if not isinstance(every, timedelta):
+            return False
+        now = time.monotonic()
+        self._interval_start = self._interval_start or now
+        if now - self._interval_start < every.total_seconds():
+            return False
+        self._interval_start = now
+        return True
+
+    def is_due(self, step: int, *, is_time: bool = False) -> bool:
         """Returns True if ``step`` has to be saved, by ``every`` or for a preemption.
 
-        All processes call this once for each step. Through these calls they agree on
-        the step at which jax announces a preemption (SIGTERM under
-        ``jax.distributed``).
+        ``is_time`` is the value of the method `is_time` on process 0. All processes
+        call this once for each step. Through these calls they agree on the step at
+        which jax announces a preemption (SIGTERM under ``jax.distributed``).
         """
         if self.options is None:
             return False
@@ -216,7 +235,9 @@ class CheckpointManager:
         self.is_preempted |= has_notice
         reader, _ = self._open()
         latest = self._save.step if self._save else max(reader.steps, default=-1)
-        return step > latest and (has_notice or step % self.options.every == 0)
+        every = self.options.every
+        is_due = is_time if isinstance(every, timedelta) else step % every == 0
+        return step > latest and (has_notice or is_due)
 
     def save(
         self,

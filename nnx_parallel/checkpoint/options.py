@@ -5,6 +5,7 @@ there as a test. So Orbax makes most of the checks there.
 """
 
 import dataclasses
+import datetime
 import glob
 import importlib
 import importlib.util
@@ -196,7 +197,9 @@ class Checkpoint:
     Attributes:
         directory: Root of the run's checkpoints: a path, which is made absolute, or a
             URL. A lock ensures that only one run at a time writes to a path.
-        every: Steps between saves.
+        every: Steps between saves, or the time between them: a ``datetime.timedelta``.
+            With a time, a save is a few steps late, because processes agree on its step
+            when they read batches.
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
         keep_every: Saved steps that are multiples of this number are never deleted.
         keep_best: Name of the metric by which the best checkpoints are kept.
@@ -230,7 +233,7 @@ class Checkpoint:
     """
 
     directory: str | os.PathLike[str] = dataclasses.field(kw_only=False)
-    every: int = 1000
+    every: int | datetime.timedelta = 1000
     keep_last: int | None = 3
     keep_every: int | None = None
     keep_best: str | None = None
@@ -247,10 +250,17 @@ class Checkpoint:
             value = getattr(self, name)
             if value is None and name in ("keep_last", "keep_every"):
                 continue
+            if name == "every" and isinstance(value, datetime.timedelta):
+                if value <= datetime.timedelta():
+                    raise CheckpointError(
+                        f"Checkpoint({name}={value!r}) must be longer than 0."
+                    )
+                continue
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
-                    "least 1 (keep_last and keep_every may be None)."
+                    "least 1 (keep_last and keep_every may be None, and every may be a "
+                    "datetime.timedelta)."
                 )
         if not isinstance(self.keep_best, str | None):
             raise CheckpointError(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +191,22 @@ def _narrow(dtype: Any) -> str:
     return str(jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
 
+class Agreed(NamedTuple):
+    """What all processes do with a batch.
+
+    Attributes:
+        num_rows: Number of rows of the batch; ``None`` if any process drops its rows,
+            since then all processes do.
+        stop_reason: Why all processes stop before this batch. ``None`` if they use the
+            batch, or if the data of all processes has ended.
+        saves: True if the step of this batch is saved, because it is time.
+    """
+
+    num_rows: int | None
+    stop_reason: str | None = None
+    saves: bool = False
+
+
 @dataclass(frozen=True)
 class BatchAgreement:
     """Compares the next batches of all processes before they are placed.
@@ -203,26 +219,21 @@ class BatchAgreement:
         name: Name of the batches. Two iterators that read at the same time need
             different names.
         stop_reason: Function that returns why this process wants to stop, or ``None``.
+        is_time: Function that returns True if it is time for a save. All processes do
+            what process 0 returns.
     """
 
     name: str = "batch"
     stop_reason: Callable[[], str | None] = lambda: None
+    is_time: Callable[[], bool] = lambda: False
 
-    def check(
-        self, batch: Any, *, index: int, num_read: int
-    ) -> tuple[int | None, str | None]:
+    def check(self, batch: Any, *, index: int, num_read: int) -> Agreed:
         """Waits until each process either has a batch or has reached the data's end.
 
         Args:
             batch: The batch, `END`, or `DROPPED`.
             index: The batch's number, for messages.
             num_read: Batches that this process has read before, for messages.
-
-        Returns:
-            Two values. The first is the number of rows of the batch; it is ``None`` if
-            any process drops its rows, since then all processes do. The second is the
-            reason why all processes stop before this batch. It is ``None`` if they use
-            the batch, or if the data of all processes has ended.
 
         Raises:
             DataError: If this process's batch is unusable, as for `check_batch`.
@@ -232,9 +243,9 @@ class BatchAgreement:
         """
         is_dropped = batch is DROPPED
         if jax.process_count() == 1 and (is_dropped or batch is END):
-            return None if is_dropped else 0, None
+            return Agreed(None if is_dropped else 0)
         if jax.process_count() == 1:
-            return check_batch(batch, index=index), None
+            return Agreed(check_batch(batch, index=index), saves=self.is_time())
         num_rows, signature, problem, shared = 0, None, None, None
         if batch is not END and not is_dropped:
             try:
@@ -245,14 +256,16 @@ class BatchAgreement:
         text = None if problem is None else str(problem)
         # `multihost_utils.process_allgather` would run a program on the prefetching
         # thread. Processes that launch programs in different orders can deadlock.
-        mine = [signature, text, self.stop_reason(), shared, is_dropped]
+        mine = [signature, text, self.stop_reason(), shared, is_dropped, self.is_time()]
         found = allgather_object(self.name, mine)
-        signatures, problems, reasons, all_shared, drops = zip(*found, strict=True)
+        signatures, problems, reasons, all_shared, drops, times = zip(
+            *found, strict=True
+        )
         for reason in reasons:
             if reason is not None:  # checked first: a run that stops needs no batch
-                return num_rows, reason
+                return Agreed(num_rows, reason)
         if any(drops):
-            return None, None
+            return Agreed(None, saves=times[0])
         if problem is not None:
             raise problem  # with its traceback; other processes quote the text
         ended = [i for i, x in enumerate(found) if x[:2] == [None, None]]
@@ -284,7 +297,7 @@ class BatchAgreement:
                     f"batch {index} that all rows share: {names}. Give the same values "
                     "on all processes."
                 )
-        return num_rows, None
+        return Agreed(num_rows, saves=times[0])
 
 
 def shared_checksums(batch: Any) -> dict[str, int]:

@@ -39,11 +39,13 @@ class PlacedBatch(Position, Generic[T]):
         wait_seconds: Seconds that the consumer waited for this batch.
         stop_reason: Why all processes stop before this batch; ``batch`` is then
             ``None``.
+        saves: True if it is time to save the step of this batch.
     """
 
     batch: T
     wait_seconds: float = 0.0
     stop_reason: str | None = None
+    saves: bool = False
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -199,19 +201,19 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             # of rows of a full batch is taken from a skipped batch.
             self.smaller.num_rows = self.smaller.num_rows or rows_of(read.batch)
         num_skipped, place = num_read, cursor.place
-        dropped, marks = list[Read](), list[Mark | None]()  # since the last used batch
+        # These are since the last used batch.
+        dropped, marks, saves = list[Read](), list[Mark | None](), False
         while num_used != self.limit:
             read = cursor.take()
             if self._keeps:
                 read = read._replace(batch=jax.tree.map(_freeze, read.batch))
             batch = self.smaller.resize(read.batch)
             index = self._first_step + num_used
-            num_rows, stop_reason = self.agreement.check(
-                batch, index=index, num_read=num_read
-            )
-            if stop_reason is not None:
+            agreed = self.agreement.check(batch, index=index, num_read=num_read)
+            num_rows, saves = agreed.num_rows, saves or agreed.saves
+            if agreed.stop_reason is not None:
                 self._keep(None, [*dropped, read])
-                yield PlacedBatch(batch=None, stop_reason=stop_reason)
+                yield PlacedBatch(batch=None, stop_reason=agreed.stop_reason)
                 return
             num_read += 1
             if batch is not END:
@@ -238,7 +240,8 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             )
             # The placed batch gets no local name here, because this frame would keep
             # its device memory until the next batch is read.
-            yield PlacedBatch(batch=self.place(batch), **vars(place))
+            yield PlacedBatch(batch=self.place(batch), saves=saves, **vars(place))
+            saves = False
 
     def _keep(self, mark: Mark | None, reads: list[Read]) -> None:
         """Keeps a batch until it is used, with the smaller batches before it."""

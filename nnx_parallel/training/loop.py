@@ -312,7 +312,7 @@ class Loop:
                     recorder.push(step, metrics, item.wait_seconds, self._player(step))
                 # All processes must call `is_due` once in every step. Through these
                 # calls they agree on the step at which jax announces a preemption.
-                saves = checkpoints.is_due(step)
+                saves = checkpoints.is_due(step, is_time=item.saves)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
                 # `_ends` is called only once: a signal between two calls would end the
@@ -386,7 +386,9 @@ class Loop:
                     self.last_batch, run.data.num_rows, run.data.num_dropped
                 ),
                 first_step=step,
-                agreement=BatchAgreement("batch", self._requested_stop),
+                agreement=BatchAgreement(
+                    "batch", self._requested_stop, run.checkpoints.is_time
+                ),
             )
         except BaseException:  # also a Ctrl-C
             run.data = before

@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, get_args
 
 import jax
@@ -603,8 +604,13 @@ class RunState:
         if self.judged.choice != "params":
             facts["evaluated"] = self.judged.description
         if options is not None:
-            every = f"every {options.every:,} steps and at the end"
-            facts["checkpoints"] = f"'{self.checkpoints.directory}', {every}"
+            every = options.every
+            if isinstance(every, timedelta):
+                often = f"{every.total_seconds() / 60:g} minutes"
+            else:
+                often = f"{every:,} steps"
+            where = self.checkpoints.directory
+            facts["checkpoints"] = f"'{where}', every {often} and at the end"
         facts |= {name: x for name in ENVIRONMENT if (x := os.environ.get(name))}
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()

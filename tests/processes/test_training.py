@@ -80,3 +80,12 @@ def test_checkpoints_move_between_process_counts(tmp_path: Path) -> None:
     assert digest(trainer) == found["digest"]
     history = trainer.fit(Batches(settings, 0, 1), 9)
     np.testing.assert_allclose(history["loss"], expected[6:], rtol=1e-5)
+
+
+def test_processes_save_the_same_steps_by_time(tmp_path: Path) -> None:
+    saved = {"directory": str(tmp_path / "run"), "seconds": 0.02, "keep_last": None}
+    ended = launch({"model": "linear", "steps": 60, "checkpoint": saved})
+    assert ended.code == 0, ended.text
+    steps = {int(p.name) for p in (tmp_path / "run").iterdir() if p.name.isdigit()}
+    assert len(steps) > 2
+    assert 60 in steps

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Settings:
         steps: Total number of updates.
         num_rows: Rows of the global batch.
         out: File to which process 0 writes losses and digests, by strategy.
-        checkpoint: Options of a `Checkpoint`, or ``None``.
+        checkpoint: Options of a `Checkpoint`, or ``None``. ``seconds`` is the time
+            between saves.
         trainer: More options of the `Trainer`.
         faults: Options of the Trainer's `Faults`.
         fault: A fault with its process and step; it occurs at the first start only.
@@ -247,7 +249,10 @@ def make_trainer(settings: Settings, strategy: Strategy, **options: Any) -> Trai
     checkpoint = None
     saves = active_fault(settings).get("kind") != "unsaved"
     if settings.checkpoint is not None and saves:
-        checkpoint = Checkpoint(**settings.checkpoint)
+        given = dict(settings.checkpoint)
+        if "seconds" in given:  # JSON has no durations
+            given["every"] = timedelta(seconds=given.pop("seconds"))
+        checkpoint = Checkpoint(**given)
     return Trainer(
         model=MODELS[settings.model],
         optimizer=optax.adamw(0.02 if is_odd else 0.01),
