@@ -113,7 +113,7 @@ def _compare_with_transformers(
 def _logits_of_transformers(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """Computes logits with PyTorch, from exactly the arrays of the folder."""
     torch: Any = importlib.import_module("torch")
-    # transformers has no class for `kimi_k2`. The file names DeepSeek V3's.
+    # transformers has no class for `kimi_k2`; config.json names DeepSeek V3's class.
     settings = json.loads((folder / "config.json").read_text())
     (architecture,) = settings.pop("architectures")
     written: Any = getattr(importlib.import_module("transformers"), architecture)

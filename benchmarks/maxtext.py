@@ -1,9 +1,10 @@
 """The compiled training step compared with MaxText's: memory, bytes, estimated cycles.
 
-Both steps are compiled by the same TPU compiler at the same shapes, with the same
-compiler options, for chips that this machine does not have: full remat, AdamW, matmuls
-in bfloat16 and parameters in float32. The benchmark reads the scheduled program.
-Nothing is run: no figure is the time of a step.
+Both steps are compiled by the same TPU compiler at the same shapes, for chips that this
+machine does not have. They use full remat, AdamW, matmuls in bfloat16 and parameters in
+float32. The compiler options are equal, except that this library's steps of ``--full``
+use its defaults. The benchmark reads the scheduled program. Nothing is run, so no
+figure is the time of a step.
 
 MaxText runs in a separate environment, whose python is an argument; without it the
 table has only the rows of this library.
@@ -90,7 +91,7 @@ _MAXTEXT = (
 def _pair(
     ours: Case, model: str, chips: str, rows: int, *more: str, length: int = 4096
 ) -> Pair:
-    """A step of both libraries.
+    """Pairs a step of this library with the same step of MaxText.
 
     Args:
         ours: The step of this library.
@@ -98,7 +99,7 @@ def _pair(
         chips: MaxText's name of the topology.
         rows: Rows on each chip.
         more: Further settings of MaxText.
-        length: Tokens of a row.
+        length: Tokens per row.
     """
     theirs = (
         f"model_name={model}",
@@ -183,7 +184,7 @@ FURTHER_PAIRS = {
         *("gemma2-9b", "v5p-128", 2),
     ),
 }
-"""Further steps of both (``--full``); this library has only its default options."""
+"""Further steps of both libraries (``--full``); ours have the default options."""
 
 _SIX_LAYERS: dict[str, Any] = {
     **_CHIPS,
@@ -269,7 +270,7 @@ def measure(
         table.add(f"{name}: strategy", f"{case.strategy!r} on {case.topology}")
         _add(table, f"{name}: this library", figures_of(__spec__.name, name))
         if with_maxtext and python and name in pairs:
-            # Only under tensor parallelism does the partitioner write rings.
+            # The partitioner writes rings only under tensor parallelism.
             rings = {", no rings": NO_RINGS} if _TENSOR in pairs[name].theirs else {}
             for label, more in {"": {}, **rings}.items():
                 found = figures_of_maxtext(python, pairs[name], more)
@@ -287,7 +288,7 @@ def _add(table: Table, name: str, found: Mapping[str, float]) -> None:
     waits = found["cycles"] + found["waits"]
     table.add(f"{name}: cycles and waits", f"{waits / 1e6:.4g} million")
     share = found["at peak"] / found["cycles"]
-    table.add(f"{name}: products at peak, of all cycles", f"{share:.1%}")
+    table.add(f"{name}: share of products at peak", f"{share:.1%}")
     table.add(f"{name}: compiled in", f"{found['seconds']:.0f} s")
 
 
@@ -342,7 +343,7 @@ def read(text: str, topology: Topology, devices: Sequence[Any]) -> dict[str, flo
     return {
         "sent": report.sent_bytes(),
         "hidden": report.hidden_share or 0.0,
-        # Without kernels, which the compiler does not estimate, and without waits.
+        # The compiler does not estimate kernels. Waits are reported separately.
         "cycles": (found.products[1] + found.others) * clock,
         "waits": sum(slow for _, slow in found.waits.values()) * clock,
         "at peak": found.products[0] * clock,

@@ -67,8 +67,8 @@ def test_gradients_match_one_device(strategy: str, remat: Remat) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_attention_that_is_kept_does_not_run_again(window: int | None) -> None:
-    """With a window, attention runs in blocks; without, it is plain operations."""
+def test_kept_attention_is_not_recomputed(window: int | None) -> None:
+    """Attention with a window runs in blocks, without one in plain operations."""
     x, kernel = jnp.ones((1, 16, 2, 8)), jnp.ones((8, 8))
 
     def block(kernel: jax.Array) -> jax.Array:
@@ -102,7 +102,7 @@ def test_kernel_for_tpus_names_its_output() -> None:
 
 
 def test_policy_of_jax_keeps_no_gathered_parameters() -> None:
-    """Under a policy that keeps everything, a step has the bytes of ``none``."""
+    """If a policy keeps everything, a step needs as much memory as with ``none``."""
     config = GPTConfig.tiny(num_layers=8, seq_len=8, embed_dim=64)
 
     def temporaries(remat: Remat) -> int:
@@ -155,5 +155,5 @@ def test_unknown_name_raises() -> None:
 @pytest.mark.parametrize("names", [(), ("",), (["a", "b"],)])
 def test_save_needs_names(names: tuple[Any, ...]) -> None:
     make: Any = partial(Save, *names)
-    with pytest.raises(ValueError, match="it needs at least one string"):
+    with pytest.raises(ValueError, match="Save needs one or more strings"):
         make()

@@ -61,9 +61,7 @@ def test_amplitude_applies_to_features_that_rotate() -> None:
 
 @pytest.mark.parametrize("rotary_dim", [8, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tpus_rotate_by_a_product_with_the_same_bits(
-    dtype: str, rotary_dim: int
-) -> None:
+def test_tpu_rotation_matches_bit_for_bit(dtype: str, rotary_dim: int) -> None:
     x, weights = (
         jax.random.normal(jax.random.key(i), (2, 5, 3, 8)).astype(dtype)
         for i in range(2)

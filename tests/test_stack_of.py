@@ -433,7 +433,7 @@ class Summing(nnx.Module):
 
 
 class EncoderDecoder(nnx.Module):
-    """The decoder attends to the encoder's output for another input, like Whisper's."""
+    """As in Whisper, the encoder and the decoder have different inputs."""
 
     def __init__(self, rngs: nnx.Rngs, *, apart: bool) -> None:
         encoder = Stack.of([Plain(rngs) for _ in range(2)])

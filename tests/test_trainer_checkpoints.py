@@ -107,7 +107,7 @@ def test_fit_saves_periodically_and_at_end(run: tuple) -> None:
 
 
 def test_fit_saves_by_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The data takes a minute for each batch, by the clock of the test."""
+    """Each batch takes a minute on the fake clock."""
     clock = 0.0
     fake = SimpleNamespace(monotonic=lambda: clock)
     monkeypatch.setattr("nnx_parallel.checkpoint.manager.time", fake)

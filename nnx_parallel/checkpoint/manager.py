@@ -205,7 +205,7 @@ class CheckpointManager:
         return None if self.options is None else max(self.saved.steps, default=None)
 
     def is_time(self) -> bool:
-        """Returns True if the interval of ``every`` has passed since the last True.
+        """Returns True once for each interval of ``every``, when it has passed.
 
         The first interval begins with the first call. If ``every`` is a number of
         steps, the result is False.
@@ -221,11 +221,11 @@ class CheckpointManager:
         return True
 
     def is_due(self, step: int, *, is_time: bool = False) -> bool:
-        """Returns True if ``step`` has to be saved, by ``every`` or for a preemption.
+        """Returns True if ``step`` must be saved, because of ``every`` or a preemption.
 
-        ``is_time`` is the value of the method `is_time` on process 0. All processes
-        call this once for each step. Through these calls they agree on the step at
-        which jax announces a preemption (SIGTERM under ``jax.distributed``).
+        ``is_time`` is the result of `is_time` on process 0 when the batch was read. All
+        processes call this once for each step. Through these calls they agree on the
+        step at which jax announces a preemption (SIGTERM under ``jax.distributed``).
         """
         if self.options is None:
             return False

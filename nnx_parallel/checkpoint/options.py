@@ -197,9 +197,9 @@ class Checkpoint:
     Attributes:
         directory: Root of the run's checkpoints: a path, which is made absolute, or a
             URL. A lock ensures that only one run at a time writes to a path.
-        every: Steps between saves, or the time between them: a ``datetime.timedelta``.
-            With a time, a save is a few steps late, because processes agree on its step
-            when they read batches.
+        every: Interval between saves: a number of steps, or a ``datetime.timedelta``.
+            Processes agree on a save by time when they read a batch. Batches are read
+            ahead, so this save comes a few steps late.
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
         keep_every: Saved steps that are multiples of this number are never deleted.
         keep_best: Name of the metric by which the best checkpoints are kept.
@@ -259,8 +259,8 @@ class Checkpoint:
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
-                    "least 1 (keep_last and keep_every may be None, and every may be a "
-                    "datetime.timedelta)."
+                    "least 1 (keep_last and keep_every may be None; the value of "
+                    "every may also be a datetime.timedelta)."
                 )
         if not isinstance(self.keep_best, str | None):
             raise CheckpointError(

@@ -192,14 +192,15 @@ def _narrow(dtype: Any) -> str:
 
 
 class Agreed(NamedTuple):
-    """What all processes do with a batch.
+    """The decision of all processes about a batch.
 
     Attributes:
-        num_rows: Number of rows of the batch; ``None`` if any process drops its rows,
-            since then all processes do.
-        stop_reason: Why all processes stop before this batch. ``None`` if they use the
-            batch, or if the data of all processes has ended.
-        saves: True if the step of this batch is saved, because it is time.
+        num_rows: Number of rows of the batch. It is ``None`` if any process drops its
+            rows, because all processes then drop theirs.
+        stop_reason: The reason why all processes stop before this batch. It is ``None``
+            if they use the batch, or if the data of all processes has ended.
+        saves: True if the interval between saves has passed, so that the step of this
+            batch is saved.
     """
 
     num_rows: int | None
@@ -219,8 +220,8 @@ class BatchAgreement:
         name: Name of the batches. Two iterators that read at the same time need
             different names.
         stop_reason: Function that returns why this process wants to stop, or ``None``.
-        is_time: Function that returns True if it is time for a save. All processes do
-            what process 0 returns.
+        is_time: Function that returns True if the interval between saves has passed.
+            The result on process 0 decides for all processes.
     """
 
     name: str = "batch"

@@ -39,7 +39,8 @@ class PlacedBatch(Position, Generic[T]):
         wait_seconds: Seconds that the consumer waited for this batch.
         stop_reason: Why all processes stop before this batch; ``batch`` is then
             ``None``.
-        saves: True if it is time to save the step of this batch.
+        saves: True if the step of this batch is saved, because the interval between
+            saves has passed.
     """
 
     batch: T
@@ -201,7 +202,7 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             # of rows of a full batch is taken from a skipped batch.
             self.smaller.num_rows = self.smaller.num_rows or rows_of(read.batch)
         num_skipped, place = num_read, cursor.place
-        # These are since the last used batch.
+        # These variables cover the batches since the last used batch.
         dropped, marks, saves = list[Read](), list[Mark | None](), False
         while num_used != self.limit:
             read = cursor.take()

@@ -158,7 +158,7 @@ def _weighted_sum(losses: Array, weights: Array) -> Array:
 
 
 CHUNK_BYTES = 2**27
-"""Least default size of a chunk's float32 logits on one device: 128 MiB."""
+"""Minimum of the default size of a chunk's float32 logits on a device: 128 MiB."""
 
 
 def linear_cross_entropy(
@@ -194,8 +194,8 @@ def linear_cross_entropy(
         z_loss: Weight of the squared log-normaliser.
         softcap: Bound c of the logits, which become ``c * tanh(logits / c)``.
         chunk_size: Number of tokens of a chunk on each device. By default, the float32
-            logits of a chunk have 128 MiB on each device, or a quarter of the kernel's
-            gradient in float32 if this is more.
+            logits of a chunk take 128 MiB on each device, or a quarter of the size of
+            the kernel's float32 gradient if that is larger.
 
     Returns:
         The loss, a `Mean` in nats per label. It can be differentiated once, in reverse
@@ -280,8 +280,9 @@ class _ChunkPlan:
         tokens = hidden.shape[0] * hidden.shape[1] // (self.rows * self.parts)
         if chunk_size is None:
             # Each chunk reads and writes the kernel's gradient of 4 * embed * vocab
-            # bytes, so small chunks of a large vocabulary are slow: with 128 MiB, this
-            # is 5 % of the cycles of Llama 3 8B on v5p, and 11 % of Qwen3 4B on v6e.
+            # bytes, so small chunks of a large vocabulary are slow. With chunks of
+            # 128 MiB, this traffic takes 5 % of the cycles of Llama 3 8B on v5p, and
+            # 11 % of Qwen3 4B on v6e.
             least = CHUNK_BYTES // (4 * vocab // splits)
             chunk_size = max(least, kernel.shape[1 - vocab_dim] // 4)
         # If an axis splits both the sequence and `vocab`, parts are gathered for the

@@ -1,9 +1,10 @@
 """Gemma 3n's language model: several residual streams, and inputs for each layer.
 
 The streams are one array (batch, seq, streams, embed). Each layer predicts the new
-value of every stream, and computes the first stream exactly. The error of that
-prediction then corrects all streams [2]. Beside attention, a branch of low rank is
-added [3]. At its end, a layer adds its embedding of the token.
+value of every stream, and computes the first stream with attention and an MLP. The
+difference between the computed and the predicted first stream corrects all streams [2].
+A low-rank branch runs in parallel with attention [3]. Last, a layer adds its embedding
+of the token.
 
 References:
     [1] Google DeepMind, "Gemma 3n model overview", 2025,
@@ -171,10 +172,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Pairs, Cache | tuple[()] | None]:
         """Computes attention for the tokens of ``x``, with positions from ``start``.
 
-        ``kept`` holds the newest keys and values of each kind of layer, and ``pairs``
-        the ones that a layer without keys and values uses. Returns an array with the
-        shape of ``x``, ``kept`` with the keys and values of this layer, and the new
-        cache.
+        ``kept`` holds the newest keys and values of each kind of layer. A layer that
+        does not compute keys and values uses ``pairs``. Returns an array with the shape
+        of ``x``, ``kept`` with the keys and values of this layer, and the new cache.
         """
         positions = positions_from(start, x.shape[1])
         is_local = self.is_local[...]
@@ -239,8 +239,9 @@ class MLP(nnx.Module):
         self.gate = dense(embed, mlp, kernel_init=_normal(0.02))
         scale = (2 * config.num_layers) ** -0.5
         self.down = dense(mlp, embed, kernel_init=_normal(0.02 * scale))
-        # Number of standard deviations above the mean of a token's gates. The quantile
-        # is the one of a normal distribution, as in the published model.
+        # A hidden feature becomes 0 unless its gate exceeds the mean of the token's
+        # gates by this number of standard deviations: the quantile `sparsity` of a
+        # normal distribution, as in the published model.
         self.cutoff = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

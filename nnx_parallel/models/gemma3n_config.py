@@ -50,8 +50,9 @@ class Gemma3nConfig:
             features.
         layer_kinds: The kind of each layer. A ``"local"`` layer has the window, and a
             ``"global"`` layer sees all keys.
-        num_shared_layers: Number of last layers that compute no keys and values. Such a
-            layer uses the keys and values of the last layer of its kind that has them.
+        num_shared_layers: Number of layers at the end that do not compute keys and
+            values. Each uses the keys and values of the last earlier layer of its kind
+            that computes them.
         window: Number of earlier keys that a query of a local layer sees, in addition
             to the key of its token.
         rope_theta: Base of the rotation's wavelengths in global layers.

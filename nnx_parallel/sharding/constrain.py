@@ -94,8 +94,8 @@ def active_layout() -> Layout | None:
 def active_platform() -> str:
     """Returns the platform of the devices that will run the code being traced.
 
-    A mesh of devices that do not exist has the platform that it describes. Without a
-    layout, this is the platform of JAX's default device.
+    A mesh of described devices gives the platform in their description. Without a
+    layout, JAX's default device gives the platform.
 
     Example:
         >>> active_platform()

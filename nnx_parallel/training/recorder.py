@@ -208,7 +208,7 @@ class Recorder:
         self._last_row: dict[str, float] = {}
         self._last_finite: dict[str, dict[str, float]] = {}  # by player
         self._last_time: float | None = None
-        self._num_beside = 0  # steps in flight whose durations are not known
+        self._num_untimed = 0  # steps in flight whose durations are not known
         self.step_seconds: deque[float] = deque(maxlen=8)
         self.bad_step = 0
         self._extra: dict[str, float] = {}
@@ -264,14 +264,14 @@ class Recorder:
             self._exclude(time.perf_counter() - start)
 
     def _exclude(self, seconds: float) -> None:
-        """Leaves a call that took longer than a step out of the durations of steps.
+        """Excludes a call from the durations of steps, if it took longer than a step.
 
-        The steps in flight ran beside the call, so their durations are not known.
+        The durations of steps that were in flight during the call are unknown.
         """
-        # Before any step has a duration, a second counts as long.
+        # Until a duration is known, calls of more than one second are excluded.
         if seconds > statistics.fmean(self.step_seconds or [1.0]):
             self.restart_clock()
-            self._num_beside = len(self._in_flight)
+            self._num_untimed = len(self._in_flight)
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's time."""
@@ -318,9 +318,9 @@ class Recorder:
         rates = {"data_wait_seconds": wait_seconds}
         # The first step has no rates, because its time includes earlier work.
         if before is not None and self.throughput is not None:
-            if not self._num_beside:
+            if not self._num_untimed:
                 self.step_seconds.append(self._last_time - before)
-            self._num_beside = max(0, self._num_beside - 1)
+            self._num_untimed = max(0, self._num_untimed - 1)
             if self.step_seconds:
                 rates |= self.throughput.rates(statistics.fmean(self.step_seconds))
         return rates

@@ -606,7 +606,9 @@ class RunState:
         if options is not None:
             every = options.every
             if isinstance(every, timedelta):
-                often = f"{every.total_seconds() / 60:g} minutes"
+                seconds = every.total_seconds()
+                are_many = seconds >= 120
+                often = f"{seconds / 60:g} minutes" if are_many else f"{seconds:g} s"
             else:
                 often = f"{every:,} steps"
             where = self.checkpoints.directory

@@ -37,8 +37,8 @@ class TextSamples(Callback):
 
     Raises:
         ValueError: If ``every`` is not a positive number of steps, or if a prompt has
-            no tokens. When a fit starts, it raises the errors of `models.generate`, and
-            an error if a prompt has a token that the model does not have.
+            no tokens. The start of a fit raises the errors of `models.generate`, and a
+            ValueError if a prompt has a token outside the vocabulary.
 
     Example:
         >>> sample = TextSamples(["def ", "class "], every=100,

@@ -138,9 +138,9 @@ class Trainer:
         sample: For ``names="auto"``: a batch such as `fit` takes, or the shapes of a
             batch (``jax.ShapeDtypeStruct``). The values are not used.
         precision: The dtypes of parameters, computation and gradients.
-        remat: The values that a `Stack` keeps for the backward pass, unless the model
-            chooses them itself: ``"none"``, ``"dots"``, ``"full"``,
-            ``layers.Save(*names)``, or a policy of ``jax.checkpoint_policies``.
+        remat: The values that a `Stack` recomputes in the backward pass: ``"none"``,
+            ``"dots"``, ``"full"``, ``layers.Save(*names)``, or a policy of
+            ``jax.checkpoint_policies``. A model that sets its remat ignores this.
         ema_decay: Decay of an exponential moving average of the parameters. If a decay
             is given, the average is used to evaluate, predict and rank checkpoints.
         checkpoint: A directory or a `Checkpoint`, from which ``fit`` resumes

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from nnx_parallel.precision import sum_dtype
 
 OUTPUT = "attention"
-"""Checkpoint name of outputs, and of what the backward pass needs beside them."""
+"""Checkpoint name of the output, and of the log-sum-exp that its gradient needs."""
 
 BLOCK = 512
 """Maximum number of queries, and of keys, in a block."""

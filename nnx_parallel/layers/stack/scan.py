@@ -28,25 +28,25 @@ from nnx_parallel.sharding.offload import HOST, Kept
 from nnx_parallel.sharding.placement import Placement
 
 Level = Literal["none", "dots", "full"]
-"""How much the backward pass recomputes [1]."""
+"""A preset policy for the values that the backward pass recomputes (`Remat`)."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Save:
     """Keeps the values with these names, and recomputes all other values of a block.
 
-    A value gets a name from ``jax.ad_checkpoint.checkpoint_name``. The models of this
-    library name ``query``, ``key`` and ``value`` after their rotation, ``attention``
-    (the output of attention), ``attention_out`` (its projection), and ``mlp_up`` and
-    ``mlp_gate``. If ``attention`` is kept, the kernel ``splash`` and attention in
-    blocks do not run again in the backward pass.
+    A value gets a name from ``jax.ad_checkpoint.checkpoint_name``. In the models of
+    this library, the names are ``query`` and ``key`` (both after their rotation),
+    ``value``, ``attention`` (the output of attention), ``attention_out`` (its
+    projection), ``mlp_up`` and ``mlp_gate``. If ``attention`` is kept, the backward
+    pass does not run the kernel ``splash`` or attention in blocks again.
 
     Args:
-        names: The names, at least one. A name that no value of a block has is an error
-            when the block is traced.
+        names: At least one name. Each must be the name of a value in the block;
+            otherwise tracing the block raises a `StackError`.
 
     Raises:
-        ValueError: If a name is not a string, or if there is none.
+        ValueError: If no name is given, or if a name is not a string with characters.
 
     Example:
         >>> Save("attention", "mlp_up")
@@ -58,8 +58,8 @@ class Save:
     def __init__(self, *names: str) -> None:
         if not names or not all(isinstance(name, str) and name for name in names):
             raise ValueError(
-                f"Save has the names {list(names)}; it needs at least one string, such "
-                "as Save('attention')."
+                "Save needs one or more strings with characters, such as "
+                f"Save('attention'), but it has {list(names)}."
             )
         object.__setattr__(self, "names", names)
 
@@ -75,8 +75,8 @@ Remat = Level | Save | Callable[..., Any]
 - ``dots``: all values except the outputs of products with weights, which are kept.
   Recomputed values are norms, activation functions and attention scores.
 - ``full``: the complete block. Only the input of each block is kept.
-- `Save`: all values except the ones with these names, which are kept.
-- a policy of ``jax.checkpoint_policies``: all values except the ones that it saves.
+- `Save`: all values except the values that it names, which are kept.
+- a policy of ``jax.checkpoint_policies``: all values that the policy does not save.
   Gathered parameters are gathered again.
 
 References:
@@ -144,7 +144,7 @@ def apply_remat(function: Callable, remat: Remat) -> Callable:
 
 
 def _policy(remat: Remat) -> Callable[..., Any]:
-    """Returns the policy of `jax.checkpoint` for any value but ``none``."""
+    """Returns the policy for `jax.checkpoint`; ``remat`` is not ``"none"``."""
     policies = jax.checkpoint_policies
     if remat == "full":
         return policies.nothing_saveable
@@ -207,7 +207,7 @@ class StackCall:
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
     def check_names(self) -> None:
-        """Raises a StackError if `Save` has a name that no value of a layer has."""
+        """Raises a StackError if `Save` names a value that a layer does not have."""
         if not isinstance(self.remat, Save):
             return
         params, others, slot = jax.tree.map(
@@ -219,7 +219,7 @@ class StackCall:
             def run(params: dict) -> Any:
                 return self.inner(params, others, self.x, self.args, slot)[0]
 
-            # Kernels name their outputs only where they are differentiated.
+            # A kernel names its output only if the call is differentiated.
             return jax.vjp(run, params)[0]
 
         traced = trace(gradient, params, others, slot)
