@@ -182,7 +182,8 @@ def test_unknown_remat_policy_raises(check: Callable) -> None:
     message = (
         "Unknown remat policy 'everything'. Policies: ['none', 'dots', 'full'], "
         "Save(*names), a policy of jax.checkpoint_policies, or None to follow the "
-        "Trainer's."
+        "Trainer's. Call a function that makes a policy, such as "
+        "save_only_these_names, first."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         check("everything")

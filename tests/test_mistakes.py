@@ -277,7 +277,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "remat switched on": (
         lambda: make(remat=True),
         "Unknown remat policy True. Policies: ['none', 'dots', 'full'], Save(*names), "
-        "a policy of jax.checkpoint_policies, or None to follow the Trainer's.",
+        "a policy of jax.checkpoint_policies, or None to follow the Trainer's. Call a "
+        "function that makes a policy, such as save_only_these_names, first.",
     ),
     "an average's decay in quotes": (
         lambda: make(ema_decay="0.99"),

@@ -54,6 +54,16 @@ def metrics(loss: float = 1.0, grad_norm: float = 2.0, **more: float) -> dict:
     return {name: jnp.float32(value) for name, value in values.items()}
 
 
+THROUGHPUT = Throughput(
+    num_rows=4,
+    num_tokens=None,
+    model_flops=None,
+    hardware_flops=None,
+    device=jax.devices()[0],
+    num_devices=1,
+)
+
+
 def make_recorder(**options: Any) -> tuple[Recorder, list[int], Memory]:
     known, memory = [], Memory()
     group = LoggerGroup([memory])
@@ -104,19 +114,32 @@ def test_slow_callback_is_not_in_durations(
         clock += 100 if step == 6 else 0
 
     recorder = Recorder(LoggerGroup([]), on_step, max_behind=max_behind)
-    recorder.throughput = Throughput(
-        num_rows=4,
-        num_tokens=None,
-        model_flops=None,
-        hardware_flops=None,
-        device=jax.devices()[0],
-        num_devices=1,
-    )
+    recorder.throughput = THROUGHPUT
     for step in range(1, 12):
         clock += 1
         recorder.push(step, metrics(), 0.0)
     assert {*recorder.step_seconds} == {1.0}
     assert {*recorder.history()["step_seconds"][1:]} == {1.0}
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_callback_that_is_slow_in_most_steps_is_in_durations(
+    monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """From step 20 on, the callback takes 10 seconds."""
+    clock = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+
+    def on_step(step: int, row: dict[str, float]) -> None:
+        nonlocal clock
+        clock += 10 if step >= 20 and step % every == 0 else 0
+
+    recorder = Recorder(LoggerGroup([]), on_step)
+    recorder.throughput = THROUGHPUT
+    for step in range(1, 80):
+        clock += 1
+        recorder.push(step, metrics(), 0.0)
+    assert np.mean(recorder.step_seconds) == pytest.approx(1 + 10 / every, rel=0.2)
 
 
 def test_columns_are_aligned() -> None:

@@ -20,10 +20,21 @@ from nnx_parallel import (
     Strategy,
     TensorParallel,
 )
-from nnx_parallel.errors import StackError
-from nnx_parallel.layers import Remat, Save, Stack, apply_remat, attention
+from nnx_parallel.cli.plan import parse_fix
+from nnx_parallel.errors import PipelineError, StackError
+from nnx_parallel.layers import (
+    Experts,
+    Remat,
+    Save,
+    Stack,
+    apply_remat,
+    attention,
+    check_remat,
+    default_remat,
+)
 from nnx_parallel.layers.attention.kernels import AttentionCall, splash_attention
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
+from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.programs import trace, walk
 from nnx_parallel.training.model_flops import count_jaxpr_flops
 from tests.parity.checks import assert_gradients_close
@@ -35,6 +46,9 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp": FSDP(4, min_size=0),
     "prefetch": FSDP(4, min_size=0, prefetch="first"),
     "sequence": Composite(TensorParallel(2, sequence=True), FSDP(2, min_size=0)),
+    "overlap": Composite(
+        TensorParallel(2, sequence=True, overlap="ring"), FSDP(2, min_size=0)
+    ),
     "context": Composite(ContextParallel(2), FSDP(2, min_size=0)),
     "pipeline": Composite(Pipeline(2, OneFOneB()), FSDP(2, min_size=0)),
 }
@@ -58,8 +72,6 @@ def tokens() -> np.ndarray:
     ids=["Save", "dots_saveable"],
 )
 def test_gradients_match_one_device(strategy: str, remat: Remat) -> None:
-    if strategy == "context":
-        remat = Save("attention", "mlp_up")
     (expected, *_), *_ = on_one_device(build, next_token_loss, tokens, 1, 4, nnx.Param)
     trainer = make_trainer(build, next_token_loss, STRATEGIES[strategy], remat=remat)
     found, *_ = one_step(trainer, tokens())
@@ -146,10 +158,91 @@ def test_unknown_name_raises() -> None:
     stack = Stack(Block, 3, rngs=nnx.Rngs(0), remat=Save("prodct"))
     message = (
         "remat=Save('prodct'): no value of a block has the name 'prodct'. Did you mean "
-        "'product'? Names of this block: ['product']."
+        "'product'? Names of the blocks: ['product']."
     )
-    with pytest.raises(StackError, match=re.escape(message)):
+    with pytest.raises(StackError, match=re.escape(message)), default_remat("none"):
         stack(jnp.ones((2, 4)))
+
+
+def test_stacks_of_a_model_may_have_different_names() -> None:
+    """The experts have ``mlp_up``, and the other stack has ``product``."""
+    remat = Save("product", "mlp_up")
+    mixture = GPTConfig.tiny(
+        num_layers=2, experts=Experts(num_experts=4, top_k=2), activation="swiglu"
+    )
+    model = GPT(mixture, rngs=nnx.Rngs(0))
+    with default_remat(remat):
+        model(jnp.zeros((1, 4), jnp.int32))
+        Stack(Block, 3, rngs=nnx.Rngs(0))(jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("remat", "moved"),
+    [
+        (Save("product"), 1),
+        (jax.checkpoint_policies.everything_saveable, 1),
+        (
+            jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=["product"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+            2,
+        ),
+    ],
+    ids=["Save", "everything", "offloads"],
+)
+def test_inputs_of_blocks_are_on_host_under_every_policy(
+    remat: Remat, moved: int
+) -> None:
+    graph, state = nnx.split(Stack(Block, 3, rngs=nnx.Rngs(0)))
+
+    def loss(state: Any, x: jax.Array) -> jax.Array:
+        with default_remat(remat, "block_inputs"):
+            return nnx.merge(graph, state)(x).sum()
+
+    text = str(jax.make_jaxpr(jax.value_and_grad(loss))(state, jnp.ones((2, 4))))
+    # Each value is moved to the host once, and back once.
+    assert text.count("device_put[") == 2 * moved
+
+
+def test_pipeline_refuses_policies_that_move_values_to_the_host() -> None:
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims(
+        "device", "pinned_host"
+    )
+    trainer = make_trainer(build, next_token_loss, STRATEGIES["pipeline"], remat=policy)
+    with pytest.raises(PipelineError, match="A pipeline keeps the values"):
+        trainer.fit([tokens()], 1)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        jax.checkpoint,
+        nnx.remat,
+        Save,
+        jax.checkpoint_policies.save_only_these_names,
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims,
+    ],
+)
+def test_functions_that_are_not_policies_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="Call a function that makes a policy"):
+        check_remat(value)
+
+
+def test_policies_of_jax_are_taken_and_written_by_name() -> None:
+    policies = jax.checkpoint_policies
+    made = policies.save_only_these_names("product")
+    for policy in (policies.dots_saveable, policies.nothing_saveable, made):
+        check_remat(policy)
+    known, other = (
+        Candidate(strategy=FSDP(8), remat=x).code
+        for x in (policies.dots_saveable, made)
+    )
+    assert known.endswith("remat=jax.checkpoint_policies.dots_saveable")
+    assert other.endswith("remat=policy")
+    assert parse_fix(["remat=Save('a', b)"]) == {"remat": Save("a", "b")}
 
 
 @pytest.mark.parametrize("names", [(), ("",), (["a", "b"],)])

@@ -85,6 +85,7 @@ def test_first_and_stop_tokens_are_left_out() -> None:
             "A prompt of TextSamples has the token 300, but the model has 256 tokens, "
             "from 0 to 255.",
         ),
+        ({"encode": lambda text: [-1]}, "TextSamples has the token -1, but the model"),
     ],
 )
 def test_invalid_sample_raises_before_first_step(change: dict, message: str) -> None:

@@ -198,8 +198,8 @@ class Checkpoint:
         directory: Root of the run's checkpoints: a path, which is made absolute, or a
             URL. A lock ensures that only one run at a time writes to a path.
         every: Interval between saves: a number of steps, or a ``datetime.timedelta``.
-            Processes agree on a save by time when they read a batch. Batches are read
-            ahead, so this save comes a few steps late.
+            A time is tested when a batch is read. Batches are read ahead, so this save
+            comes two or three steps late.
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
         keep_every: Saved steps that are multiples of this number are never deleted.
         keep_best: Name of the metric by which the best checkpoints are kept.
@@ -254,6 +254,12 @@ class Checkpoint:
                 if value <= datetime.timedelta():
                     raise CheckpointError(
                         f"Checkpoint({name}={value!r}) must be longer than 0."
+                    )
+                if self.keep_every is not None:
+                    raise CheckpointError(
+                        f"Checkpoint(keep_every={self.keep_every}) counts steps, and "
+                        f"{name}={value!r} saves any step. Use a number of steps for "
+                        f"{name}, or keep_last or keep_best."
                     )
                 continue
             if not isinstance(value, int) or value < 1:

@@ -32,6 +32,7 @@ from flax import nnx
 from nnx_parallel.cli.names import Names, scopes_of
 from nnx_parallel.cli.script import Reached, line_of, main_module, run_script
 from nnx_parallel.errors import ParallelError, PlanError
+from nnx_parallel.layers import Save
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
@@ -111,7 +112,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 
 def parse_fix(words: Sequence[str]) -> dict[str, Any]:
-    """Parses values such as ``["tensor=8", "remat=full"]`` to a dict.
+    """Parses values such as ``["tensor=8", "remat=Save(mlp_up)"]`` to a dict.
 
     Raises:
         PlanError: If a word is not ``NAME=VALUE``.
@@ -122,6 +123,9 @@ def parse_fix(words: Sequence[str]) -> dict[str, Any]:
         if not (name and equals and value):
             raise PlanError(f"--fix {word!r}: write NAME=VALUE, such as tensor=8.")
         known = {"true": True, "false": False}
+        if found := re.fullmatch(r"Save\((.+)\)", value):
+            fix[name] = Save(*(each.strip(" '\"") for each in found[1].split(",")))
+            continue
         fix[name] = int(value) if value.isdigit() else known.get(value.lower(), value)
     return fix
 

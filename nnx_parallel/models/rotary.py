@@ -346,7 +346,7 @@ def _split(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def _swapped(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates with a matrix that swaps the two halves; equals `_split` bit for bit.
+    """Rotates with a matrix that swaps the halves; equals `_split` for finite ``x``.
 
     A TPU computes on tiles of 128 features, so the halves of a head of 128 features
     would be written as half-empty tiles. The product with the matrix is exact, because

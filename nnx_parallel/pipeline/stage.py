@@ -17,7 +17,7 @@ from nnx_parallel.layers.stack.residuals import (
     LayerWithResiduals,
     SplitBackward,
 )
-from nnx_parallel.layers.stack.scan import apply_remat
+from nnx_parallel.layers.stack.scan import Remat, Save, apply_remat
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, check_unassigned
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.programs import Origins, trace
@@ -286,7 +286,7 @@ class Stage:
         remat = self.cut.call.remat
         # Gathers need no policy here, because residuals that depend only on weights are
         # not kept.
-        return apply_remat(self._call, remat)
+        return apply_remat(self._call, _without_offload(remat))
 
     def _layer_vjp(
         self, layer: Layers, x: list, args: list
@@ -397,3 +397,21 @@ class _ComputedIndices(Origins):
         for inner in jex.jaxprs_in_params(eqn.params):
             self([any_input] * len(inner.invars), inner)
         return [any_input] * len(eqn.outvars)
+
+
+def _without_offload(remat: Remat) -> Remat:
+    """Refuses a policy when it moves a value to the host, as a stage keeps it."""
+    if isinstance(remat, str | Save):
+        return remat
+
+    def policy(*args: Any, **params: Any) -> Any:
+        kept = remat(*args, **params)
+        if not isinstance(kept, bool) and hasattr(kept, "dst"):
+            raise PipelineError(
+                "The policy of remat= moves values to the host. A pipeline keeps the "
+                "values of its microbatches on the devices. Use a policy that saves or "
+                "recomputes, such as Save(*names)."
+            )
+        return kept
+
+    return policy

@@ -84,11 +84,20 @@ class Candidate:
             if getattr(self, field.name) != field.default
         }
         texts = {name: f"{name}={value!r}" for name, value in changed.items()}
+        if callable(self.remat):
+            texts["remat"] = f"remat={_name_of(self.remat)}"
         if self.offload is not None:
             texts["offload"] = f"backend=Backend(offload={self.offload!r})"
         if self.precision == MIXED:
             texts["precision"] = "precision=Precision.mixed_bfloat16()"
         return ", ".join(texts.values())
+
+
+def _name_of(policy: Callable) -> str:
+    """Returns the name of a policy in JAX, or ``policy`` for another function."""
+    name = getattr(policy, "__name__", "")
+    is_known = getattr(jax.checkpoint_policies, name, None) is policy
+    return f"jax.checkpoint_policies.{name}" if is_known else "policy"
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:

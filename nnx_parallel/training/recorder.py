@@ -208,8 +208,10 @@ class Recorder:
         self._last_row: dict[str, float] = {}
         self._last_finite: dict[str, dict[str, float]] = {}  # by player
         self._last_time: float | None = None
-        self._num_untimed = 0  # steps in flight whose durations are not known
         self.step_seconds: deque[float] = deque(maxlen=8)
+        self._num_untimed = 0  # steps in flight whose durations are not known
+        # Durations since the last call that was excluded; the first may be excluded.
+        self._num_timed = self.step_seconds.maxlen or 0
         self.bad_step = 0
         self._extra: dict[str, float] = {}
         self._has_warned = False
@@ -268,10 +270,13 @@ class Recorder:
 
         The durations of steps that were in flight during the call are unknown.
         """
+        # A call that is slow in most steps is a part of their durations. So 8 durations
+        # come between two calls that are excluded.
+        is_rare = self._num_timed >= (self.step_seconds.maxlen or 0)
         # Until a duration is known, calls of more than one second are excluded.
-        if seconds > statistics.fmean(self.step_seconds or [1.0]):
+        if is_rare and seconds > statistics.fmean(self.step_seconds or [1.0]):
             self.restart_clock()
-            self._num_untimed = len(self._in_flight)
+            self._num_untimed, self._num_timed = len(self._in_flight), 0
 
     def restart_clock(self) -> None:
         """Excludes the time since the last step from the next step's time."""
@@ -320,6 +325,7 @@ class Recorder:
         if before is not None and self.throughput is not None:
             if not self._num_untimed:
                 self.step_seconds.append(self._last_time - before)
+                self._num_timed += 1
             self._num_untimed = max(0, self._num_untimed - 1)
             if self.step_seconds:
                 rates |= self.throughput.rates(statistics.fmean(self.step_seconds))

@@ -97,10 +97,10 @@ class TextSamples(Callback):
         """Checks that the model can continue the prompts, before the first step."""
         model = trainer.model
         nnx.eval_shape(self._run, model, self._batch)
-        size, largest = model.config.vocab_size, self._batch["prompt"].max()
-        if largest >= size:
+        size, tokens = model.config.vocab_size, self._batch["prompt"]
+        for token in tokens[(tokens < 0) | (tokens >= size)][:1]:
             raise ValueError(
-                f"A prompt of TextSamples has the token {largest}, but the model has "
+                f"A prompt of TextSamples has the token {token}, but the model has "
                 f"{size} tokens, from 0 to {size - 1}. Use the model's tokenizer."
             )
 

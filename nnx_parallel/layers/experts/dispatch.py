@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.layers.activations import Activate
 from nnx_parallel.layers.experts.routing import is_equal
@@ -282,9 +283,10 @@ class ExpertMLPs:
         up, gate, down, biases = self.kernels
         multiply = partial(_multiply, sizes)
         up_bias, gate_bias, down_bias = biases or (None, None, None)
-        hidden = [multiply(rows, up, up_bias)]
+        hidden = [checkpoint_name(multiply(rows, up, up_bias), "mlp_up")]
         if gate is not None:
-            hidden.append(multiply(rows, gate, gate_bias))
+            product = multiply(rows, gate, gate_bias)
+            hidden.append(checkpoint_name(product, "mlp_gate"))
         return multiply(self.activate(*hidden), down, down_bias)
 
     @property

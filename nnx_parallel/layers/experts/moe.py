@@ -25,7 +25,7 @@ from nnx_parallel.collectives.ring import TokenExchange
 from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
 from nnx_parallel.layers.activations import ACTIVATIONS, Activate, Activation
 from nnx_parallel.layers.attention.dot_product import segment_positions
-from nnx_parallel.layers.dense import Dense, named, project
+from nnx_parallel.layers.dense import Dense, name_products, named, project
 from nnx_parallel.layers.experts.dispatch import (
     Biases,
     ExpertMLPs,
@@ -604,9 +604,5 @@ class SharedExpert(nnx.Module):
 
     def hidden(self, x: Array) -> Array:
         """Maps ``(batch, seq, embed)`` to the hidden values ``(batch, seq, mlp)``."""
-        if self.gate is None:
-            return self.activate(constrain(self.up(x), "batch", "seq", "mlp"))
-        hidden, gate = project(x, self.up, self.gate)
-        hidden = constrain(hidden, "batch", "seq", "mlp")
-        gate = constrain(gate, "batch", "seq", "mlp")
-        return self.activate(hidden, gate)
+        layers = [self.up] if self.gate is None else [self.up, self.gate]
+        return self.activate(*name_products(project(x, *layers)))

@@ -42,8 +42,8 @@ class Save:
     pass does not run the kernel ``splash`` or attention in blocks again.
 
     Args:
-        names: At least one name. Each must be the name of a value in the block;
-            otherwise tracing the block raises a `StackError`.
+        names: At least one name. If no block has a value with a name, the first step of
+            a Trainer raises a `StackError`.
 
     Raises:
         ValueError: If no name is given, or if a name is not a string with characters.
@@ -94,11 +94,20 @@ _place = jax.lax.with_sharding_constraint
 
 _default: ContextVar[Remat] = ContextVar("remat", default="none")
 _offloaded: ContextVar[Kept | None] = ContextVar("offloaded", default=None)
+# The names of values in all stacks that have the same `Save`.
+_names: ContextVar[dict[Save, set[str]] | None] = ContextVar("names", default=None)
 
 
 def is_remat(value: Any) -> bool:
     """Returns True if a value is a `Remat`."""
-    return value in get_args(Level) or isinstance(value, Save | Callable)
+    if isinstance(value, str | Save) or not callable(value):
+        return isinstance(value, Save) or value in get_args(Level)
+    # A policy gets a primitive and its operands. A function that makes policies, or
+    # `jax.checkpoint` itself, fails here or returns a function.
+    try:
+        return not callable(value(jax.lax.sin_p, jax.ShapeDtypeStruct((), jnp.float32)))
+    except Exception:
+        return False
 
 
 def check_remat(remat: Any) -> None:
@@ -107,7 +116,8 @@ def check_remat(remat: Any) -> None:
         raise ValueError(
             f"Unknown remat policy {remat!r}. Policies: {list(get_args(Level))}, "
             "Save(*names), a policy of jax.checkpoint_policies, or None to follow the "
-            "Trainer's."
+            "Trainer's. Call a function that makes a policy, such as "
+            "save_only_these_names, first."
         )
 
 
@@ -116,13 +126,28 @@ def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
     """Sets the default policy of every `Stack` that is traced in the context.
 
     With ``offload``, the values that ``offload`` names are kept in host memory.
+
+    Raises:
+        StackError: At the end, if a `Save` has a name that no `Stack` with it has.
     """
-    token, offloaded = _default.set(remat), _offloaded.set(offload)
+    tokens = _default.set(remat), _offloaded.set(offload), _names.set(found := {})
     try:
         yield
+        for save, known in found.items():
+            _check_names(save, known)
     finally:
-        _default.reset(token)
-        _offloaded.reset(offloaded)
+        for variable, token in zip((_default, _offloaded, _names), tokens, strict=True):
+            variable.reset(token)
+
+
+def _check_names(save: Save, known: set[str]) -> None:
+    for name in save.names:
+        if name not in known:
+            raise StackError(
+                f"remat={save!r}: no value of a block has the name {name!r}."
+                f"{suggest(name, known)} Names of the blocks: {sorted(known)}. "
+                "jax.ad_checkpoint.checkpoint_name(x, name) names a value."
+            )
 
 
 def active_remat() -> Remat:
@@ -173,8 +198,13 @@ def _with_inputs_on_host(policy: Callable) -> Callable:
         offload_src="device",
         offload_dst=HOST,
     )
-    # The two policies do not conflict, because no other policy keeps that name.
-    return lambda *args, **kwargs: policy(*args, **kwargs) or moves(*args, **kwargs)
+
+    # A policy may return an object for "recompute", which counts as true in Python. So
+    # only the name decides which of the two policies is asked.
+    def either(*args: Any, **params: Any) -> Any:
+        return (moves if params.get("name") == BLOCK_INPUT else policy)(*args, **params)
+
+    return either
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -206,9 +236,10 @@ class StackCall:
         inner = partial(self.inner, x=self.x, inputs=self.args, slot=None)
         return bool(jax.tree.leaves(jax.eval_shape(inner, params, others)[2]))
 
-    def check_names(self) -> None:
-        """Raises a StackError if `Save` names a value that a layer does not have."""
-        if not isinstance(self.remat, Save):
+    def note_names(self) -> None:
+        """Notes the names of values in a layer, for the check in `default_remat`."""
+        found = _names.get()
+        if found is None or not isinstance(self.remat, Save):
             return
         params, others, slot = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype),
@@ -224,14 +255,8 @@ class StackCall:
 
         traced = trace(gradient, params, others, slot)
         named = (eqn for eqn, _ in walk(traced) if eqn.primitive.name == "name")
-        known = {eqn.params["name"] for eqn in named}
-        for name in self.remat.names:
-            if name not in known:
-                raise StackError(
-                    f"remat={self.remat!r}: no value of a block has the name {name!r}."
-                    f"{suggest(name, known)} Names of this block: {sorted(known)}. "
-                    "jax.ad_checkpoint.checkpoint_name(x, name) names a value."
-                )
+        names = found.setdefault(self.remat, set())
+        names.update(eqn.params["name"] for eqn in named)
 
     def block(self, params: dict, *arrays: Any) -> tuple[Any, dict, Any]:
         """Runs one layer, and gives its input the checkpoint name `BLOCK_INPUT`."""

@@ -344,7 +344,7 @@ class Stack(nnx.Module):
             is_plain=is_plain,
             prefetches=prefetches,
         )
-        call.check_names()
+        call.note_names()
         return replace(call, prefetches=False) if prefetches and call.has_out else call
 
 
