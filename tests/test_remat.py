@@ -168,7 +168,9 @@ def test_stacks_of_a_model_may_have_different_names() -> None:
     """The experts have ``mlp_up``, and the other stack has ``product``."""
     remat = Save("product", "mlp_up")
     mixture = GPTConfig.tiny(
-        num_layers=2, experts=Experts(num_experts=4, top_k=2), activation="swiglu"
+        num_layers=2,
+        experts=Experts(num_experts=4, top_k=2, mlp_dim=32),
+        activation="swiglu",
     )
     model = GPT(mixture, rngs=nnx.Rngs(0))
     with default_remat(remat):
