@@ -17,7 +17,7 @@ from nnx_parallel.layers.stack.residuals import (
     LayerWithResiduals,
     SplitBackward,
 )
-from nnx_parallel.layers.stack.scan import Remat, Save, apply_remat
+from nnx_parallel.layers.stack.scan import Remat, apply_remat
 from nnx_parallel.pipeline.cut import PartitionedJaxpr, check_unassigned
 from nnx_parallel.precision import cast_floating
 from nnx_parallel.programs import Origins, trace
@@ -401,7 +401,7 @@ class _ComputedIndices(Origins):
 
 def _without_offload(remat: Remat) -> Remat:
     """Refuses a policy when it moves a value to the host, as a stage keeps it."""
-    if isinstance(remat, str | Save):
+    if not callable(remat):
         return remat
 
     def policy(*args: Any, **params: Any) -> Any:

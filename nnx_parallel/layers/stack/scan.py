@@ -130,14 +130,17 @@ def default_remat(remat: Remat, offload: Kept | None = None) -> Iterator[None]:
     Raises:
         StackError: At the end, if a `Save` has a name that no `Stack` with it has.
     """
-    tokens = _default.set(remat), _offloaded.set(offload), _names.set(found := {})
+    found: dict[Save, set[str]] = {}
+    token, names = _default.set(remat), _names.set(found)
+    offloaded = _offloaded.set(offload)
     try:
         yield
         for save, known in found.items():
             _check_names(save, known)
     finally:
-        for variable, token in zip((_default, _offloaded, _names), tokens, strict=True):
-            variable.reset(token)
+        _default.reset(token)
+        _names.reset(names)
+        _offloaded.reset(offloaded)
 
 
 def _check_names(save: Save, known: set[str]) -> None:
