@@ -213,7 +213,7 @@ FURTHER = {
             topology="v5p:4x4x4",
             rows=128,
         )
-        for remat in ("dots", Save("attention", "mlp_up", "mlp_gate"))
+        for remat in ("full", Save("attention", "mlp_up", "mlp_gate"), "dots")
     },
     "70B, pipeline 8 x tensor 8 x FSDP 16": Case(
         strategy=Composite(
@@ -285,6 +285,8 @@ def _add(table: Table, name: str, found: Mapping[str, float]) -> None:
     table.add(f"{name}: a chip sends", f"{found['sent'] / 2**30:.3g} GiB")
     table.add(f"{name}: of it during products", f"{found['hidden']:.1%}")
     table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.4g} million")
+    kernels = f"{found['kernels'] / 1e6:.4g} million"
+    table.add(f"{name}: kernels of attention, at peak", kernels)
     waits = found["cycles"] + found["waits"]
     table.add(f"{name}: cycles and waits", f"{waits / 1e6:.4g} million")
     share = found["at peak"] / found["cycles"]
@@ -347,6 +349,7 @@ def read(text: str, topology: Topology, devices: Sequence[Any]) -> dict[str, flo
         "cycles": (found.products[1] + found.others) * clock,
         "waits": sum(slow for _, slow in found.waits.values()) * clock,
         "at peak": found.products[0] * clock,
+        "kernels": found.kernels * clock,
     }
 
 

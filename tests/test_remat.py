@@ -62,6 +62,7 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (16, 17), np.int32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     "remat",
