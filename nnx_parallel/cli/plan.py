@@ -32,7 +32,7 @@ from flax import nnx
 from nnx_parallel.cli.names import Names, scopes_of
 from nnx_parallel.cli.script import Reached, line_of, main_module, run_script
 from nnx_parallel.errors import ParallelError, PlanError
-from nnx_parallel.layers import Save
+from nnx_parallel.layers.stack.scan import Save
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts

@@ -95,9 +95,10 @@ class Candidate:
 
 def _name_of(policy: Callable) -> str:
     """Returns the name of a policy in JAX, or ``policy`` for another function."""
-    name = getattr(policy, "__name__", "")
-    is_known = getattr(jax.checkpoint_policies, name, None) is policy
-    return f"jax.checkpoint_policies.{name}" if is_known else "policy"
+    known = vars(jax.checkpoint_policies).items()
+    # A policy may also have an older name, `checkpoint_...`, which comes first.
+    name = max((name for name, each in known if each is policy), default=None)
+    return f"jax.checkpoint_policies.{name}" if name else "policy"
 
 
 def check_fix(fix: Mapping[str, Any]) -> None:
