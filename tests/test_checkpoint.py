@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import jax
@@ -613,6 +614,11 @@ def test_unsavable_values_raise(options):
     ("wrong", "message"),
     [
         ({"every": 0}, "Checkpoint(every=0) must be a whole number of at least 1"),
+        ({"every": timedelta()}, "must be longer than 0."),
+        (
+            {"every": timedelta(minutes=10), "keep_every": 1000},
+            "Checkpoint(keep_every=1000) counts steps, and every=datetime.timedelta(",
+        ),
         ({"keep_last": 0}, "Checkpoint(keep_last=0) must be a whole number"),
         ({"num_best": None}, "Checkpoint(num_best=None) must be a whole number"),
         ({"best_mode": "low"}, "Checkpoint(best_mode='low') must be 'min' or 'max'."),
