@@ -119,16 +119,19 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
     limit = f"The line is at {format_bytes(usable)}, the memory that a program gets."
     if usable > full:
         limit = f"A program gets {format_bytes(usable)} of a device's memory."
+    notes = [limit]
     if any(not costs.is_compiled for _, _, costs in entries):
-        limit += " ~ marks estimates by formulas."
-    marks.append(note(0, y + 16, limit, "soft"))
+        notes.append("~ marks estimates by formulas.")
+    for text in notes:
+        y += 16
+        marks.append(note(0, y, text, "soft"))
     return Figure(
         title="Memory of a device, by owner",
-        alt=f"Memory of a device by owner. {limit} {'; '.join(lines)}.",
+        alt=f"Memory of a device by owner. {' '.join(notes)} {'; '.join(lines)}.",
         marks=marks,
         width=WIDTH,
-        height=y + 22,
-        lines=(*lines, limit),
+        height=y + 6,
+        lines=(*lines, *notes),
     )
 
 
