@@ -25,6 +25,7 @@ from nnx_parallel import (
 from nnx_parallel.audit.collectives import axes_of_groups
 from nnx_parallel.errors import PlanError
 from nnx_parallel.layers import Save, lora
+from nnx_parallel.layers.attention.kernels import AttentionCall, splash_attention
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import (
     HARDWARE,
@@ -190,8 +191,14 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
             image, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
 
+    def kernel_for_tpus(x):  # attention in one block, with a loop in the kernel
+        call = AttentionCall(query=x, key=x, value=x, causal=True)
+        return splash_attention(call)
+
     once = 2 * 4**3
+    heads = jnp.ones((1, 128, 2, 128))
     for function, value, expected in (
+        (kernel_for_tpus, heads, 2 * 2 * 2 * 128**3),
         (loop, x, 5 * once),
         (branch, x, once),
         (unused, x, 0),
@@ -201,8 +208,8 @@ def test_flops_count_loops_branches_and_convolutions() -> None:
 
 
 def test_remat_costs_flops_and_saves_memory(facts: Facts) -> None:
-    none, dots, full = (facts.rows[remat] for remat in ("none", "dots", "full"))
-    (named,) = (Facts.of(facts.parts, [x], "cpu").rows[x] for x in [Save("mlp_up")])
+    none, dots, full = (facts.row(remat) for remat in ("none", "dots", "full"))
+    (named,) = (Facts.of(facts.parts, [x], "cpu").row(x) for x in [Save("mlp_up")])
     assert none.flops < named.flops < full.flops
     order = (none, dots, named, full)
     kept = [sum(r.num_bytes for r in rows.residuals) for rows in order]

@@ -386,10 +386,14 @@ def _precisions(
 
 
 def own_candidate(parts: Parts) -> Candidate:
-    """Returns the Trainer's strategy and options as a candidate."""
+    """Returns the Trainer's strategy and options as a candidate.
+
+    In place of ``remat="auto"`` it has ``"full"``, which needs the least memory.
+    """
+    remat = parts.options.remat
     return Candidate(
         strategy=parts.strategy,
         num_microbatches=parts.options.num_microbatches,
-        remat=parts.options.remat,
+        remat="full" if remat == "auto" else remat,
         offload=parts.offload,
     )

@@ -9,16 +9,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.extend.core as jex
 from flax import nnx
 
+from nnx_parallel.errors import StackError
 from nnx_parallel.layers.experts.moe import MoE
-from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.layers.stack.scan import Remat, Save
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
@@ -58,12 +60,19 @@ class RowCosts:
         residuals: The values that the forward pass keeps.
         positions: Number of positions in a row: the tokens of a sequence.
         width: Number of elements of the residual stream at one position.
+        names: The names of values, for `Save`.
     """
 
     flops: float
     residuals: tuple[Residual, ...]
     positions: int
     width: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the values that the forward pass keeps."""
+        return sum(each.num_bytes for each in self.residuals)
 
 
 def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
@@ -95,12 +104,44 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     # The residual stream has the shape that a stack's layers pass on. Without a stack
     # it is assumed to have the most common shape of residuals.
     positions, width = _hidden(kept, parts) or _positions(residuals)
+    named = (eqn for eqn, _ in walk(grads) if eqn.primitive.name == "name")
     return RowCosts(
         flops=count_jaxpr_flops(grads) / _ROWS,
         residuals=residuals,
         positions=positions,
         width=width,
+        names=tuple(sorted({eqn.params["name"] for eqn in named})),
     )
+
+
+def save_costs(parts: Parts, platform: str) -> dict[Save, RowCosts]:
+    """Counts the costs of policies that keep more and more named values of a block.
+
+    The first policy keeps the value with the most saved FLOPs per kept byte. Each
+    further policy keeps the next value too. One value at a time is traced, and the
+    costs of several values are added up. The arguments are those of `trace_costs`.
+    """
+    full = trace_costs(parts, "full", platform)
+    found = []
+    for name in full.names:
+        try:
+            one = trace_costs(parts, Save(name), platform)
+        except StackError:
+            continue  # a value outside of the blocks
+        saved, size = full.flops - one.flops, one.num_bytes - full.num_bytes
+        if saved > 0 and size > 0:
+            found.append((saved / size, -size, name, one))
+    policies, names, costs = {}, list[str](), full
+    for _, _, name, one in sorted(found, reverse=True):
+        names.append(name)
+        more = Counter(one.residuals) - Counter(full.residuals)
+        costs = replace(
+            costs,
+            flops=costs.flops + one.flops - full.flops,
+            residuals=(*costs.residuals, *more.elements()),
+        )
+        policies[Save(*names)] = costs
+    return policies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,15 +150,28 @@ class Facts:
 
     Attributes:
         parts: The model, its loss and the batch.
-        rows: Costs of a row by remat policy.
+        traced: Costs of a row by remat policy, for the policies that were asked for.
+        platform: The platform of the devices.
         model_flops: The model's FLOPs for a row (`count_model_flops`).
         model: The abstract model.
     """
 
     parts: Parts
-    rows: Mapping[Remat, RowCosts]
+    traced: Mapping[Remat, RowCosts]
+    platform: str
     model_flops: float
     model: nnx.Module
+
+    @functools.cached_property
+    def saves(self) -> Mapping[Save, RowCosts]:
+        """Costs of a row under the policies of `save_costs`."""
+        return save_costs(self.parts, self.platform)
+
+    def row(self, remat: Remat) -> RowCosts:
+        """Returns the costs of a row under a policy."""
+        if remat in self.traced or not isinstance(remat, Save):
+            return self.traced[remat]
+        return self.saves[remat]
 
     @functools.cached_property
     def mixtures(self) -> list[tuple[int, int]]:
@@ -142,7 +196,8 @@ class Facts:
         plan = some.on(one_device())
         return cls(
             parts=parts,
-            rows={remat: trace_costs(named, remat, platform) for remat in wanted},
+            traced={remat: trace_costs(named, remat, platform) for remat in wanted},
+            platform=platform,
             model_flops=count_model_flops(plan, some.loss, some.batch) / _ROWS,
             model=named.rebuilt(),
         )

@@ -79,7 +79,7 @@ class Estimate:
         self.facts, self.parts = facts, facts.parts
         self.candidate, self.topology = candidate, topology
         self.plan, self.layout, self.mesh = plan, plan.layout, plan.layout.mesh
-        self.per_row = facts.rows[candidate.remat]
+        self.per_row = facts.row(candidate.remat)
         self.microbatches = candidate.num_microbatches
         self.dtype = jnp.dtype(self.parts.compute_dtype)
         self.width = self.dtype.itemsize
@@ -253,7 +253,7 @@ class Estimate:
     @property
     def layer_bytes(self) -> float:
         """Bytes of a layer that is computed again, and of the largest other value."""
-        residuals = self.facts.rows["none"].residuals
+        residuals = self.facts.row("none").residuals
         stacked = sum(self.local_bytes(r) for r in residuals if r.is_stacked)
         others = (self.local_bytes(r) for r in residuals if not r.is_stacked)
         return stacked * self.stages / self.num_layers + max(others, default=0.0)

@@ -122,9 +122,9 @@ def draw_memory(plan: Plan, num_entries: int = 12) -> Figure:
     notes = [limit]
     if any(not costs.is_compiled for _, _, costs in entries):
         notes.append("~ marks estimates by formulas.")
-    for text in notes:
+    for words in notes:
         y += 16
-        marks.append(note(0, y, text, "soft"))
+        marks.append(note(0, y, words, "soft"))
     return Figure(
         title="Memory of a device, by owner",
         alt=f"Memory of a device by owner. {' '.join(notes)} {'; '.join(lines)}.",

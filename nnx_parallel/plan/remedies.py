@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,8 @@ from typing import Any, get_args
 
 from nnx_parallel.layers.stack.scan import Level, Remat
 from nnx_parallel.plan.candidates import Candidate, own_candidate
-from nnx_parallel.plan.estimate import state_bytes
+from nnx_parallel.plan.costs import Facts
+from nnx_parallel.plan.estimate import Estimate, state_bytes
 from nnx_parallel.plan.hardware import HARDWARE, Hardware, Topology, hardware_of
 from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import Entry, order, owners_of
@@ -21,6 +23,7 @@ from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.training.auto_remat import rank_with
 from nnx_parallel.training.diagnostics import advise_with
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -208,4 +211,41 @@ def _sharded(strategy: Strategy) -> list[Strategy]:
     return [Composite(sharded, *kept) if kept else sharded]
 
 
+def rank_remats(trainer: Any, batch: Any, player: str) -> dict[Remat, float]:
+    """Estimates the bytes of a Trainer's step on a device for every remat policy.
+
+    The policy with the fewest FLOPs comes first. Each further policy needs fewer bytes.
+
+    Args:
+        trainer: The Trainer.
+        batch: The global batch.
+        player: The player whose step it is; empty without `Players`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the step shows them
+        parts = Parts.of(trainer, batch)
+        parts = parts.of_player(player) if player else parts
+        devices = [*trainer.mesh.devices.flat]
+        hardware = hardware_of(devices[0]) or HARDWARE["a100"]
+        platform = devices[0].platform
+        has_remat = ModelFacts.of(parts).has_remat
+        levels: list[Remat] = [*get_args(Level)] if has_remat else ["none"]
+        facts = Facts.of(parts, levels, platform)
+        if parts.offload is not None and parts.offload.activations:
+            levels.remove("none")  # then block inputs are not kept
+        where = Topology(hardware=hardware, num_devices=len(devices))
+        state, own = parts.on(trainer.layout, parts.offload), own_candidate(parts)
+        policies = [*levels, *(facts.saves if has_remat else ())]
+        found = {
+            remat: Estimate(facts, replace(own, remat=remat), where, state).costs
+            for remat in policies
+        }
+    ranked: dict[Remat, float] = {}
+    for remat in sorted(policies, key=lambda remat: facts.row(remat).flops):
+        if found[remat].total_bytes < min(ranked.values(), default=math.inf):
+            ranked[remat] = found[remat].total_bytes
+    return ranked
+
+
 advise_with(find_remedies)
+rank_with(rank_remats)

@@ -7,12 +7,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flax import nnx
 
 from nnx_parallel.errors import ParallelError, PlanError, suggest
-from nnx_parallel.layers.stack.scan import Remat
+from nnx_parallel.layers.stack.scan import Level, Remat
 from nnx_parallel.mesh import leaving_mesh
 from nnx_parallel.plan.candidates import (
     Candidate,
@@ -24,7 +24,7 @@ from nnx_parallel.plan.compiled import compile_candidates, missing_compiler
 from nnx_parallel.plan.costs import Facts
 from nnx_parallel.plan.estimate import Estimate
 from nnx_parallel.plan.hardware import Topology
-from nnx_parallel.plan.parts import Parts
+from nnx_parallel.plan.parts import ModelFacts, Parts
 from nnx_parallel.plan.report import (
     EQUAL,
     Entry,
@@ -49,6 +49,8 @@ from nnx_parallel.training.trainer import Trainer
 _DOUBT = 0.5
 # Most estimates are too high by less than this share (docs/plan.md).
 _ERROR = 0.25
+# Number of candidates with `remat="full"` for which named values are tried too.
+_NUM_VARIED = 8
 
 
 @leaving_mesh()
@@ -132,7 +134,7 @@ def plan(
     else:
         if isinstance(candidates, Candidate | Strategy):
             candidates = [candidates]
-        found = [_as_candidate(parts, each) for each in candidates]
+        found = [c for each in candidates for c in _as_candidates(parts, each)]
     if not found:
         raise PlanError("candidates=[] is empty. Leave it out to try all candidates.")
     on_progress(f"{len(found):,} candidates; estimating them by formulas")
@@ -143,6 +145,8 @@ def plan(
         # it.
         large = [e.candidate for e in entries if e.costs and not e.fits(where)]
         entries += [estimates.of(replace(c, offload=Offload())) for c in large]
+    if candidates is None and "remat" not in (fix or {}):
+        entries += _between_dots_and_full(entries, estimates, where)
     alive = plausible(entries, where)
     seconds = {"formulas": time.monotonic() - started}
     notes = _notes(parts, entries)
@@ -164,6 +168,24 @@ def plan(
             entries = [by_candidate.get(e.candidate, e) for e in entries]
             seconds["compiling"] = time.monotonic() - started
     return _conclude(parts, where, assumed, entries, alive, notes, seconds)
+
+
+def _between_dots_and_full(
+    entries: Sequence[Entry], estimates: _Estimates, topology: Topology
+) -> list[Entry]:
+    """Returns candidates that keep some of the named values of a block.
+
+    They are variants of the best candidates that fit with ``full`` but not ``dots``.
+    """
+    known = {entry.candidate: entry for entry in entries}
+    full = [e for e in order(entries, topology) if e.candidate.remat == "full"]
+    found = []
+    for entry in full[:_NUM_VARIED]:
+        dots = known.get(replace(entry.candidate, remat="dots"))
+        if entry.fits(topology) and dots and not dots.fits(topology):
+            saves = estimates.facts_of(entry.candidate).saves
+            found += [replace(entry.candidate, remat=save) for save in saves]
+    return [estimates.of(candidate) for candidate in found]
 
 
 def _of_player(parts: Parts, player: str | None) -> Parts:
@@ -204,15 +226,19 @@ def _notes(parts: Parts, entries: Sequence[Entry]) -> list[str]:
     return notes
 
 
-def _as_candidate(parts: Parts, given: Candidate | Strategy) -> Candidate:
+def _as_candidates(parts: Parts, given: Candidate | Strategy) -> list[Candidate]:
     if isinstance(given, Candidate):
-        return given
+        return [given]
     if not isinstance(given, Strategy):
         raise PlanError(
             f"candidates has {given!r}. Each must be a Candidate or a Strategy, such "
             "as FSDP()."
         )
-    return replace(own_candidate(parts), strategy=given)
+    own = replace(own_candidate(parts), strategy=given)
+    if parts.options.remat != "auto":
+        return [own]
+    levels = get_args(Level) if ModelFacts.of(parts).has_remat else ("none",)
+    return [replace(own, remat=remat) for remat in levels]
 
 
 class _Estimates:
@@ -229,14 +255,20 @@ class _Estimates:
         self._assumptions, self._remats = assumptions, sorted(remats, key=repr)
         self._known: dict[Precision | None, tuple[Facts, _Places]] = {}
 
-    def of(self, candidate: Candidate) -> Entry:
-        """Returns the costs of a candidate, or the reason why it cannot run."""
-        precision, topology = candidate.precision, self._topology
+    def facts_of(self, candidate: Candidate) -> Facts:
+        """Returns the facts in a candidate's precision."""
+        precision = candidate.precision
         if precision not in self._known:
             parts = self._parts.with_precision(precision)
-            facts = Facts.of(parts, self._remats, topology.hardware.platform)
-            self._known[precision] = facts, _Places(facts, topology)
-        facts, places = self._known[precision]
+            platform = self._topology.hardware.platform
+            facts = Facts.of(parts, self._remats, platform)
+            self._known[precision] = facts, _Places(facts, self._topology)
+        return self._known[precision][0]
+
+    def of(self, candidate: Candidate) -> Entry:
+        """Returns the costs of a candidate, or the reason why it cannot run."""
+        facts, topology = self.facts_of(candidate), self._topology
+        _, places = self._known[candidate.precision]
         state = places.of(candidate.strategy)
         costs: Costs | str = state if isinstance(state, str) else ""
         if isinstance(state, StatePlan):

@@ -534,6 +534,13 @@ def advise_with(adviser: Callable[[Any, Any, str], str]) -> None:
     _advisers[:] = [adviser]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns True if a program needs more memory than a device has."""
+    # The status is only in the text, because all errors of XLA have the same class.
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
 @contextlib.contextmanager
 def explaining_memory(
     plan: StatePlan,
@@ -549,10 +556,9 @@ def explaining_memory(
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # The status is only in the text, because all errors of XLA have the same class.
-        text = str(error)
-        if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        if not is_out_of_memory(error):
             raise
+        text = str(error)
         reason = text.strip().splitlines()[0]
         advice = _advice(plan, num_microbatches, temporary_bytes)
         if run is not None and run[1] is not None:

@@ -31,6 +31,7 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
+from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.layers.stack.stack import run_one_layer, using_runner
 from nnx_parallel.metrics import result_of, split_loss_output
 from nnx_parallel.programs import bind, is_call, reached, trace, variables_in
@@ -41,6 +42,7 @@ from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.arguments import EvalParams, Evaluation, LossFn
+from nnx_parallel.training.auto_remat import AutoStep, start_best
 from nnx_parallel.training.compilation import (
     Program,
     accepted_options,
@@ -64,6 +66,7 @@ from nnx_parallel.training.step import (
     execution_of,
     make_split_step,
     make_train_step,
+    warn_of_modes,
 )
 
 _AVERAGING = (optax.contrib.ScheduleFreeState, optax.contrib.SAMState)
@@ -220,6 +223,7 @@ class Programs:
     global_batch_size: int | None = None  # rows that each training batch must have
     evaluation: Evaluation = field(default_factory=Evaluation)
     players: Players | None = None
+    rank: Callable[[Batch, str], Mapping[Remat, float]] | None = None  # for "auto"
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
     _model_flops: dict[tuple, float | None] = field(default_factory=dict, init=False)
@@ -252,6 +256,8 @@ class Programs:
         """The compiled update; it donates the state."""
         if self.players is not None:
             return StepByTurns(self.players, lambda name: self.turns[name].train_step)
+        if self.options.remat == "auto":
+            return AutoStep(self.start)
         return make_train_step(self.plan, self._own_loss, self.options)
 
     @property
@@ -265,13 +271,20 @@ class Programs:
         return make_split_step(self.plan, self._own_loss, self.options)
 
     def start(
-        self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
+        self,
+        state: TrainState,
+        batch: Batch,
+        warm_start: str | os.PathLike | None = None,
     ) -> tuple[Callable[..., Any], Program]:
         """Compiles the step, or reads it from a plan. All processes must call this.
+
+        The first call with ``remat="auto"`` replaces the value by a policy.
 
         Returns:
             The step, and the program that it runs.
         """
+        if self.options.remat == "auto":
+            return self._start_best(state, batch, warm_start)
         # A later call of the step finds this result in jax's caches, so the step is
         # traced and compiled only once.
         step: Any = self.train_step
@@ -280,6 +293,28 @@ class Programs:
         options, _ = self.compiler_options
         program = start_program(lowered, self.plan.layout.mesh, warm_start, options)
         return (step.running(program.compiled) if program.is_read else step), program
+
+    def _start_best(
+        self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
+    ) -> tuple[Callable[..., Any], Program]:
+        """Starts the step that keeps the most values among those that fit."""
+        assert self.rank is not None, "a Trainer sets it"
+        warn_of_modes(self.plan, "full")
+        ranked = self.rank(batch, self.plan.player)
+        made: dict[Remat, Programs] = {}
+
+        def start(remat: Remat) -> tuple[Callable[..., Any], Program]:
+            options = replace(self.options, remat=remat)
+            made[remat] = replace(self, options=options)
+            return made[remat].start(state, batch, warm_start)
+
+        device = self.plan.layout.mesh.local_devices[0]
+        remat, (step, program), note = start_best(ranked, device, start)
+        # From now on, this object is the same as the one that was chosen.
+        object.__setattr__(self, "options", made[remat].options)
+        vars(self)["train_step"] = made[remat].train_step
+        note = f"{note} {program.note}".strip()
+        return step, replace(program, note=note)
 
     def model_flops(self, batch: Batch, wrt: Any) -> float | None:
         """Returns the model's FLOPs for a batch (`count_model_flops`).

@@ -140,17 +140,24 @@ def count_jaxpr_flops(jaxpr: Any) -> float:
         >>> count_jaxpr_flops(jax.make_jaxpr(lambda x: x @ x.T)(x).jaxpr)
         256.0
     """
-    # A kernel's equations write to references. The jaxpr has no outputs, so `needed`
-    # would drop all equations.
-    if not jaxpr.outvars:
-        return sum(map(_eqn_flops, jaxpr.eqns))
     # Calls are inlined, because the recomputation in a gradient has outputs that
     # nothing reads.
     body = inline(jaxpr)
     return sum(map(_eqn_flops, needed(body.eqns, body.outvars)))
 
 
-def _eqn_flops(eqn: jex.JaxprEqn) -> float:
+def _count_all(jaxpr: Any) -> float:
+    """Counts a kernel's FLOPs.
+
+    All equations count. They write to references, also in loops, so no output needs
+    them.
+    """
+    return sum(_eqn_flops(eqn, _count_all) for eqn in jaxpr.eqns)
+
+
+def _eqn_flops(
+    eqn: jex.JaxprEqn, count: Callable[[Any], float] = count_jaxpr_flops
+) -> float:
     name, params = eqn.primitive.name, eqn.params
     if LOOKUP in str(eqn.source_info.name_stack):
         return 0.0
@@ -161,7 +168,7 @@ def _eqn_flops(eqn: jex.JaxprEqn) -> float:
         return 0.0
     if name == "pallas_call":
         return _kernel_flops(eqn, inner)
-    counts = [count_jaxpr_flops(body) for body in inner]
+    counts = [count(body) for body in inner]
     if name == "cond":
         return max(counts)
     return params.get("length", 1) * sum(counts)
@@ -173,7 +180,7 @@ def _kernel_flops(eqn: jex.JaxprEqn, inner: list[Any]) -> float:
         return float(estimate.flops)
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     steps = math.prod(n for n in grid if isinstance(n, int))
-    return steps * sum(map(count_jaxpr_flops, inner))
+    return steps * sum(map(_count_all, inner))
 
 
 def _dot(eqn: jex.JaxprEqn) -> float:

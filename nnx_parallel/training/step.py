@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,21 +82,28 @@ class StepOptions:
     Attributes:
         num_microbatches: Number of parts of the batch. Their gradients are accumulated.
         remat: The values that the forward pass keeps, unless the model chooses them
-            itself.
+            itself. A step cannot be made before ``"auto"`` has been replaced.
         compiler_options: Options that override the library's `compiler_options`.
         skip: The rule that skips bad steps; ``None`` if a bad step ends the run.
     """
 
     num_microbatches: int = 1
-    remat: Remat = "none"
+    remat: Remat | Literal["auto"] = "none"
     compiler_options: Mapping[str, Any] | None = None
     skip: SkipSteps | None = None
 
     def __post_init__(self) -> None:
-        check_remat(self.remat)
+        if self.remat != "auto":
+            check_remat(self.remat)
         least = ", which does not split the batch"
         count = check_count("num_microbatches", self.num_microbatches, 1, least)
         object.__setattr__(self, "num_microbatches", count)
+
+    @property
+    def policy(self) -> Remat:
+        """The remat policy, which has replaced ``"auto"``."""
+        assert self.remat != "auto", "Programs.start replaces 'auto'"
+        return self.remat
 
 
 def takes_rngs(loss: Callable) -> bool:
@@ -117,9 +124,9 @@ def make_train_step(
     leaves them out: ``{k: float(v) for k, v in metrics.items() if not v.ndim}``.
     """
     check_dtypes(plan)
-    warn_of_modes(plan, options.remat)
+    warn_of_modes(plan, options.policy)
     warn_of_stacked_updates(plan)
-    check_offload(plan, options.remat)
+    check_offload(plan, options.policy)
     compute = partial(_compute, plan, loss, options, _Told())
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -218,7 +225,7 @@ def _compute(
 ) -> Computed:
     """Computes the gradients of a batch and everything else that an update needs."""
     offload = plan.offload and plan.offload.activations
-    with using(plan.layout), default_remat(options.remat, offload):
+    with using(plan.layout), default_remat(options.policy, offload):
         # The key depends on the step, so that a resumed run draws the same numbers as
         # an uninterrupted run.
         key = jax.random.fold_in(state.key, state.step)

@@ -37,6 +37,7 @@ from nnx_parallel.training.arguments import (
     check_arguments,
     check_assignment,
 )
+from nnx_parallel.training.auto_remat import rank_remats
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import (
     check_length,
@@ -140,7 +141,9 @@ class Trainer:
         precision: The dtypes of parameters, computation and gradients.
         remat: The values that a `Stack` recomputes in the backward pass: ``"none"``,
             ``"dots"``, ``"full"``, ``layers.Save(*names)``, or a policy of
-            ``jax.checkpoint_policies``. A model that sets its remat ignores this.
+            ``jax.checkpoint_policies``. ``"auto"`` compiles the first step two or three
+            times, and keeps as many values as fit into the memory of a device. A model
+            that sets its remat ignores this.
         ema_decay: Decay of an exponential moving average of the parameters. If a decay
             is given, the average is used to evaluate, predict and rank checkpoints.
         checkpoint: A directory or a `Checkpoint`, from which ``fit`` resumes
@@ -190,7 +193,7 @@ class Trainer:
         names: PathNames | Literal["auto"] | None = None,
         sample: Batch | None = None,
         precision: Precision | None = None,
-        remat: Remat = "none",
+        remat: Remat | Literal["auto"] = "none",
         ema_decay: float | None = None,
         checkpoint: Checkpoint | str | os.PathLike | None = None,
         loggers: Sequence[Logger] | None = None,
@@ -235,7 +238,13 @@ class Trainer:
             warn_idle_parts(shapes, layout, plan.placements)
             warn_of_unowned(players, plan)
         self._programs = programs = Programs(
-            plan, loss, options, global_batch_size, evaluation, players
+            plan,
+            loss,
+            options,
+            global_batch_size,
+            evaluation,
+            players,
+            partial(rank_remats, self),
         )
         judged = programs.judged
         # A trial run must neither resume a real run nor save steps.

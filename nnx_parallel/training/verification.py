@@ -43,6 +43,7 @@ from nnx_parallel.state import StatePlan, TrainState, plan_state
 from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
+from nnx_parallel.training.auto_remat import memory_limit
 from nnx_parallel.training.comparison import (
     GRADIENT,
     MAX_NOISE,
@@ -258,7 +259,7 @@ class Run:
 
         True does not mean that both halves fit.
         """
-        limit = bytes_limit(self.programs.plan.layout.mesh.local_devices[0])
+        limit = memory_limit(self.programs.plan.layout.mesh.local_devices[0])
         if limit is None:
             return True
         abstract = self.programs.plan.whole.abstract
@@ -277,11 +278,6 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def bytes_limit(device: Any) -> int | None:
-    """Returns the memory of a device in bytes; ``None`` if it is not known."""
-    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 class _Whole:
@@ -535,6 +531,8 @@ class Verifier:
         self, programs: Programs, batch: Batch, kept: HostCopy
     ) -> Iterator[Comparison]:
         placed = programs.shard_batch(batch)
+        if programs.options.remat == "auto":
+            programs.start(kept.restore(), placed, self._warm_start)
         judge = _Judge(Run(programs, placed, kept.restore), kept.arrays)
         again, new = self._run_again(judge)
         yield again
