@@ -22,6 +22,7 @@ NAMES = {
     "long_sequences": "memory and the ring's overlap on TPUs; compiled, not run",
     "experts": "memory and exchanges of mixtures of experts on TPUs; compiled, not run",
     "options": "bytes that options of the TPU compiler hide; compiled, not run",
+    "memory": "memory of 20 steps by the formulas of plan and by the compiler",
     "published": "predicted speeds of TPUs against published ones; compiled, not run",
     "weights": "2 GB read by 1, 2 and 4 processes (--python PATH adds transformers)",
     "families": "logits of folders by transformers under strategies, beside its logits",

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.metrics import Mean
@@ -159,6 +160,9 @@ def _weighted_sum(losses: Array, weights: Array) -> Array:
 
 CHUNK_BYTES = 2**27
 """Minimum of the default size of a chunk's float32 logits on a device: 128 MiB."""
+
+LOGITS = "logits"
+"""Checkpoint name of the logits of a chunk."""
 
 
 def linear_cross_entropy(
@@ -345,6 +349,8 @@ class _ChunkPlan:
         logits = jnp.tensordot(x, kernel, axes, preferred_element_type=self.sum_dtype)
         # (rows, parts, tokens, vocab)
         logits = self.place(logits, "batch", "seq", None, "vocab")
+        # `plan` finds the size of a chunk by this name.
+        logits = checkpoint_name(logits, LOGITS)
         if self.softcap:
             logits = self.softcap * jnp.tanh(logits / self.softcap)
         losses, normaliser, is_class, is_label = _token_losses(logits, labels)

@@ -10,7 +10,7 @@ import functools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from flax import nnx
 
 from nnx_parallel.errors import StackError
 from nnx_parallel.layers.experts.moe import MoE
+from nnx_parallel.layers.loss import LOGITS
 from nnx_parallel.layers.stack.scan import Remat, Save
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.plan.parts import Parts
@@ -43,11 +44,13 @@ class Residual:
         num_bytes: Bytes for one row of the batch, summed over all layers.
         dims: Shape for one row, without the dim of the layers.
         is_stacked: True if each layer of a stack keeps such a value.
+        limit: Bytes on a device at most, for a value that is computed in chunks.
     """
 
     num_bytes: float
     dims: tuple[int, ...]
     is_stacked: bool = False
+    limit: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,9 @@ class RowCosts:
         positions: Number of positions in a row: the tokens of a sequence.
         width: Number of elements of the residual stream at one position.
         names: The names of values, for `Save`.
+        scores: The largest array of attention scores, if there is one. Attention in
+            plain operations keeps it, and needs more of this size for its gradient.
+        logits: The logits of `linear_cross_entropy`, if the loss calls it.
     """
 
     flops: float
@@ -68,6 +74,8 @@ class RowCosts:
     positions: int
     width: int
     names: tuple[str, ...] = ()
+    scores: Residual | None = None
+    logits: Residual | None = None
 
     @property
     def num_bytes(self) -> float:
@@ -111,6 +119,8 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         positions=positions,
         width=width,
         names=tuple(sorted({eqn.params["name"] for eqn in named})),
+        scores=_scores(grads, positions),
+        logits=_logits(grads, positions),
     )
 
 
@@ -217,6 +227,40 @@ def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
             dims=tuple(aval.shape[where[0] + 1 :] if where else aval.shape),
             is_stacked=bool(where) and where[0] > 0,
         )
+
+
+def _scores(grads: jex.Jaxpr, positions: int) -> Residual | None:
+    """Returns the largest value with a number for each pair of positions."""
+    found: set[tuple[int, ...]] = set()
+    for eqn, _ in walk(grads):
+        for var in eqn.outvars:
+            shape = getattr(var.aval, "shape", ())
+            if math.prod(shape) % _ROWS == 0 and is_of_pairs(shape, positions):
+                # A stack's layers compute one after the other.
+                found.add(shape[shape.index(_ROWS) + 1 :] if _ROWS in shape else shape)
+    if not found:
+        return None
+    dims = max(found, key=math.prod)
+    return Residual(num_bytes=4.0 * math.prod(dims), dims=dims)
+
+
+def is_of_pairs(shape: Sequence[int], positions: int) -> bool:
+    """Returns True if the last two dims of a shape are positions."""
+    return len(shape) > 2 and positions > 1 and (*shape[-2:],) == (positions,) * 2
+
+
+def _logits(grads: jex.Jaxpr, positions: int) -> Residual | None:
+    """Returns the logits of a loss in chunks."""
+    for eqn, _ in walk(grads):
+        if eqn.primitive.name == "name" and eqn.params["name"] == LOGITS:
+            aval: Any = eqn.outvars[0].aval
+            classes, width = aval.shape[-1], aval.dtype.itemsize
+            return Residual(
+                num_bytes=float(positions * classes * width),
+                dims=(positions, classes),
+                limit=aval.size * width,
+            )
+    return None
 
 
 def _hidden(kept: jex.Jaxpr, parts: Parts) -> tuple[int, int] | None:

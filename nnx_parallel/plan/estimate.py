@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.plan.candidates import Candidate
-from nnx_parallel.plan.costs import Facts, Residual
+from nnx_parallel.plan.costs import Facts, Residual, is_of_pairs
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import sizes_by_name
 from nnx_parallel.plan.roofline import OWNERS, Costs, Traffic
@@ -148,12 +148,16 @@ class Estimate:
 
     def local_bytes(self, rows: Residual) -> float:
         """Returns the bytes of a residual on one device, for one microbatch."""
+        # Attention over a split sequence computes scores in blocks, and keeps none.
+        is_split = bool(self.layout.sequence_axes)
+        if is_split and is_of_pairs(rows.dims, self.per_row.positions):
+            return 0.0
         parts, (along, others) = self._named_parts(rows.dims), self._split_sequence
         if self.per_row.positions in rows.dims or not rows.dims:
             parts *= others if parts > 1 else along
         if rows.is_stacked:
             parts *= self.stages
-        return rows.num_bytes * self.rows / parts
+        return min(rows.num_bytes * self.rows / parts, rows.limit)
 
     def _named_parts(self, dims: tuple[int, ...]) -> int:
         """Returns the number of devices that split a value with dims of these sizes."""
@@ -252,11 +256,20 @@ class Estimate:
 
     @property
     def layer_bytes(self) -> float:
-        """Bytes of a layer that is computed again, and of the largest other value."""
+        """Bytes of a layer that is computed again, or of the loss."""
         residuals = self.facts.row("none").residuals
         stacked = sum(self.local_bytes(r) for r in residuals if r.is_stacked)
         others = (self.local_bytes(r) for r in residuals if not r.is_stacked)
-        return stacked * self.stages / self.num_layers + max(others, default=0.0)
+        layer = stacked * self.stages / self.num_layers
+        row = self.per_row
+        if row.scores is not None:
+            # The gradient of the softmax needs the scores, their exponentials, and the
+            # gradients of both, in the compiler's order of dims.
+            layer += 3 * self.local_bytes(row.scores)
+        # The loss runs before the first layer's backward pass. It holds the logits and
+        # their gradient.
+        loss = 0.0 if row.logits is None else 2 * self.local_bytes(row.logits)
+        return max(layer, loss) + max(others, default=0.0)
 
     def pipeline_bytes(self) -> dict[str, float]:
         """Returns memory besides arguments, by owner, for a pipeline."""

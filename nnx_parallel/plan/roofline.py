@@ -131,6 +131,11 @@ class Costs:
         return sum(self.memory.values())
 
     @property
+    def exact_bytes(self) -> float:
+        """Bytes of the step's arguments, which are counted and not estimated."""
+        return sum(self.memory.get(name, 0.0) for name in EXACT)
+
+    @property
     def sent_bytes(self) -> float:
         """All bytes that a device sends."""
         return sum(each.sent_bytes for each in self.traffic)

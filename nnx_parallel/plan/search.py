@@ -33,7 +33,7 @@ from nnx_parallel.plan.report import (
     order,
     simplest_first,
 )
-from nnx_parallel.plan.roofline import EXACT, HOST, Assumptions, Costs, time_step
+from nnx_parallel.plan.roofline import HOST, Assumptions, Costs, time_step
 from nnx_parallel.precision import Precision
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.names import LOGICAL_AXES
@@ -343,7 +343,7 @@ def plausible(entries: Sequence[Entry], topology: Topology) -> list[Entry]:
     for entry in entries:
         if entry.costs is None:
             continue
-        sure = sum(entry.costs.memory[name] for name in EXACT)
+        sure = entry.costs.exact_bytes
         if sure + _DOUBT * (entry.costs.total_bytes - sure) <= usable:
             fitting.append(entry)
     # Only a candidate that surely fits may rule out others.
