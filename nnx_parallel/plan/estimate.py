@@ -266,10 +266,22 @@ class Estimate:
             # The gradient of the softmax needs the scores, their exponentials, and the
             # gradients of both, in the compiler's order of dims.
             layer += 3 * self.local_bytes(row.scores)
-        # The loss runs before the first layer's backward pass. It holds the logits and
-        # their gradient.
-        loss = 0.0 if row.logits is None else 2 * self.local_bytes(row.logits)
-        return max(layer, loss) + max(others, default=0.0)
+        # The loss runs before the first layer's backward pass.
+        return max(layer, self.loss_bytes) + max(others, default=0.0)
+
+    @property
+    def loss_bytes(self) -> float:
+        """Bytes of a chunk's logits and their gradient, and the head's gradient."""
+        logits = self.per_row.logits
+        if logits is None:
+            return 0.0
+        size = self.local_bytes(logits)
+        if size < logits.limit:  # a single chunk, which needs no sum
+            return 2 * size
+        # The chunks add up the gradient of the head, which is not sharded yet.
+        *_, classes = logits.dims
+        head = 4.0 * self.per_row.width * classes / self._named_parts(logits.dims)
+        return 2 * size + head
 
     def pipeline_bytes(self) -> dict[str, float]:
         """Returns memory besides arguments, by owner, for a pipeline."""
