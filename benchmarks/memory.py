@@ -129,7 +129,8 @@ class Recurrent(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Maps tokens to logits."""
-        return self.head(self.rnn(self.embed(tokens)))
+        hidden: Any = self.rnn(self.embed(tokens))
+        return self.head(hidden)
 
 
 def token_loss(model: Any, batch: dict) -> jax.Array:
@@ -280,10 +281,4 @@ def measure(rounds: int = 1) -> Table:
         sizes = " ".join(f"{x / 2**20:.3g}" for x in (exact, guess, truth))
         rest = (truth - exact) / (guess - exact)
         table.add(name, f"{sizes}; {truth / guess:.2f}; beside arguments {rest:.2f}")
-        print(
-            table.rows[-1]
-            if hasattr(table, "rows")
-            else (name, sizes, truth / guess, rest),
-            flush=True,
-        )
     return table

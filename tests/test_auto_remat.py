@@ -1,6 +1,6 @@
 """`remat="auto"`: the policy that keeps the most values and fits into memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ RANKED: dict[Any, float] = {"none": 100.0, "dots": 60.0, Save("a"): 30.0, "full"
 
 
 class Block(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.up = nnx.Linear(16, 32, rngs=rngs)
         self.middle = nnx.Linear(32, 32, rngs=rngs)
         self.down = nnx.Linear(32, 16, rngs=rngs)
@@ -54,6 +54,14 @@ def make_trainer(**options: Any) -> Trainer:
     return Trainer(Model, optax.sgd(0.1), loss, strategy=FSDP(8), **given)
 
 
+def programs_of(trainer: Trainer) -> Any:
+    return vars(trainer)["_programs"]
+
+
+def remat_of(trainer: Trainer) -> Any:
+    return programs_of(trainer).options.remat
+
+
 @pytest.fixture
 def limit_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the memory that devices report; devices of CPUs report none."""
@@ -64,7 +72,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return limit
 
 
-def search(limit: float, needs: dict[Any, float | None]) -> tuple[Any, list[Any]]:
+def search(limit: float, needs: Mapping[Any, float | None]) -> tuple[Any, list[Any]]:
     choice, tried = Choice(ranked=RANKED, limit=limit), []
     while (remat := choice.next()) is not None:
         assert remat not in tried
@@ -115,7 +123,7 @@ def test_fit_keeps_what_fits(limit_memory: Callable, capsys: Any) -> None:
         limit_memory(size)
         trainer = make_trainer(loggers=None)
         losses.append(trainer.fit([BATCH] * 3, num_steps=3)["loss"])
-        chosen.append(trainer._programs.options.remat)
+        chosen.append(remat_of(trainer))
         assert f"{chosen[-1]!r}" in capsys.readouterr().out
     np.testing.assert_allclose(losses, [expected] * 3, rtol=1e-5)
     assert chosen[0] == "none"
@@ -126,7 +134,7 @@ def test_fit_keeps_what_fits(limit_memory: Callable, capsys: Any) -> None:
 def test_devices_without_known_memory_keep_everything(capsys: Any) -> None:
     trainer = make_trainer(loggers=None)
     trainer.fit([BATCH], num_steps=1)
-    assert trainer._programs.options.remat == "none"
+    assert remat_of(trainer) == "none"
     assert "the memory of a cpu device is not known" in capsys.readouterr().out
 
 
@@ -135,7 +143,7 @@ def test_refused_step_is_replaced(
 ) -> None:
     limit_memory(1e12)
     trainer, tried = make_trainer(), []
-    start = type(trainer._programs).start
+    start = type(programs_of(trainer)).start
 
     def refuses_two(self: Any, *args: Any) -> Any:
         if (remat := self.options.remat) != "auto":
@@ -144,25 +152,26 @@ def test_refused_step_is_replaced(
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much")
         return start(self, *args)
 
-    monkeypatch.setattr(type(trainer._programs), "start", refuses_two)
+    monkeypatch.setattr(type(programs_of(trainer)), "start", refuses_two)
     trainer.fit([BATCH], num_steps=1)
     assert tried[0] == "none"
     assert len({*map(repr, tried)}) == len(tried)
     # The policies that were tried after the two refused ones fit.
     kept = [x for x in rank_remats(trainer, BATCH, "") if x in tried[2:]]
-    assert trainer._programs.options.remat == kept[0]
+    assert remat_of(trainer) == kept[0]
 
 
 def test_custom_loop_and_verify_choose_too(limit_memory: Callable) -> None:
     limit_memory(1)
     trainer = make_trainer()
     trainer.verify(BATCH)
-    assert trainer._programs.options.remat == "full"
+    assert remat_of(trainer) == "full"
     trainer = make_trainer()
     step, batch = trainer.train_step, trainer.shard_batch(BATCH)
+    metrics: dict = {}
     for _ in range(2):
         trainer.state, metrics = step(trainer.state, batch)
-    assert trainer._programs.options.remat == "full"
+    assert remat_of(trainer) == "full"
     assert trainer.train_step is not step
     assert float(metrics["loss"]) > 0
 
@@ -186,7 +195,7 @@ def test_each_player_has_its_policy(limit_memory: Callable) -> None:
         loggers=(),
     )
     trainer.fit([BATCH] * 2, num_steps=2)
-    turns = trainer._programs.turns.values()
+    turns = programs_of(trainer).turns.values()
     # Gradients of the head need no values of the blocks.
     assert [each.options.remat for each in turns] == ["full", "none"]
 
@@ -211,5 +220,6 @@ def test_plan_tries_named_values_between_full_and_dots() -> None:
         compile=0,
         fix={"fsdp": 8, "microbatches": 1, "precision": "mixed_bfloat16"},
     )
+    assert found.best is not None
     assert isinstance(found.best.candidate.remat, Save)
     assert "Save('attention'" in found.best.candidate.code

@@ -33,6 +33,7 @@ from nnx_parallel.cli.names import Names, scopes_of
 from nnx_parallel.cli.script import Reached, line_of, main_module, run_script
 from nnx_parallel.errors import ParallelError, PlanError
 from nnx_parallel.layers.stack.scan import Save
+from nnx_parallel.plan.calibration import calibrate
 from nnx_parallel.plan.candidates import check_fix
 from nnx_parallel.plan.hardware import Topology
 from nnx_parallel.plan.parts import PLANNED_OFFLOAD, Parts
@@ -62,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``plan``."""
     add = parser.add_argument
     where = "devices to plan for, such as v5p:4x4x4 or v5p-128, 2*v5e:16x16, h100:64"
-    add("--topology", required=True, metavar="NAME", help=where)
+    add("--topology", metavar="NAME", help=where)
+    measures = "measure the speeds of this machine's devices for later plans, and end"
+    add("--calibrate", action="store_true", help=measures)
     joined = "number of GPUs that fast links join, if it differs from the maker's"
     add("--machine-size", type=int, metavar="N", help=joined)
     speed = "GB/s of a device's network, one way, if they differ from the maker's"
@@ -87,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--cache", metavar="DIRECTORY", help="directory for results of the compiler")
     add("--json", metavar="FILE", help="write the plan as JSON too")
     add("--html", metavar="FILE", help="write the plan as an HTML page too")
-    add("script", help="the Python script that trains")
+    add("script", nargs="?", help="the Python script that trains")
     # `main` stores the arguments after `--` here, so that options may follow the
     # script.
     parser.set_defaults(arguments=[])
@@ -100,6 +103,15 @@ def run_plan(options: argparse.Namespace) -> int:
     Returns:
         0 if a candidate fits, 1 if none fits, 2 if planning failed.
     """
+    if options.calibrate:
+        lines = calibrate(cache=options.cache).lines()
+        sys.stdout.write("\n".join((*lines, "")))
+        return 0
+    needed = {"--topology": options.topology, "script": options.script}
+    if missing := [name for name, value in needed.items() if value is None]:
+        text = " and ".join(missing)
+        sys.stderr.write(f"plan needs {text}, or --calibrate without both.\n")
+        return 2
     settings = {k: v for k, v in vars(options).items() if k != "command"}
     environment = {
         # The plan is for other devices, so the memory of this machine's devices stays

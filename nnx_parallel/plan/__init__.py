@@ -5,6 +5,7 @@
 `search`.
 """
 
+from nnx_parallel.plan.calibration import calibrate as calibrate
 from nnx_parallel.plan.candidates import Candidate as Candidate
 from nnx_parallel.plan.hardware import HARDWARE as HARDWARE
 from nnx_parallel.plan.hardware import Hardware as Hardware

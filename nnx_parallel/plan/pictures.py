@@ -427,8 +427,8 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
         marks.append(note(16, y + 10, f"{lane.name}: {words}"))
         y += 18
     y += 4
-    for assumed in plan.assumptions.lines():
-        for each in textwrap.wrap(f"assumed: {assumed}", int(WIDTH / LETTER)):
+    for words in plan.assumptions.lines():
+        for each in textwrap.wrap(words, int(WIDTH / LETTER)):
             marks.append(note(0, y + 10, each, "soft"))
             y += 15
     title = f"Roofline of {entry.name}"

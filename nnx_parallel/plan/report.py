@@ -208,7 +208,7 @@ class Plan:
             f"{sum(self.seconds.values()):.0f} s",
             f"a program gets {format_bytes(usable)} of a device's memory "
             f"({self.topology.hardware.source})",
-            *(f"assumed: {line}" for line in self.assumptions.lines()),
+            *self.assumptions.lines(),
             "~ and ? mark estimates by formulas; MFU counts attention's masked scores, "
             "but not recomputation",
             *self.notes,

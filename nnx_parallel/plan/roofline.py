@@ -143,20 +143,24 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumed shares of the data sheets' figures; each has a worse and a better value.
+    """Shares of the data sheets' figures; each has a worse and a better value.
+
+    By default they are assumed. `calibrate` measures them.
 
     Attributes:
         products: Share of the peak FLOP/s that products reach.
         memory: Share of the memory's bandwidth.
         links: Share of the bandwidth of links and network.
+        source: Where the shares come from.
     """
 
     products: Range = (0.5, 0.85)
     memory: Range = (0.6, 0.95)
     links: Range = (0.6, 0.95)
+    source: str = "assumed"
 
     def lines(self) -> list[str]:
-        """Describes the assumptions in words."""
+        """Describes the shares in words."""
         shares = {
             "products attain": (self.products, "of the peak FLOP/s"),
             "memory": (self.memory, "of its bandwidth"),
@@ -164,7 +168,7 @@ class Assumptions:
                       "uses from two links of a device to all"),
         }  # fmt: skip
         return [
-            f"{name} {worse:.0%} to {better:.0%} {of}"
+            f"{self.source}: {name} {worse:.0%} to {better:.0%} {of}"
             for name, ((worse, better), of) in shares.items()
         ]
 

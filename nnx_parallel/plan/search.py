@@ -14,6 +14,7 @@ from flax import nnx
 from nnx_parallel.errors import ParallelError, PlanError, suggest
 from nnx_parallel.layers.stack.scan import Level, Remat
 from nnx_parallel.mesh import leaving_mesh
+from nnx_parallel.plan.calibration import stored
 from nnx_parallel.plan.candidates import (
     Candidate,
     check_fix,
@@ -97,7 +98,9 @@ def plan(
         num_processes: How many candidates are compiled at the same time; each needs
             some GiB of memory.
         cache: Directory for results of the compiler.
-        assumptions: Assumed shares of the data sheets' figures.
+        assumptions: Shares of the data sheets' figures that the devices attain; by
+            default the shares that `calibrate` has measured on such a device, or else
+            assumed shares.
         on_progress: Called with a line of text from time to time.
 
     Returns:
@@ -123,7 +126,7 @@ def plan(
     started = time.monotonic()
     parts = trainer if isinstance(trainer, Parts) else Parts.of(trainer, batch)
     where = topology if isinstance(topology, Topology) else Topology.parse(topology)
-    assumed = assumptions or Assumptions()
+    assumed = assumptions or stored(where.hardware, cache) or Assumptions()
     check_fix(fix or {})
     is_count = isinstance(compile, int) and not isinstance(compile, bool)
     if compile != "all" and not (is_count and compile >= 0):
