@@ -1,9 +1,10 @@
-"""Predicted and published speeds of training steps on TPUs; compiled, not run.
+"""Predicted and published speeds of training steps on TPUs and GPUs; nothing runs.
 
 Each published configuration is written with this library's strategies, compiled for the
 devices that it ran on, and timed by `nnx_parallel.plan.timeline`: the compiler's
-estimate of each operation, and its transfers over the links of the torus. No constant
-is fitted to a published figure.
+estimate of each operation, and its transfers over the links of the torus. No compiler
+for GPUs runs here, so their steps are estimated by formulas. No constant is fitted to a
+published figure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from nnx_parallel import (
     Precision,
     Strategy,
     TensorParallel,
+    Trainer,
+    plan,
 )
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.plan import Topology
+from nnx_parallel.plan import HARDWARE, Candidate, Topology
 from nnx_parallel.plan.roofline import Assumptions
 from nnx_parallel.plan.timeline import read_schedule
 from nnx_parallel.sharding.model import abstract_model
@@ -276,24 +279,99 @@ PUBLISHED = {
 }
 
 
+_TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks"
+_H100 = HARDWARE["h100"]
+# torchtitan's H100s have HBM2e and a power limit of 500 W. Its page says that their
+# peak lies between those of SXM (989 TFLOP/s) and NVL (835); this is the mean.
+_H100_500W = replace(
+    _H100,
+    flops={**_H100.flops, "bfloat16": 912e12},
+    memory_bytes=96e9,
+    memory_bandwidth=2.4e12,
+)
+
+
+def _on_gpus(name: str, tensor: Strategy | None = None, **fields: Any) -> Published:
+    state = FSDP() if tensor is None else Composite(FSDP(), tensor)
+    return Published(config=_llama(name, 8192), strategy=state, **fields)
+
+
+_2024 = f"{_TITAN}/llama3_h100_202412_torchtitan.md"
+_2025 = f"{_TITAN}/asyncTP_llama3_h100_2025-06_torchtitan.md"
+_A100S = "https://github.com/pytorch/torchtitan/blob/v0.1.0/docs/performance.md"
+_SEQUENCE, _RING = TensorParallel(8, sequence=True), TensorParallel(8, overlap="ring")
+_DOTS = "theirs keeps every second product of a block, ours all"
+_8B, _70B = "llama3.1-8b", "llama3.1-70b"
+GPUS: dict[str, tuple[Topology, Published]] = {
+    f"{name}, {count} {hardware.name}": (
+        Topology(hardware=hardware, num_devices=count),
+        case,
+    )
+    for name, count, hardware, case in (
+        ("Llama 3.1 8B", 8, _H100_500W,
+         _on_gpus(_8B, topology="", rows=2, remat="dots", tokens=6667, source=_2024,
+                  differs=_DOTS)),
+        ("Llama 3.1 8B", 128, _H100_500W,
+         _on_gpus(_8B, topology="", rows=2, remat="dots", tokens=6514, source=_2024,
+                  differs=_DOTS)),
+        ("Llama 3.1 70B, TP 8", 256, _H100_500W,
+         _on_gpus(_70B, _SEQUENCE, topology="", rows=2, tokens=597.3, source=_2025)),
+        ("Llama 3.1 70B, TP 8 with overlap", 256, _H100_500W,
+         _on_gpus(_70B, _RING, topology="", rows=2, tokens=652.4, source=_2025)),
+        ("Llama 3 8B", 64, HARDWARE["a100"],
+         _on_gpus(_8B, topology="", rows=1, remat="dots", tokens=2973,
+                  source=_A100S, differs=_DOTS)),
+        ("Llama 3 70B", 64, HARDWARE["a100"],
+         _on_gpus(_70B, topology="", rows=1, tokens=331, source=_A100S)),
+    )
+}  # fmt: skip
+"""Runs of torchtitan in bfloat16 with ``torch.compile``."""
+
+
+def estimate_case(topology: Topology, case: Published) -> dict[str, float]:
+    """Seconds of a step by formulas, at best and at worst."""
+    config = case.config()
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-3),
+        next_token_loss,
+        precision=Precision.mixed_bfloat16(),
+        loggers=(),
+    )
+    rows = case.rows * topology.num_devices
+    tokens = jax.ShapeDtypeStruct((rows, config.seq_len + 1), np.int32)
+    candidate = Candidate(strategy=case.strategy, remat=case.remat)
+    found = plan(
+        trainer,
+        topology=topology,
+        batch={"tokens": tokens},
+        candidates=candidate,
+        assumptions=Assumptions(),
+        compile=0,
+    )
+    spent = found.entries[0].time
+    assert spent is not None, found.entries[0].refused
+    return {"fast": spent.fast, "slow": spent.slow}
+
+
 def compile_case(case: Published) -> dict[str, float]:
     """Seconds of a step, at best and at worst, and the parts of this time."""
     config, topology = case.config(), Topology.parse(case.topology)
     strategy = case.strategy
     layout = strategy.layout(strategy.make_mesh(topology.described()))
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    plan = plan_state(
+    placed = plan_state(
         model,
         layout,
         optax.adamw(1e-3),
         precision=Precision.mixed_bfloat16(),
         offload=case.offload,
     )
-    step: Any = make_train_step(plan, next_token_loss, StepOptions(remat=case.remat))
+    step: Any = make_train_step(placed, next_token_loss, StepOptions(remat=case.remat))
     rows = case.rows * topology.num_devices
     place = layout.sharding(layout.batch_spec(rows))
     tokens = jax.ShapeDtypeStruct((rows, config.seq_len + 1), np.int32, sharding=place)
-    lowered = step.lower(plan.abstract, {"tokens": tokens})
+    lowered = step.lower(placed.abstract, {"tokens": tokens})
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as directory:
         given = {**case.options, "xla_dump_to": directory}
@@ -335,6 +413,8 @@ def measure(rounds: int = 1) -> Table:
             table.add(name, f"not compiled: {str(error).splitlines()[-1][:200]}")
             continue
         table.add(name, row_of(case, figures))
+    for name, (topology, case) in GPUS.items():
+        table.add(name, row_of(case, estimate_case(topology, case)))
     return table
 
 

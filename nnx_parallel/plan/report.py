@@ -27,6 +27,8 @@ HEADER = ("", "strategy, microbatches, remat", "GiB", "step, s", "MFU", "sent, G
 AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 EQUAL = 0.03
 """Times that differ by at most this share count as equal."""
+ERROR_BAND = (0.6, 1.4)
+"""Bytes of a compiled step, divided by the estimate of the formulas (docs/plan.md)."""
 _MOST = 50  # candidates in the JSON of a plan
 
 
@@ -202,6 +204,7 @@ class Plan:
         """Describes the search and the assumptions, and gives the best one's code."""
         usable = self.topology.hardware.usable_bytes
         compiled = sum(1 for e in self.entries if e.costs and e.costs.is_compiled)
+        low, high = ERROR_BAND
         lines = [
             f"{self.num_enumerated:,} candidates; formulas ruled out "
             f"{self.num_dropped:,}; {compiled} compiled; "
@@ -209,8 +212,9 @@ class Plan:
             f"a program gets {format_bytes(usable)} of a device's memory "
             f"({self.topology.hardware.source})",
             *self.assumptions.lines(),
-            "~ and ? mark estimates by formulas; MFU counts attention's masked scores, "
-            "but not recomputation",
+            "~ and ? mark estimates by formulas; a compiled step may need "
+            f"{low:g} to {high:g} times as much memory",
+            "MFU counts attention's masked scores, but not recomputation",
             *self.notes,
         ]
         if (best := self.best) is not None:
