@@ -27,6 +27,7 @@ from nnx_parallel import (
     FSDP,
     Composite,
     DataParallel,
+    ExpertParallel,
     OneFOneB,
     Pipeline,
     TensorParallel,
@@ -182,6 +183,16 @@ FURTHER_PAIRS = {
             **_preset("gemma2-9b"),
         ),
         *("gemma2-9b", "v5p-128", 2),
+    ),
+    "Mixtral 8x7B, 64 v5p, expert 4 x FSDP 16": _pair(
+        Case(
+            strategy=Composite(ExpertParallel(4), FSDP(16)),
+            topology="v5p:4x4x4",
+            rows=128,
+            **_preset("mixtral-8x7b"),
+        ),
+        *("mixtral-8x7b", "v5p-128", 2),
+        *("ici_expert_parallelism=4", "ici_fsdp_parallelism=16"),
     ),
 }
 """Further steps of both libraries (``--full``); ours have the default options."""

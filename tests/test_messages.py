@@ -90,6 +90,22 @@ def test_fit_header_describes_run(
     assert resumed == f"Resumed from step 5 in '{tmp_path / 'run'}'."
 
 
+def test_header_advises_stack_for_many_equal_blocks() -> None:
+    def build(count: int) -> Any:
+        return lambda rngs: nnx.Sequential(
+            *(nnx.Linear(64, 64, rngs=rngs) for _ in range(count))
+        )
+
+    texts = []
+    for count in (3, 4):
+        memory = Memory()
+        make_trainer(memory, model=build(count)).fit(DATA[:1], 1)
+        texts.append(memory.messages[0])
+        assert re.match(r"Trained 1 step in", memory.messages[-1])
+    advice = "the 4 equal blocks of `layers` are traced and compiled one by one"
+    assert [advice in text for text in texts] == [False, True]
+
+
 def test_summary_names_best_evaluation() -> None:
     memory = Memory()
     trainer = make_trainer(memory, optimizer=optax.sgd(-0.1))  # the loss rises

@@ -249,8 +249,9 @@ class Loop:
         if options is not None:
             directory = self.run.checkpoints.directory
             saved = f"Step {self.run.checkpoints.last_saved} is saved in '{directory}'."
+        count = run.step - first_step
         parts = [
-            f"Trained {run.step - first_step:,} steps in {spent}.",
+            f"Trained {count:,} step{'s' * (count != 1)} in {spent}.",
             self._recorder.best_eval(name, mode),
             saved,
         ]

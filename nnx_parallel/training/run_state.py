@@ -26,6 +26,7 @@ from nnx_parallel.errors import (
     NonFiniteLossError,
     StateStructureError,
 )
+from nnx_parallel.layers.stack.build import find_blocks
 from nnx_parallel.optimizers.steps import state_kinds, warn_of_changes
 from nnx_parallel.sharding.model import (
     ModelFn,
@@ -47,6 +48,9 @@ from nnx_parallel.visualize.describe import Description, describe_model
 
 Kind = Literal["params", "ema", "eval"]
 """The parameters of a model that the user gets. `Judged` computes ``"eval"``."""
+
+# A Stack saves little time with fewer blocks.
+_MANY_BLOCKS = 4
 
 
 class HandedModel:
@@ -521,6 +525,12 @@ class RunState:
         if own.local_directory is not None:
             known = facts_to_verify(own.description, self.plan, options)
             facts["verified"] = last_verified(own.local_directory, known)
+        path, count = find_blocks(self.plan.model.copy())
+        if count >= _MANY_BLOCKS:
+            facts["blocks"] = (
+                f"the {count} equal blocks of `{dotted(path)}` are traced and compiled "
+                "one by one; layers.Stack.of(blocks) compiles one block"
+            )
         facts["step"] = f"{self.step} {of} {num_steps}"
         if options or refused:
             facts["compiler options"] = format_options(options, refused)
