@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
@@ -250,7 +250,13 @@ class ParallelError(Exception):
 
     The traceback ends with a link to the documentation of the class, if the metadata of
     the installed package has the address of the documentation.
+
+    Attributes:
+        exit_code: Exit code of a process that the error ends, if there are several
+            processes, and of the launcher.
     """
+
+    exit_code: ClassVar[int] = 1
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -283,6 +289,8 @@ class VersionError(ParallelError, ImportError):
 
 class DeviceMemoryError(ParallelError, MemoryError):
     """A step's state, gradients and activations must fit in the memory of a device."""
+
+    exit_code = 77
 
 
 class DeviceCountError(ParallelError, RuntimeError):
@@ -409,6 +417,8 @@ class NonFiniteLossError(ParallelError, ArithmeticError):
     ``Faults(on_non_finite="skip")`` skips steps that are not finite, and so does
     float16's loss scaling. A state that is not finite is never saved.
     """
+
+    exit_code = 78
 
 
 class DataError(ParallelError, ValueError):

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nnx_parallel.cli.launch import Job, launch
+from nnx_parallel.cli.launch import Job, cause_of, is_stuck, launch
+from nnx_parallel.distributed.causes import CAUSES, Cause, note_cause, read_cause
 from nnx_parallel.errors import MeshShapeError
 from tests.processes.running import ENVIRONMENT
 from tests.waiting import wait_until
@@ -124,3 +125,88 @@ def test_processes_share_visible_devices(
     with pytest.raises(MeshShapeError, match=re.escape(message)):
         launch(job)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3,6"
+
+
+FAILING = """
+import os, sys
+import numpy as np
+import optax
+from flax import nnx
+from nnx_parallel import Checkpoint, Trainer
+from nnx_parallel.errors import DeviceMemoryError
+
+kind, run = sys.argv[1:]
+
+def loss(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+def data():
+    step = 0
+    while True:
+        step += 1
+        x = np.ones((8, 4), np.float32)
+        if step == 3 and kind == "data":
+            raise RuntimeError("no more disk")
+        if step == 3 and kind == "once" and os.environ["NNX_PARALLEL_RESTART"] == "0":
+            raise RuntimeError("only once")
+        yield {"x": x * (np.nan if step == 3 and kind == "nan" else 1)}
+
+if kind == "import":
+    import missing_module
+model = lambda rngs: nnx.Linear(4, 1, rngs=rngs)
+trainer = Trainer(model, optax.sgd(0.1), loss, checkpoint=Checkpoint(run, every=1))
+trainer.fit(data(), num_steps=4)
+"""
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "code", "starts", "place", "reason"),
+    [
+        ("nan", 78, 2, "at step 3", "NonFiniteLossError"),
+        ("data", 1, 3, "at step 2", "RuntimeError"),
+        ("import", 1, 3, "before the training", "exit code 1"),
+        ("once", 0, 2, "", ""),
+    ],
+)
+def test_useless_restarts_are_not_made(
+    tmp_path: Path, kind: str, code: int, starts: int, place: str, reason: str
+) -> None:
+    script, run = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(FAILING)
+    options = ["--processes", "1", "--cpu", "--max-restarts", "9"]
+    command = ["-m", "nnx_parallel", "launch", *options, str(script), kind, str(run)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("Starting all processes again") == starts - 1
+    if code:
+        text = (
+            f"[launch] The run has failed {starts} times {place} for the same reason: "
+            f"{reason}. It is not started again."
+        )
+        assert done.stderr.splitlines()[-1] == text
+
+
+def test_kills_without_known_step_do_not_count_as_alike() -> None:
+    killed = Cause(kind="exit code 137", code=137)
+    assert not is_stuck([killed] * 5)
+    assert is_stuck([Cause(kind="exit code 137", code=137, step=7)] * 3)
+    other = Cause(kind="exit code 137", code=137, step=8)
+    assert not is_stuck([other, Cause(kind="exit code 137", code=137, step=7), other])
+
+
+def test_launcher_reads_step_of_survivors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CAUSES, str(tmp_path))
+    note_cause(1, "lost process", "process 0 is lost", step=5, code=75)
+    (tmp_path / "2.json").write_text("{")
+    found = cause_of(tmp_path, 0, 137, 3)
+    assert found == Cause(kind="exit code 137", step=5, code=137)
+    assert read_cause(tmp_path, 2) is None

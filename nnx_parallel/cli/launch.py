@@ -15,6 +15,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from nnx_parallel.distributed.causes import CAUSES, Cause, read_cause
 from nnx_parallel.distributed.initialize import (
     CLUSTER,
     COORDINATOR,
@@ -32,7 +34,7 @@ from nnx_parallel.distributed.initialize import (
 )
 from nnx_parallel.distributed.messages import listen
 from nnx_parallel.distributed.runtime import PEER_LOST, PREEMPTED, TAGGED
-from nnx_parallel.errors import MeshShapeError
+from nnx_parallel.errors import DeviceMemoryError, MeshShapeError, NonFiniteLossError
 
 RESTART = "NNX_PARALLEL_RESTART"
 """Environment variable with the number of restarts so far."""
@@ -94,23 +96,42 @@ def launch(job: Job) -> int:
     process; after such a signal nothing is restarted. Child processes that outlive
     their parent, such as a data loader's, are killed once all processes have ended.
 
+    A run that fails again and again at the same step for the same reason is not
+    restarted a third time, and after a loss that is not finite or a lack of memory not
+    a second time.
+
     Returns:
-        0, or the exit code of the first process to fail (128 + n after signal n). The
-        code is 143, `PREEMPTED`, if a SIGTERM has stopped the run.
+        0, or the exit code of the first process to fail (128 + n after signal n), or
+        the code of its error. The code is 143, `PREEMPTED`, if a SIGTERM has stopped
+        the run.
 
     Raises:
         MeshShapeError: If the visible devices are fewer than the processes need.
     """
     code = 0
+    failures: list[Cause] = []
     with _forwarded_signals() as (received, receivers):
         for restart in range(job.max_restarts + 1):
-            with _processes(job, restart) as processes:
+            with (
+                tempfile.TemporaryDirectory() as causes,
+                _processes(job, restart, causes) as processes,
+            ):
                 receivers[:] = processes
                 # These signals came before all processes had started.
                 for number, process in itertools.product(received, processes):
                     process.send_signal(number)
-                code = _wait(processes)
+                index, code = _wait(processes)
+                cause = cause_of(Path(causes), index, code, job.num_processes)
             if code == 0 or received:
+                return code
+            code = cause.code if code == 1 else code
+            failures.append(cause)
+            if is_stuck(failures):
+                text = (
+                    f"The run has failed {_tries(cause)} times {cause.place} for the "
+                    f"same reason: {cause.kind}. It is not started again."
+                )
+                _write(sys.stderr, "launch", text)
                 return code
             if left := job.max_restarts - restart:
                 text = f"Starting all processes again ({left} restarts left)."
@@ -118,8 +139,37 @@ def launch(job: Job) -> int:
     return code
 
 
-def _wait(processes: list[Process]) -> int:
-    """Waits for all processes; returns the exit code of the first to fail."""
+def cause_of(directory: Path, index: int, code: int, count: int) -> Cause:
+    """Returns the cause that the first process to fail has noted, or its exit code."""
+    if (found := read_cause(directory, index)) is not None:
+        return found
+    # A process that was killed notes nothing. The others note at which step they lost
+    # it.
+    noted = (read_cause(directory, i) for i in range(count))
+    step = next((x.step for x in noted if x is not None), None)
+    return Cause(kind=f"exit code {code}", step=step, code=code)
+
+
+def _tries(cause: Cause) -> int:
+    """Returns how often a run may fail at one step for one reason."""
+    # A step computes the same numbers again, unless the hardware was faulty.
+    certain = NonFiniteLossError.exit_code, DeviceMemoryError.exit_code
+    return 2 if cause.code in certain else 3
+
+
+def is_stuck(failures: list[Cause]) -> bool:
+    """Returns True if the last failures are alike, so that a restart is useless."""
+    last = failures[-1]
+    # A machine may be taken away several times. If the step is unknown, the run may
+    # have gone on in between.
+    if last.step is None and last.code > 128:
+        return False
+    same = failures[-_tries(last) :]
+    return len(same) == _tries(last) and all(map(last.is_like, same))
+
+
+def _wait(processes: list[Process]) -> tuple[int, int]:
+    """Waits for all processes; returns index and exit code of the first to fail."""
     ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     for i, process in enumerate(processes):
         _thread(_watch, i, process, ended)
@@ -148,7 +198,7 @@ def _wait(processes: list[Process]) -> int:
             end = time.monotonic() + _GRACE_SECONDS
             deadline = end if deadline is None else min(deadline, end)
     if not failures:
-        return PREEMPTED if is_preempted else 0
+        return 0, PREEMPTED if is_preempted else 0
     # A process that ends because another process is lost may be reaped before the lost
     # process.
     own = [failure for failure in failures if failure[1] != PEER_LOST]
@@ -157,11 +207,11 @@ def _wait(processes: list[Process]) -> int:
     text = f"Process {index} failed first, {how}. All processes have ended."
     _write(sys.stderr, "launch", text)
     # For signal n the code of `Popen` is -n, and the code of a shell is 128 + n.
-    return 128 - code if code < 0 else code
+    return index, 128 - code if code < 0 else code
 
 
 @contextmanager
-def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
+def _processes(job: Job, restart: int, causes: str) -> Iterator[list[Process]]:
     """Starts the processes; on exit ends all of them and their children."""
     with listen(job.host) as probe:  # the coordinator takes the port a moment later
         port = probe.getsockname()[1]
@@ -172,7 +222,7 @@ def _processes(job: Job, restart: int) -> Iterator[list[Process]]:
         for index in range(job.num_processes):
             process = subprocess.Popen(
                 [sys.executable, *job.command],
-                env=_environment(job, address, index, restart),
+                env=_environment(job, address, index, restart) | {CAUSES: causes},
                 stdin=subprocess.DEVNULL,  # processes cannot share one input
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -25,6 +25,8 @@ import jax
 # No other module of this package reads this state.
 from jax._src import distributed, xla_bridge
 
+from nnx_parallel.distributed.causes import note_cause
+
 T = TypeVar("T")
 
 STATE = distributed.global_state
@@ -198,11 +200,12 @@ def _end_by_exception(
     # A Ctrl-C ends the fit on all processes, so the others need no reason.
     is_alike = error.args == (INTERRUPT,)
     text = "".join(traceback.format_exception(error))
+    code = getattr(error, "exit_code", 1)
     _end(
         _line(error) or text,
         lambda: _notify(None if is_alike else reason),
         # Shells report that a signal ended a process by this code.
-        128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1,
+        128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else code,
     )
 
 
@@ -231,6 +234,7 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
     text = "its connection closed without an exit message (killed, or out of memory)."
     if reason is not None:
         text = f"{reason.rstrip('.')}. Its output says more."
+    note_cause(process_index(), "lost process", text, code=PEER_LOST)
     _end(f"Process {process} is lost: {text} {_RESUME}", drain, PEER_LOST)
 
 
@@ -398,6 +402,7 @@ class Watchdog:
             f"{armed.step} was dispatched; the stack of every thread is above"
         )
         if _ending.acquire(blocking=False):
+            note_cause(process_index(), "step timeout", reason, code=HUNG)
             _end(f"{reason}. {_RESUME}", lambda: _notify(reason), HUNG)
 
 

@@ -23,12 +23,14 @@ from nnx_parallel.data.rows import (
     count_rows,
 )
 from nnx_parallel.distributed.agreement import allgather_object, count_step
+from nnx_parallel.distributed.causes import note_cause, note_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
     PREEMPTED,
     Termination,
     Watchdog,
     make_interrupt,
+    process_index,
 )
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
@@ -57,6 +59,14 @@ _SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluatio
 
 _STEPS_TO_FIRST_METRICS = 4
 """After so many steps, the first metrics are known. They arrive up to 2 steps late."""
+
+
+def _note(error: BaseException, step: int | None = None) -> None:
+    """Notes the cause of a failure for the launcher; a signal is not a failure."""
+    if isinstance(error, Exception):
+        code = getattr(error, "exit_code", 1)
+        kind = type(error).__name__
+        note_cause(process_index(), kind, str(error), step=step, code=code)
 
 
 @dataclass(kw_only=True)
@@ -144,9 +154,11 @@ class Loop:
             for callback in self.callbacks:
                 callback.on_fit_end(self.trainer, history)
         except NonFiniteLossError as error:
+            _note(error, self._recorder.bad_step)
             why = self._explain_non_finite()
             raise NonFiniteLossError(f"{error} {why}") from None
-        except BaseException:
+        except BaseException as error:
+            _note(error)
             # This process must not wait for others, which may never reach this line.
             checkpoints.abandon_if_shared()
             raise
@@ -263,6 +275,7 @@ class Loop:
 
     def _train(self) -> None:
         self._began = self.run.step, time.monotonic()
+        note_step(self.run.step)
         self.run.excuse_arrays()
         self._run_steps()
         if skipped := self._recorder.skip_message():
@@ -293,6 +306,7 @@ class Loop:
                     # Before this line, Ctrl-C may end the fit at once: nothing is lost.
                     self._termination.defers = True
                 count_step()
+                note_step(step + 1)
                 with self._tracer.step(step, run.state), self._explaining_memory():
                     # This is one statement, so no variable refers to the donated state.
                     run.state, metrics = self._run_step(step, item.batch)
