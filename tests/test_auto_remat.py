@@ -161,14 +161,18 @@ def test_refused_step_is_replaced(
     assert remat_of(trainer) == kept[0]
 
 
-def test_custom_loop_and_verify_choose_too(limit_memory: Callable) -> None:
+def test_custom_loop_and_verify_choose_too(
+    limit_memory: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limit_memory(1)
     trainer = make_trainer()
     trainer.verify(BATCH)
     assert remat_of(trainer) == "full"
     trainer = make_trainer()
     step, batch = trainer.train_step, trainer.shard_batch(BATCH)
-    metrics: dict = {}
+    trainer.state, metrics = step(trainer.state, batch)
+    # The choice is made once: the held step neither traces nor compiles again.
+    monkeypatch.setattr(type(programs_of(trainer)), "start", None)
     for _ in range(2):
         trainer.state, metrics = step(trainer.state, batch)
     assert remat_of(trainer) == "full"

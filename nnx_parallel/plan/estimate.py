@@ -264,8 +264,9 @@ class Estimate:
         row = self.per_row
         if row.scores is not None:
             # The gradient of the softmax needs the scores, their exponentials, and the
-            # gradients of both, in the compiler's order of dims.
-            layer += 3 * self.local_bytes(row.scores)
+            # gradients of both. Without remat, the first two are kept already.
+            count = 1 if self.candidate.remat == "none" else 3
+            layer += count * self.local_bytes(row.scores)
         # The loss runs before the first layer's backward pass.
         return max(layer, self.loss_bytes) + max(others, default=0.0)
 

@@ -30,6 +30,8 @@ _rankers: list[Ranker] = []
 # Memory that a step needs at least, in parts of the limit, if the compiler only says
 # that the step does not fit.
 _REFUSED = 1.05
+# The rest of the memory is for the next batches, and for gaps between arrays.
+_USABLE = 0.97
 
 
 def rank_with(ranker: Ranker) -> None:
@@ -137,7 +139,8 @@ def start_best(
             "device is not known."
         )
         return first, start(first), note
-    choice, started = Choice(ranked=ranked, limit=min(limits)), dict[Remat, Any]()
+    started: dict[Remat, Any] = {}
+    choice = Choice(ranked=ranked, limit=_USABLE * min(limits))
     while (remat := choice.next()) is not None:
         need = None
         try:
@@ -153,27 +156,32 @@ def start_best(
     return best, started[best], str(choice)
 
 
-@dataclass(frozen=True)
 class AutoStep:
     """A step whose ``remat`` is chosen when it gets its first batch.
 
-    Attributes:
+    Args:
         start: `Programs.start`; it returns the chosen step and its program.
     """
 
-    start: Callable[[Any, Any], tuple[Any, Program]]
+    def __init__(self, start: Callable[[Any, Any], tuple[Any, Program]]) -> None:
+        self._start, self._step = start, None
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Runs the step."""
-        return self.start(state, batch)[0](state, batch)
+        return self._chosen(state, batch)(state, batch)
 
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lowers the step, as ``jax.jit`` does."""
-        return self.start(state, batch)[0].lower(state, batch)
+        return self._chosen(state, batch).lower(state, batch)
 
     def trace(self, state: Any, batch: Any) -> jax.stages.Traced:
         """Traces the step, as ``jax.jit`` does."""
-        return self.start(state, batch)[0].trace(state, batch)
+        return self._chosen(state, batch).trace(state, batch)
+
+    def _chosen(self, state: Any, batch: Any) -> Any:
+        if self._step is None:
+            self._step, _ = self._start(state, batch)
+        return self._step
 
 
 def step_bytes(compiled: jax.stages.Compiled) -> int:
