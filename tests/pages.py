@@ -59,6 +59,7 @@ def run_page(page: Path, directory: Path) -> list[tuple[str, str | None]]:
             # With one device, a script that is written for a cluster would warn.
             "JAX_NUM_CPU_DEVICES": "2",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as in conftest.py
+            "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         },
         capture_output=True,
         text=True,

@@ -69,7 +69,7 @@ class Throughput:
         model_flops: FLOPs that the model needs for the batch (`count_model_flops`), or
             ``None``.
         hardware_flops: FLOPs of the compiled step on one device, which include
-            recomputation, or ``None``.
+            recomputation, or ``None``, also if the device's peak is unknown.
         device: One of this process's devices in the mesh.
         num_devices: Number of devices in the mesh.
     """
@@ -90,18 +90,22 @@ class Throughput:
         model_flops: float | None = None,
     ) -> Self:
         """Returns the throughput of a compiled step on a global batch."""
-        try:
-            flops = flops_of(compiled)
-        except (jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError):
+        device, flops = mesh.local_devices[0], None
+        # Without a peak, as on a CPU, `rates` does not use the FLOPs. To count them,
+        # the text of the whole program is parsed.
+        if peak_flops(device):
             # If libtpu is newer than jaxlib, jaxlib may be unable to print the program.
-            flops = None
+            with contextlib.suppress(
+                jax.errors.JaxRuntimeError, ValueError, KeyError, IndexError
+            ):
+                flops = flops_of(compiled)
         return cls(
             num_rows=count_rows(batch),
             num_tokens=count_tokens(batch),
             model_flops=model_flops,
             hardware_flops=flops,
             # `memory_stats` fails for devices of other processes.
-            device=mesh.local_devices[0],
+            device=device,
             num_devices=mesh.size,
         )
 

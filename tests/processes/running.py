@@ -19,7 +19,9 @@ WORKER = Path(__file__).with_name("worker.py")
 VARIABLES = {
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
+    # As in conftest.py.
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
 }
 ENVIRONMENT = os.environ | VARIABLES
 
