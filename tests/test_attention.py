@@ -61,7 +61,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "float32": {"cudnn": "dtype float32; it takes float16 or bfloat16"},
 }
 HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
-IDS = jnp.repeat(jnp.array([[1, 1, 2, 0]]), SEQ // 4, axis=1)
+IDS = jnp.asarray(np.repeat(np.array([[1, 1, 2, 0]], np.int32), SEQ // 4, axis=1))
 
 
 def reference(call: AttentionCall, grad: Any = 0.0) -> tuple[np.ndarray, ...]:
@@ -135,18 +135,28 @@ def test_implementations_refuse_or_match_xla(implementation: str, name: str):
     assert np.max(np.abs(out - wanted)) <= 1e-5 * np.max(np.abs(wanted))
 
 
-ONES = jnp.ones((2, 1, 8, 8), bool)
-ROW_3_SEES_NOTHING = ONES.at[1, :, 3].set(False)
-PAIR = (jnp.tile(jnp.array([[1, 1, 2, 2, 3, 3, 0, 0]]), (2, 1)), jnp.ones((2, 8), int))
+# NumPy computes these arrays without compiling a program for each operation.
+SEEN = np.ones((2, 4, 8, 8), bool)
+SEEN[1, :, 3] = False
+ROW_3_SEES_NOTHING = jnp.asarray(SEEN[:, :1])
+HEAD_2_SEES_LESS = np.ones((2, 4, 8, 8), bool)
+HEAD_2_SEES_LESS[:, 2, 3] = False
+PAIR = (
+    jnp.asarray(np.tile(np.array([[1, 1, 2, 2, 3, 3, 0, 0]], np.int32), (2, 1))),
+    jnp.asarray(np.ones((2, 8), np.int32)),
+)
 UNSEEN: dict[str, dict[str, Any]] = {
     "a row of the mask": {"mask": ROW_3_SEES_NOTHING},
     "packed": {"segments": (PAIR[0], PAIR[0]), "causal": True},
     "segments": {"segments": PAIR},
-    "later keys only": {"mask": ~jnp.tri(8, dtype=bool)[None, None], "causal": True},
-    "a row for one head": {"mask": jnp.repeat(ONES, 4, 1).at[:, 2, 3].set(False)},
-    "the whole mask": {"mask": jnp.zeros((1, 1, 1, 8), bool)},
+    "later keys only": {
+        "mask": jnp.asarray(~np.tri(8, dtype=bool)[None, None]),
+        "causal": True,
+    },
+    "a row for one head": {"mask": jnp.asarray(HEAD_2_SEES_LESS)},
+    "the whole mask": {"mask": jnp.asarray(np.zeros((1, 1, 1, 8), bool))},
     "a window": {"mask": ROW_3_SEES_NOTHING, "window": 100},
-    "keys outside the window": {"mask": ~jnp.eye(8, dtype=bool)[None, None]}
+    "keys outside the window": {"mask": jnp.asarray(~np.eye(8, dtype=bool)[None, None])}
     | {"window": 1, "causal": True},
     "softcap": {"mask": ROW_3_SEES_NOTHING, "softcap": 2.0},
     "sinks": {"mask": ROW_3_SEES_NOTHING, "sinks": jnp.array([0.5, -1.0, 0.0, 2.0])},
@@ -271,16 +281,16 @@ def test_long_sequences_never_hold_all_scores(packed: bool):
     assert memory.temp_size_in_bytes < 4 * seq * seq / 8
 
 
-X = jnp.zeros((2, 8, 4, 16))
-LONGER = jnp.zeros((2, 12, 4, 16))
-INTS = jnp.ones((2, 8), jnp.int32)
+X = np.zeros((2, 8, 4, 16), np.float32)
+LONGER = np.zeros((2, 12, 4, 16), np.float32)
+INTS = np.ones((2, 8), np.int32)
 WRONG = [
     (
         {"segments": INTS[:, :7]},
         "Segments of queries have shape (2, 7); they must be int (2, 8)",
     ),
     (
-        {"segments": INTS * 1.0},
+        {"segments": INTS.astype(np.float32)},
         "Segments of queries have dtype float32; they must be integers",
     ),
     (
@@ -302,15 +312,15 @@ WRONG = [
         "of the scores",
     ),
     (
-        {"sinks": jnp.zeros(3)},
+        {"sinks": np.zeros(3, np.float32)},
         "sinks has shape (3,) for 4 query heads; it must be (4,), one number for each",
     ),
     (
-        {"mask": jnp.ones((2, 4, 8, 7), bool)},
+        {"mask": np.ones((2, 4, 8, 7), bool)},
         "it must be bool (2, 4, 8, 8), where any dim may also be 1",
     ),
     (
-        {"mask": jnp.ones((1, 1, 8, 8))},
+        {"mask": np.ones((1, 1, 8, 8), np.float32)},
         "The mask has shape (1, 1, 8, 8) and dtype float32",
     ),
     ({"key": X[:, :, :3], "value": X[:, :, :3]}, "kv_heads must divide heads"),
@@ -319,5 +329,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "text"), WRONG)
 def test_invalid_attention_arguments_raise(changes: dict[str, Any], text: str):
+    given = {"query": X, "key": X, "value": X} | changes
+    arrays = {k: jnp.asarray(x) for k, x in given.items() if isinstance(x, np.ndarray)}
     with pytest.raises(ValueError, match=re.escape(text)):
-        attention(**{"query": X, "key": X, "value": X, **changes})
+        attention(**given | arrays)
