@@ -329,7 +329,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "text"), WRONG)
 def test_invalid_attention_arguments_raise(changes: dict[str, Any], text: str):
-    given = {"query": X, "key": X, "value": X} | changes
-    arrays = {k: jnp.asarray(x) for k, x in given.items() if isinstance(x, np.ndarray)}
+    given: dict[str, Any] = {"query": X, "key": X, "value": X} | changes
+    arrays: dict[str, Any] = {
+        name: jnp.asarray(x) for name, x in given.items() if isinstance(x, np.ndarray)
+    }
     with pytest.raises(ValueError, match=re.escape(text)):
         attention(**given | arrays)
