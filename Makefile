@@ -9,8 +9,7 @@ PYTEST_ARGS ?=
 
 python := $(VENV)/bin/python
 # Groups of tests run in the order of collection. The longest groups are in the middle, so
-# both workers end at about the same time. Fault tests also wait for processes, so two
-# workers would leave the cores idle for a third of the time.
+# both workers end at about the same time.
 pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
@@ -41,7 +40,7 @@ test-deep: $(VENV)/.dev  ## run more combinations than `make test`; 45 minutes
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## run tests with processes that die, hang, are killed; 8 minutes
-	$(python) -m pytest -n 3 -m "faults and not slow" $(PYTEST_ARGS)
+	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## run all tests
 	$(pytest) $(PYTEST_ARGS)
