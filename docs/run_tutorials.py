@@ -32,7 +32,8 @@ class QuickCompilation(AsyncKernelManager):
 
     def start_kernel(self, **options: Any) -> Any:
         """Starts the kernel."""
-        env = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        env = options.pop("env", None) or os.environ
+        env = {**env, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         return super().start_kernel(env=env, **options)
 
 

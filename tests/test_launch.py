@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from nnx_parallel.cli.launch import Job, cause_of, is_stuck, launch
-from nnx_parallel.distributed.causes import CAUSES, Cause, note_cause, read_cause
-from nnx_parallel.errors import MeshShapeError
+from nnx_parallel.cli.launch import Failure, Job, cause_of, is_stuck, launch
+from nnx_parallel.distributed.causes import (
+    CAUSE,
+    Cause,
+    exit_code_of,
+    note_cause,
+    note_step,
+    read_cause,
+)
+from nnx_parallel.errors import DeviceMemoryError, MeshShapeError, NonFiniteLossError
 from tests.processes.running import ENVIRONMENT
 from tests.waiting import wait_until
 
@@ -133,7 +140,7 @@ import numpy as np
 import optax
 from flax import nnx
 from nnx_parallel import Checkpoint, Trainer
-from nnx_parallel.errors import DeviceMemoryError
+from nnx_parallel.errors import NonFiniteLossError
 
 kind, run = sys.argv[1:]
 
@@ -155,7 +162,15 @@ if kind == "import":
     import missing_module
 model = lambda rngs: nnx.Linear(4, 1, rngs=rngs)
 trainer = Trainer(model, optax.sgd(0.1), loss, checkpoint=Checkpoint(run, every=1))
+if kind == "caught":
+    nan = {"x": np.full((8, 4), np.nan, np.float32)}
+    try:
+        Trainer(model, optax.sgd(0.1), loss).fit([nan], num_steps=1)
+    except NonFiniteLossError:
+        pass
 trainer.fit(data(), num_steps=4)
+if kind == "caught":
+    open("missing")
 """
 
 
@@ -165,7 +180,9 @@ trainer.fit(data(), num_steps=4)
     [
         ("nan", 78, 2, "at step 3", "NonFiniteLossError"),
         ("data", 1, 3, "at step 2", "RuntimeError"),
-        ("import", 1, 3, "before the training", "exit code 1"),
+        ("import", 1, 3, "soon after the start", "exit code 1"),
+        # The caught error is not the cause of the later one.
+        ("caught", 1, 3, "at step 4", "FileNotFoundError"),
         ("once", 0, 2, "", ""),
     ],
 )
@@ -193,20 +210,56 @@ def test_useless_restarts_are_not_made(
         assert done.stderr.splitlines()[-1] == text
 
 
-def test_kills_without_known_step_do_not_count_as_alike() -> None:
-    killed = Cause(kind="exit code 137", code=137)
-    assert not is_stuck([killed] * 5)
-    assert is_stuck([Cause(kind="exit code 137", code=137, step=7)] * 3)
-    other = Cause(kind="exit code 137", code=137, step=8)
-    assert not is_stuck([other, Cause(kind="exit code 137", code=137, step=7), other])
+def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:
+    pid = 1 if kind.endswith("Error") else 0
+    return Failure(Cause(kind=kind, step=step, code=code, pid=pid), seconds)
 
 
-def test_launcher_reads_step_of_survivors(
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        # A machine may be taken away often, and a custom loop has no known step.
+        ([failed("exit code 137", None, 137, 5)] * 5, False),
+        ([failed("exit code 1", None, 1)] * 5, False),
+        ([failed("exit code 1", None, 1, 5)] * 3, True),
+        ([failed("exit code 137", 7, 137)] * 3, True),
+        ([failed("exit code 137", step, 137) for step in (8, 7, 8)], False),
+        ([failed("NonFiniteLossError", 3, 78)] * 2, True),
+        ([failed("exit code 78", 3, 78)] * 2, False),  # the script chose this code
+        ([failed("KeyError", 3, 1), failed("ValueError", 3, 1)] * 2, False),
+    ],
+)
+def test_only_equal_failures_end_restarts(
+    failures: list[Failure], expected: bool
+) -> None:
+    assert is_stuck(failures) == expected
+
+
+def test_launcher_reads_causes_of_its_processes_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(CAUSES, str(tmp_path))
-    note_cause(1, "lost process", "process 0 is lost", step=5, code=75)
-    (tmp_path / "2.json").write_text("{")
-    found = cause_of(tmp_path, 0, 137, 3)
-    assert found == Cause(kind="exit code 137", step=5, code=137)
-    assert read_cause(tmp_path, 2) is None
+    files, own = [tmp_path / f"{i}.json" for i in range(3)], os.getpid()
+    monkeypatch.setenv(CAUSE, str(files[1]))
+    note_step(5)
+    note_cause("lost process", "process 0 is lost\nmore", 75)
+    found = read_cause(files[1], own)
+    assert found == Cause(
+        kind="lost process", text="process 0 is lost", step=5, code=75, pid=own
+    )
+    assert read_cause(files[1], own + 1) is None  # a child has the same variable
+    files[2].write_text("{")
+    pids = [own] * 3
+    expected = Cause(kind="exit code 137", step=5, code=137)
+    assert cause_of(files, pids, 0, 137) == expected
+    assert cause_of(files, pids, 1, 75) == found
+    # The process was killed after it had noted another error.
+    assert cause_of(files, pids, 1, 137) == expected
+
+
+def test_exit_codes_are_only_of_own_errors() -> None:
+    class ExitError(RuntimeError):
+        exit_code = 0
+
+    assert exit_code_of(ExitError()) == 1
+    assert exit_code_of(NonFiniteLossError("")) == 78
+    assert exit_code_of(DeviceMemoryError("")) == 77

@@ -162,17 +162,6 @@ def test_all_arrays_gain_layers_name() -> None:
     assert tuple(specs["layer"]["linear"]["kernel"].get_value()) == (None, "fsdp")
 
 
-def test_make_block_is_called_once_for_all_layers() -> None:
-    calls = []
-
-    def make_block(rngs: nnx.Rngs) -> Block:
-        calls.append(rngs)
-        return Block(rngs)
-
-    Stack(make_block, 3, rngs=nnx.Rngs(0))
-    assert len(calls) == 1
-
-
 def test_placed_stack_matches_unplaced_stack(x: jax.Array) -> None:
     stack = Stack(Block, 2, rngs=nnx.Rngs(0))
     stack.eval()

@@ -18,14 +18,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, NamedTuple
 
-from nnx_parallel.distributed.causes import CAUSES, Cause, read_cause
+from nnx_parallel.distributed.causes import CAUSE, Cause, read_cause
 from nnx_parallel.distributed.initialize import (
     CLUSTER,
     COORDINATOR,
@@ -46,6 +46,8 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GRACE_SECONDS = 5.0
 _SAVE_SECONDS = 600.0  # for preempted processes, which may still write a checkpoint
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# A run that fails within this time has not made progress.
+_START_SECONDS = 60.0
 _PORT = 8476
 # Kubernetes writes this annotation to each pod of an Indexed job.
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
@@ -96,9 +98,9 @@ def launch(job: Job) -> int:
     process; after such a signal nothing is restarted. Child processes that outlive
     their parent, such as a data loader's, are killed once all processes have ended.
 
-    A run that fails again and again at the same step for the same reason is not
-    restarted a third time, and after a loss that is not finite or a lack of memory not
-    a second time.
+    A run that has failed three times at the same step for the same reason is not
+    started again, and neither is a run with two equal failures of memory or of a loss
+    that is not finite.
 
     Returns:
         0, or the exit code of the first process to fail (128 + n after signal n), or
@@ -109,26 +111,30 @@ def launch(job: Job) -> int:
         MeshShapeError: If the visible devices are fewer than the processes need.
     """
     code = 0
-    failures: list[Cause] = []
+    failures: list[Failure] = []
     with _forwarded_signals() as (received, receivers):
         for restart in range(job.max_restarts + 1):
             with (
-                tempfile.TemporaryDirectory() as causes,
-                _processes(job, restart, causes) as processes,
+                tempfile.TemporaryDirectory() as directory,
+                _processes(job, restart, directory) as processes,
             ):
+                start = time.monotonic()
                 receivers[:] = processes
                 # These signals came before all processes had started.
                 for number, process in itertools.product(received, processes):
                     process.send_signal(number)
                 index, code = _wait(processes)
-                cause = cause_of(Path(causes), index, code, job.num_processes)
+                files = [_file(directory, i) for i in range(job.num_processes)]
+                pids = [process.pid for process in processes]
+                cause = cause_of(files, pids, index, code)
+                failure = Failure(cause, time.monotonic() - start)
             if code == 0 or received:
                 return code
             code = cause.code if code == 1 else code
-            failures.append(cause)
+            failures.append(failure)
             if is_stuck(failures):
                 text = (
-                    f"The run has failed {_tries(cause)} times {cause.place} for the "
+                    f"The run has failed {failure.most} times {failure.place} for the "
                     f"same reason: {cause.kind}. It is not started again."
                 )
                 _write(sys.stderr, "launch", text)
@@ -139,33 +145,65 @@ def launch(job: Job) -> int:
     return code
 
 
-def cause_of(directory: Path, index: int, code: int, count: int) -> Cause:
-    """Returns the cause that the first process to fail has noted, or its exit code."""
-    if (found := read_cause(directory, index)) is not None:
+class Failure(NamedTuple):
+    """A failure of all processes, and the seconds that they ran before."""
+
+    cause: Cause
+    seconds: float
+
+    def is_like(self, other: "Failure") -> bool:
+        """Returns True if two runs failed at the same step for the same reason."""
+        if self.cause.kind != other.cause.kind or self.cause.step != other.cause.step:
+            return False
+        if self.cause.step is not None:
+            return True
+        # The step is unknown, so a run that lasted may have gone on. A machine may be
+        # taken away several times.
+        return max(self.seconds, other.seconds) < _START_SECONDS and (
+            self.cause.code <= 128
+        )
+
+    @property
+    def place(self) -> str:
+        """The time of the failure, in words."""
+        step = self.cause.step
+        return "soon after the start" if step is None else f"at step {step:,}"
+
+    @property
+    def most(self) -> int:
+        """How often a run may fail in this way."""
+        # A step computes the same numbers again, unless the hardware was faulty.
+        certain = NonFiniteLossError.exit_code, DeviceMemoryError.exit_code
+        return 2 if self.cause.pid and self.cause.code in certain else 3
+
+
+def cause_of(
+    files: Sequence[Path], pids: Sequence[int], index: int, code: int
+) -> Cause:
+    """Returns the cause that the first process to fail has noted, or its exit code.
+
+    Args:
+        files: The file of each process.
+        pids: The number of each process in the operating system.
+        index: The process that failed first.
+        code: Its exit code.
+    """
+    noted = [*map(read_cause, files, pids)]
+    found = noted[index]
+    # With one process, Python ends with code 1 after every error.
+    if found is not None and code in (1, found.code):
         return found
     # A process that was killed notes nothing. The others note at which step they lost
     # it.
-    noted = (read_cause(directory, i) for i in range(count))
     step = next((x.step for x in noted if x is not None), None)
     return Cause(kind=f"exit code {code}", step=step, code=code)
 
 
-def _tries(cause: Cause) -> int:
-    """Returns how often a run may fail at one step for one reason."""
-    # A step computes the same numbers again, unless the hardware was faulty.
-    certain = NonFiniteLossError.exit_code, DeviceMemoryError.exit_code
-    return 2 if cause.code in certain else 3
-
-
-def is_stuck(failures: list[Cause]) -> bool:
+def is_stuck(failures: Sequence[Failure]) -> bool:
     """Returns True if the last failures are alike, so that a restart is useless."""
     last = failures[-1]
-    # A machine may be taken away several times. If the step is unknown, the run may
-    # have gone on in between.
-    if last.step is None and last.code > 128:
-        return False
-    same = failures[-_tries(last) :]
-    return len(same) == _tries(last) and all(map(last.is_like, same))
+    same = failures[-last.most :]
+    return len(same) == last.most and all(map(last.is_like, same))
 
 
 def _wait(processes: list[Process]) -> tuple[int, int]:
@@ -210,8 +248,13 @@ def _wait(processes: list[Process]) -> tuple[int, int]:
     return index, 128 - code if code < 0 else code
 
 
+def _file(directory: str, index: int) -> Path:
+    """Returns the file in which a process notes its cause."""
+    return Path(directory) / f"{index}.json"
+
+
 @contextmanager
-def _processes(job: Job, restart: int, causes: str) -> Iterator[list[Process]]:
+def _processes(job: Job, restart: int, directory: str) -> Iterator[list[Process]]:
     """Starts the processes; on exit ends all of them and their children."""
     with listen(job.host) as probe:  # the coordinator takes the port a moment later
         port = probe.getsockname()[1]
@@ -222,7 +265,8 @@ def _processes(job: Job, restart: int, causes: str) -> Iterator[list[Process]]:
         for index in range(job.num_processes):
             process = subprocess.Popen(
                 [sys.executable, *job.command],
-                env=_environment(job, address, index, restart) | {CAUSES: causes},
+                env=_environment(job, address, index, restart)
+                | {CAUSE: str(_file(directory, index))},
                 stdin=subprocess.DEVNULL,  # processes cannot share one input
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The causes of failures: a process notes its cause, and the launcher reads it."""
+"""The causes of failures: a process notes its cause as it ends, for the launcher."""
 
 from __future__ import annotations
 
@@ -8,80 +8,69 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nnx_parallel.errors import ParallelError
 from nnx_parallel.files import read_object
 
-CAUSES = "NNX_PARALLEL_CAUSES"
-"""Environment variable with the directory in which processes note their causes."""
+CAUSE = "NNX_PARALLEL_CAUSE"
+"""Environment variable with the file in which a process notes its cause."""
 
 _step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """The reason why a process ended.
+    """The reason why a process has ended.
 
     Attributes:
         kind: The class of the error, or another short name.
         text: The first line of the error.
-        step: The number of the last step that was begun or restored; ``None`` before
-            the training.
-        code: The exit code for this kind of error.
+        step: The number of the last step that a fit began or restored, or ``None``.
+        code: The exit code of this kind of error.
+        pid: The process.
     """
 
     kind: str
     text: str = ""
     step: int | None = None
     code: int = 1
-
-    @property
-    def place(self) -> str:
-        """The step, in words."""
-        return "before the training" if self.step is None else f"at step {self.step:,}"
-
-    def is_like(self, other: Cause) -> bool:
-        """Returns True if two runs failed at the same step for the same reason."""
-        return (self.kind, self.step) == (other.kind, other.step)
+    pid: int = 0
 
 
 def note_step(step: int) -> None:
-    """Remembers the step that begins, or that is restored."""
+    """Remembers the step that a fit begins or restores."""
     global _step
     _step = step
 
 
-def note_cause(
-    process: int,
-    kind: str,
-    text: str,
-    *,
-    step: int | None = None,
-    code: int = 1,
-) -> None:
-    """Writes the cause of a failure, if a launcher has asked for it.
+def exit_code_of(error: BaseException | None) -> int:
+    """Returns the exit code for an error that nothing catches."""
+    # Errors of other libraries may have an attribute of the same name.
+    return error.exit_code if isinstance(error, ParallelError) else 1
 
-    Args:
-        process: Number of this process.
-        kind: The class of the error.
-        text: The text of the error.
-        step: The failed step; by default the step that began last.
-        code: The exit code for this kind of error.
-    """
-    directory = os.environ.get(CAUSES)
-    if directory is None:
+
+def note_cause(kind: str, text: str, code: int = 1) -> None:
+    """Writes the cause of this process's end, if a launcher has asked for it."""
+    path = os.environ.get(CAUSE)
+    if path is None:
         return
-    first, *_ = [*text.strip().splitlines(), ""]
-    cause = Cause(
-        kind=kind, text=first, step=_step if step is None else step, code=code
-    )
-    # The process is failing, and the launcher also works without this file.
-    with contextlib.suppress(OSError):
-        path = Path(directory) / f"{process}.json"
-        path.write_text(json.dumps(asdict(cause)))
+    # The process is ending, and the launcher also works without this file.
+    with contextlib.suppress(Exception):
+        first, *_ = [*text.strip().splitlines(), ""]
+        pid = os.getpid()
+        cause = Cause(kind=kind, text=first, step=_step, code=code, pid=pid)
+        # Two threads may end the process at the same time.
+        new = Path(f"{path}.{pid}.new")
+        new.write_text(json.dumps(asdict(cause)))
+        new.replace(path)
 
 
-def read_cause(directory: Path, process: int) -> Cause | None:
-    """Returns the cause that a process has noted; ``None`` if it has noted none."""
-    # A process that was killed may have written only a part of the file.
+def read_cause(path: Path, pid: int) -> Cause | None:
+    """Returns the cause that a process has noted.
+
+    Returns ``None`` if the process has written no cause. A child of the process may
+    have written another cause to the same file.
+    """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return Cause(**read_object(directory / f"{process}.json"))
+        cause = Cause(**read_object(path))
+        return cause if cause.pid == pid else None
     return None

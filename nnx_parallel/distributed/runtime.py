@@ -25,7 +25,7 @@ import jax
 # No other module of this package reads this state.
 from jax._src import distributed, xla_bridge
 
-from nnx_parallel.distributed.causes import note_cause
+from nnx_parallel.distributed.causes import exit_code_of, note_cause
 
 T = TypeVar("T")
 
@@ -172,6 +172,8 @@ def _show(
     kind: type[BaseException], error: BaseException, place: TracebackType | None
 ) -> None:
     line = _line(error)
+    if issubclass(kind, Exception):
+        note_cause(kind.__name__, str(error), exit_code_of(error))
     if line is None:
         assert _excepthook is not None
         _excepthook(kind, error, place)
@@ -200,7 +202,9 @@ def _end_by_exception(
     # A Ctrl-C ends the fit on all processes, so the others need no reason.
     is_alike = error.args == (INTERRUPT,)
     text = "".join(traceback.format_exception(error))
-    code = getattr(error, "exit_code", 1)
+    code = exit_code_of(error)
+    if issubclass(kind, Exception):
+        note_cause(kind.__name__, str(error), code)
     _end(
         _line(error) or text,
         lambda: _notify(None if is_alike else reason),
@@ -234,7 +238,7 @@ def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> 
     text = "its connection closed without an exit message (killed, or out of memory)."
     if reason is not None:
         text = f"{reason.rstrip('.')}. Its output says more."
-    note_cause(process_index(), "lost process", text, code=PEER_LOST)
+    note_cause("lost process", text, PEER_LOST)
     _end(f"Process {process} is lost: {text} {_RESUME}", drain, PEER_LOST)
 
 
@@ -402,7 +406,7 @@ class Watchdog:
             f"{armed.step} was dispatched; the stack of every thread is above"
         )
         if _ending.acquire(blocking=False):
-            note_cause(process_index(), "step timeout", reason, code=HUNG)
+            note_cause("step timeout", reason, HUNG)
             _end(f"{reason}. {_RESUME}", lambda: _notify(reason), HUNG)
 
 

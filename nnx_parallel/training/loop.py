@@ -23,14 +23,13 @@ from nnx_parallel.data.rows import (
     count_rows,
 )
 from nnx_parallel.distributed.agreement import allgather_object, count_step
-from nnx_parallel.distributed.causes import note_cause, note_step
+from nnx_parallel.distributed.causes import note_step
 from nnx_parallel.distributed.runtime import (
     INTERRUPT,
     PREEMPTED,
     Termination,
     Watchdog,
     make_interrupt,
-    process_index,
 )
 from nnx_parallel.errors import CheckpointError, NonFiniteLossError
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
@@ -59,14 +58,6 @@ _SIGNALS = (SIGTERM, INTERRUPT)  # after these there is no time for an evaluatio
 
 _STEPS_TO_FIRST_METRICS = 4
 """After so many steps, the first metrics are known. They arrive up to 2 steps late."""
-
-
-def _note(error: BaseException, step: int | None = None) -> None:
-    """Notes the cause of a failure for the launcher; a signal is not a failure."""
-    if isinstance(error, Exception):
-        code = getattr(error, "exit_code", 1)
-        kind = type(error).__name__
-        note_cause(process_index(), kind, str(error), step=step, code=code)
 
 
 @dataclass(kw_only=True)
@@ -154,11 +145,10 @@ class Loop:
             for callback in self.callbacks:
                 callback.on_fit_end(self.trainer, history)
         except NonFiniteLossError as error:
-            _note(error, self._recorder.bad_step)
+            note_step(self._recorder.bad_step)  # later steps have begun already
             why = self._explain_non_finite()
             raise NonFiniteLossError(f"{error} {why}") from None
-        except BaseException as error:
-            _note(error)
+        except BaseException:
             # This process must not wait for others, which may never reach this line.
             checkpoints.abandon_if_shared()
             raise

@@ -37,7 +37,13 @@ from nnx_parallel.sharding.model import (
     update_arrays,
 )
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.sharding.nnx_arrays import flatten_pure, is_inexact, variables_of
+from nnx_parallel.sharding.nnx_arrays import (
+    flatten_pure,
+    is_inexact,
+    is_inside,
+    stacks_of,
+    variables_of,
+)
 from nnx_parallel.state import StatePlan, TrainState, init_state
 from nnx_parallel.training.callback import Callback, restore_states, states_of
 from nnx_parallel.training.compilation import ENVIRONMENT, Options, format_options
@@ -525,16 +531,28 @@ class RunState:
         if own.local_directory is not None:
             known = facts_to_verify(own.description, self.plan, options)
             facts["verified"] = last_verified(own.local_directory, known)
-        path, count = find_blocks(self.plan.model.copy())
+        path, count = self._blocks()
         if count >= _MANY_BLOCKS:
             facts["blocks"] = (
                 f"the {count} equal blocks of `{dotted(path)}` are traced and compiled "
-                "one by one; layers.Stack.of(blocks) compiles one block"
+                "one by one; if they run one after the other, layers.Stack.of(blocks) "
+                "compiles one block"
             )
         facts["step"] = f"{self.step} {of} {num_steps}"
         if options or refused:
             facts["compiler options"] = format_options(options, refused)
         return aligned([*facts.items()])
+
+    def _blocks(self) -> tuple[Path, int]:
+        """Returns path and length of the longest list of equal blocks, or no list."""
+        model = self.plan.model.copy()
+        # Attributes of a user's module may be of any type, and a comparison of two of
+        # them may raise any error. A fit must not end because of this advice.
+        with contextlib.suppress(Exception):
+            path, count = find_blocks(model)
+            if not is_inside(path, stacks_of(model)):
+                return path, count
+        return (), 0
 
     def announce(self) -> None:
         """Reports that the first fit begins, before any array is made."""

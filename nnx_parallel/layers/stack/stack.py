@@ -120,18 +120,16 @@ class Stack(nnx.Module):
         if not makers:
             raise StackError("make_block is []. A Stack needs at least 1 function.")
 
-        def make_layer(key: jax.Array) -> nnx.Module:
-            rngs = nnx.Rngs(key)
+        def make_layer(rngs: nnx.Rngs) -> nnx.Module:
             blocks = [build_model(make, rngs) for make in makers]
-            layer = nnx.List(blocks) if blocks[1:] else blocks[0]
-            _check_unshared(layer)
-            return layer
+            return nnx.List(blocks) if blocks[1:] else blocks[0]
 
+        _check_unshared(make_layer)
         self.num_layers = num_layers
         self.period = len(makers)
         self.remat: Remat | None = remat
         keys = jax.random.split(rngs.params(), num_layers)
-        self.layer = jax.vmap(make_layer)(keys)
+        self.layer = jax.vmap(lambda key: make_layer(nnx.Rngs(key)))(keys)
         self.name_layers()
 
     @classmethod
@@ -476,23 +474,27 @@ def _is_from_outside(variable: nnx.Variable) -> bool:
     return False
 
 
-def _check_unshared(layer: nnx.Module) -> None:
-    """Checks that a layer holds each Variable only once, and builds it itself.
+def _check_unshared(make_block: Callable[[nnx.Rngs], nnx.Module]) -> None:
+    """Checks that a block holds each Variable only once, and builds it itself.
 
     `jax.vmap` treats a module as a pytree. There, a Variable that is shared by several
     modules has a separate leaf for each of them, and these copies would silently become
-    different in training. Called in the trace that builds the layer.
+    different in training.
     """
+    found: dict[str, bool] = {}  # True if the Variable is from outside
+
+    def build() -> nnx.Module:
+        block = build_model(make_block, nnx.Rngs(0))
+        leaves = jax.tree_util.tree_leaves_with_path(
+            block, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        for path, leaf in leaves:
+            if isinstance(leaf, nnx.Variable):
+                found[path_of(path)] = _is_from_outside(leaf)
+        return block
+
     # The pytree has a shared Variable several times, but NNX's graph has it only once.
-    leaves = jax.tree_util.tree_leaves_with_path(
-        layer, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    found = {
-        path_of(path): _is_from_outside(leaf)
-        for path, leaf in leaves
-        if isinstance(leaf, nnx.Variable)
-    }
-    leaves = nnx.to_flat_state(nnx.state(layer))
+    leaves = nnx.to_flat_state(nnx.state(nnx.eval_shape(build)))
     once = [path for path, leaf in leaves if isinstance(leaf, nnx.Variable)]
     if outside := [name for name, is_outside in found.items() if is_outside]:
         raise StackError(
