@@ -45,7 +45,7 @@ from nnx_parallel.layers.experts.routing import (
 )
 from nnx_parallel.mesh import free_axes, manual_region
 from nnx_parallel.metrics import Mean
-from nnx_parallel.precision import sum_dtype
+from nnx_parallel.precision import EightBit, sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes, to_spec
@@ -105,6 +105,8 @@ class MoE(nnx.Module):
         >>> y.shape, losses.shape, moe.counts[...].sum().item()
         ((2, 6, 8), (2, 6), 24)
     """
+
+    recipe: EightBit | None = None  # set in the model that a loss gets
 
     def __init__(
         self,
