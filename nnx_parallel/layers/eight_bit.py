@@ -176,9 +176,7 @@ def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None,
 _product.defvjp(_forward, _backward)
 
 
-def _dot(
-    x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]
-) -> Array:
+def _dot(x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]) -> Array:
     dims = ((x_dims, w_dims), ((), ()))
     wide = sum_type(x.dtype)
     return jax.lax.dot_general(x, w, dims, preferred_element_type=wide)
@@ -199,3 +197,90 @@ def _expand(scale: Array, lead: int, num: int) -> Array:
 def _channels(scale: Array, num: int, lead: int) -> Array:
     """Reshapes scales of channels to ``(1, ..., *out_dims)`` with ``lead`` ones."""
     return scale.reshape(*(1,) * lead, *scale.shape[num:])
+
+
+class GroupedRecipe(NamedTuple):
+    """How grouped products run in 8 bits on a device that has a part of each expert.
+
+    Attributes:
+        recipe: The dtypes of the products.
+        axes: Manual mesh axes that split the width of the experts.
+    """
+
+    recipe: EightBit
+    axes: tuple[str, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def eight_bit_ragged_dot(
+    recipe: EightBit,
+    in_axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+    rows: Array,
+    kernel: Array,
+    sizes: Array,
+) -> Array:
+    """Computes ``jax.lax.ragged_dot`` in 8 bits.
+
+    A row, and an output channel of an expert, have one scale each.
+
+    Args:
+        recipe: The dtypes of the products.
+        in_axes: Manual mesh axes that split the contracted dim.
+        out_axes: Manual mesh axes that split the output channels.
+        rows: ``(rows, in)``, sorted by expert.
+        kernel: ``(experts, in, out)``.
+        sizes: int ``(experts,)``, the number of rows of each expert.
+    """
+    return _ragged_forward(recipe, in_axes, out_axes, rows, kernel, sizes)[0]
+
+
+def _ragged_forward(
+    recipe: EightBit,
+    in_axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+    rows: Array,
+    kernel: Array,
+    sizes: Array,
+) -> tuple[Array, tuple]:
+    del out_axes
+    values, scale = quantise(kernel, (1,), recipe.forward, in_axes)
+    found = quantise(rows, (1,), recipe.forward, in_axes)
+    # (rows, experts): the number of experts whose rows come before a row
+    is_after = jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]
+    expert = jnp.sum(is_after, axis=1, dtype=jnp.int32)
+    of_rows = jnp.take(scale[:, 0], expert, axis=0, mode="clip")  # (rows, out)
+    total = _ragged_dot(found.values, values, sizes)
+    y = total.astype(scale.dtype) * found.scale * of_rows
+    empty = jnp.zeros((0,), kernel.dtype)  # has the dtype of the gradient
+    return y.astype(rows.dtype), (rows, values, of_rows, sizes, empty)
+
+
+def _ragged_backward(
+    recipe: EightBit,
+    in_axes: tuple[str, ...],
+    out_axes: tuple[str, ...],
+    saved: tuple,
+    dy: Array,
+) -> tuple[Array, Array, None]:
+    del in_axes
+    rows, values, of_rows, sizes, empty = saved
+    scaled = dy.astype(of_rows.dtype) * of_rows
+    turned = jnp.swapaxes(values, 1, 2)  # (experts, out, in)
+    if recipe.gradient is None:
+        drows = _ragged_dot(scaled.astype(rows.dtype), turned.astype(rows.dtype), sizes)
+    else:
+        found = quantise(scaled, (1,), recipe.gradient, out_axes)
+        total = _ragged_dot(found.values, turned, sizes)
+        drows = total.astype(of_rows.dtype) * found.scale
+    kernel = jax.ShapeDtypeStruct(values.shape, rows.dtype)
+    pull = jax.linear_transpose(lambda k: jax.lax.ragged_dot(rows, k, sizes), kernel)
+    return drows.astype(rows.dtype), pull(dy)[0].astype(empty.dtype), None
+
+
+eight_bit_ragged_dot.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _ragged_dot(rows: Array, kernel: Array, sizes: Array) -> Array:
+    wide = sum_type(rows.dtype)
+    return jax.lax.ragged_dot(rows, kernel, sizes, preferred_element_type=wide)

@@ -26,6 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.layers.activations import Activate
+from nnx_parallel.layers.eight_bit import GroupedRecipe, eight_bit_ragged_dot
 from nnx_parallel.layers.experts.routing import is_equal
 from nnx_parallel.precision import sum_dtype
 
@@ -273,6 +274,7 @@ class ExpertMLPs:
 
     kernels: Kernels
     activate: Activate
+    in_8_bits: GroupedRecipe | None = None
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Applies each expert's MLP to the expert's rows.
@@ -281,13 +283,18 @@ class ExpertMLPs:
         only by its expert. On CPUs, it is multiplied by every expert.
         """
         up, gate, down, biases = self.kernels
-        multiply = partial(_multiply, sizes)
+        recipe = self.in_8_bits
+        into = out_of = jax.lax.ragged_dot
+        if recipe is not None:
+            into = partial(eight_bit_ragged_dot, recipe.recipe, (), recipe.axes)
+            out_of = partial(eight_bit_ragged_dot, recipe.recipe, recipe.axes, ())
+        multiply = partial(_multiply, into, sizes)
         up_bias, gate_bias, down_bias = biases or (None, None, None)
         hidden = [checkpoint_name(multiply(rows, up, up_bias), "mlp_up")]
         if gate is not None:
             product = multiply(rows, gate, gate_bias)
             hidden.append(checkpoint_name(product, "mlp_gate"))
-        return multiply(self.activate(*hidden), down, down_bias)
+        return _multiply(out_of, sizes, self.activate(*hidden), down, down_bias)
 
     @property
     def count(self) -> int:
@@ -295,9 +302,11 @@ class ExpertMLPs:
         return self.kernels.up.shape[0]
 
 
-def _multiply(sizes: Array, rows: Array, kernel: Array, bias: Array | None) -> Array:
+def _multiply(
+    dot: Callable, sizes: Array, rows: Array, kernel: Array, bias: Array | None
+) -> Array:
     """Multiplies each row by its expert's kernel, and adds the expert's bias."""
-    out = jax.lax.ragged_dot(rows, kernel, sizes)
+    out = dot(rows, kernel, sizes)
     if bias is None:
         return out
     # A product with a one-hot row selects the bias of the row's expert. The gradient of
@@ -418,7 +427,7 @@ def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
     most = len(tokens) * min(chosen.shape[1], experts.count)
     order = sort_by_expert(local, experts.count, most)
     num_rows = round_rows(chosen.size / size, most)
-    run = partial(_local_round, experts.activate, num_rows)
+    run = partial(_local_round, experts.activate, experts.in_8_bits, num_rows)
     num_rounds = -(-jnp.sum(order.sizes) // num_rows)
     y = sum_rounds(
         partial(run, 0),
@@ -436,13 +445,14 @@ def _after_first(run: Callable[..., Array], index: Array, *operands: Any) -> Arr
 
 def _local_round(
     activate: Activate,
+    in_8_bits: GroupedRecipe | None,
     num_rows: int,
     index: Array | int,
     order: Order,
     operands: tuple[Array, Array, Kernels],
 ) -> Array:
     tokens, weights, kernels = operands
-    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    experts = ExpertMLPs(kernels=kernels, activate=activate, in_8_bits=in_8_bits)
     order = order.part(index * num_rows, num_rows)
     return combine(products(experts, dispatch(tokens, order), order), weights, order)
 

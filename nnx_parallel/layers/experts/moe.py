@@ -26,6 +26,7 @@ from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
 from nnx_parallel.layers.activations import ACTIVATIONS, Activate, Activation
 from nnx_parallel.layers.attention.dot_product import segment_positions
 from nnx_parallel.layers.dense import Dense, name_products, named, project
+from nnx_parallel.layers.eight_bit import GroupedRecipe
 from nnx_parallel.layers.experts.dispatch import (
     Biases,
     ExpertMLPs,
@@ -345,6 +346,7 @@ class MoE(nnx.Module):
             _run_shard,
             self.experts,
             self.activate,
+            self.recipe,
             x.shape[1],
         )
         layout = active_layout()
@@ -452,6 +454,7 @@ def _free_axes(free: set[str], spec: P) -> tuple[tuple[str, ...], ...]:
 def _run_shard(
     mixture: Experts,
     activate: Activate,
+    recipe: EightBit | None,
     seq_len: int,
     axes: TokenAxes,
     exchange: TokenExchange | None,
@@ -488,7 +491,11 @@ def _run_shard(
             dropped = jax.lax.psum(dropped, axes.seq) if axes.seq else dropped
             load = load._replace(dropped=dropped)
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
-    experts = ExpertMLPs(kernels=kernels.for_sum(axes.mlp), activate=activate)
+    experts = ExpertMLPs(
+        kernels=kernels.for_sum(axes.mlp),
+        activate=activate,
+        in_8_bits=recipe and GroupedRecipe(recipe, axes.mlp),
+    )
     routed = Routed(x, chosen, weights.astype(x.dtype))
     run = partial(gathered, experts, axes)
     if exchange == "ragged":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from nnx_parallel.layers.activations import Activate
+from nnx_parallel.layers.eight_bit import GroupedRecipe
 from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
     Kernels,
@@ -234,7 +235,12 @@ def _in_chunks(
     # The maximum makes `further` equal on all devices of the axis, because all of them
     # must take part in each exchange.
     further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
-    exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
+    exchange = _Exchange(
+        activate=experts.activate,
+        in_8_bits=experts.in_8_bits,
+        num_rows=num_rows,
+        axis=axis,
+    )
     y = sum_rounds(
         exchange.chunks,
         exchange.further_round,
@@ -250,6 +256,7 @@ class _Exchange:
     """Runs rounds of sending rows to experts, multiplying, and sending back."""
 
     activate: Activate
+    in_8_bits: GroupedRecipe | None
     num_rows: int
     axis: str
 
@@ -296,7 +303,9 @@ class _Exchange:
     ) -> "_Round":
         """Makes the round that begins at row ``first`` of each receiver."""
         tokens, weights, kernels = operands
-        experts = ExpertMLPs(kernels=kernels, activate=self.activate)
+        experts = ExpertMLPs(
+            kernels=kernels, activate=self.activate, in_8_bits=self.in_8_bits
+        )
         order, counts, chunk_tokens, weight = jax.tree.map(
             lambda x: x[chunk], (routes.order, routes.counts, tokens, weights)
         )
