@@ -35,7 +35,7 @@ from nnx_parallel import (
     Trainer,
     audit,
 )
-from nnx_parallel.errors import EightBitError, RuleError
+from nnx_parallel.errors import CheckpointMismatchError, EightBitError, RuleError
 from nnx_parallel.layers import Experts
 from nnx_parallel.layers.eight_bit import eight_bit_matmul, eight_bit_ragged_dot
 from nnx_parallel.models import (
@@ -368,6 +368,20 @@ def test_resumed_run_is_bit_for_bit_the_same(tmp_path: Any) -> None:
     whole = run(4, tmp_path / "whole")
     run(2, tmp_path / "parts")
     np.testing.assert_array_equal(run(4, tmp_path / "parts")[-2:], whole[-2:])
+    other = make_trainer(
+        Precision(), fsdp(2), optimizer=optax.adamw(1e-3), checkpoint=tmp_path / "parts"
+    )
+    with pytest.raises(CheckpointMismatchError, match="saved with 8-bit products Ei"):
+        other.fit([tokens(0)], 6)
+
+
+def test_describe_shows_dtypes_of_products() -> None:
+    notes = make_trainer(Precision.fp8("mlp"), DataParallel(1)).describe().notes
+    assert notes == (
+        "8 bits: forward products float8_e4m3fn * float8_e4m3fn, gradients of inputs "
+        "float8_e5m2 * float8_e4m3fn, gradients of kernels in the compute dtype: "
+        "`blocks.layer.mlp.down`, `blocks.layer.mlp.gate`, `blocks.layer.mlp.up`",
+    )
 
 
 def test_layers_that_match_nothing_raise() -> None:

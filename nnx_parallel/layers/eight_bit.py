@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import NamedSharding
 
 from nnx_parallel.precision import EightBit, sum_dtype
 
@@ -83,9 +84,20 @@ def quantise_kernel(w: Array, dims: tuple[int, ...], dtype: Any) -> Quantised:
 class Split(Protocol):
     """A product whose input is gathered, or whose output is scattered, along `seq`."""
 
-    gathers: bool
-    input: Any
-    output: Any
+    @property
+    def gathers(self) -> bool:
+        """True if the input is split along ``seq``, and False if the output is."""
+        ...
+
+    @property
+    def input(self) -> NamedSharding:
+        """The sharding of the input."""
+        ...
+
+    @property
+    def output(self) -> NamedSharding:
+        """The sharding of the output."""
+        ...
 
     def gather(self, x: Array) -> Array:
         """Gathers an array along ``seq``: the input, or the gradient of the output."""

@@ -57,6 +57,17 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
     return found
 
 
+def describe_products(model: nnx.Module, recipe: EightBit) -> str:
+    """Describes the dtypes of the three products of each selected layer."""
+    paths = ", ".join(f"`{path}`" for path in layers_in_eight_bits(model, recipe))
+    into, back = recipe.forward, recipe.gradient
+    of_input = f"{back} * {into}" if back else "in the compute dtype"
+    return (
+        f"8 bits: forward products {into} * {into}, gradients of inputs {of_input}, "
+        f"gradients of kernels in the compute dtype: {paths}"
+    )
+
+
 def set_recipe(model: nnx.Module, recipe: EightBit) -> None:
     """Makes the products of the selected layers run in 8 bits, in place."""
     for layer in layers_in_eight_bits(model, recipe).values():

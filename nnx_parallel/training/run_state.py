@@ -647,6 +647,7 @@ def describe_run(
     # Optax does not tell an optimizer's name, only the types of its states. The
     # outermost type comes first.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
+    products = plan.precision.products
     return {
         "strategy": strip_addresses(repr(strategy)),
         "mesh": dict(plan.layout.mesh.shape),
@@ -655,5 +656,6 @@ def describe_run(
         "num_params": sum(x.size for x in jax.tree.leaves(plan.abstract.params)),
         "num_microbatches": num_microbatches,
         "seed": seed,
+        **({"products": repr(products)} if products else {}),
         **({"optimizer_states": state_kinds(plan)} if is_saved else {}),
     }
