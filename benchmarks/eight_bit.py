@@ -1,0 +1,104 @@
+"""Products in 8 bits: the loss of a small model, and compiled steps of a large one.
+
+The demo's GPT is trained with each recipe, from the same start on the same batches. The
+steps of Llama 2 7B are compiled for TPUs and not run: their cycles are the estimates of
+the compiler's schedule.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import jax
+
+from benchmarks.maxtext import OPTIONS, llama2_7b, read
+from benchmarks.timing import Table
+from benchmarks.tpu_steps import Case, compile_step, figures_of
+from demo.corpus import RandomWindows, spread_windows, standard_library
+from demo.train import Settings, bits_per_byte, with_muon
+from nnx_parallel import FSDP, DataParallel, Precision, Trainer
+from nnx_parallel.models import GPT
+from nnx_parallel.plan import Topology
+
+RECIPES = {
+    "bfloat16": Precision.mixed_bfloat16(),
+    "int8": Precision.int8(),
+    "float8": Precision.fp8(),
+}
+NUM_STEPS = 500
+
+
+def _case(topology: str, recipe: str) -> Case:
+    return Case(
+        config=lambda: replace(llama2_7b(), num_layers=4),
+        strategy=FSDP(64),
+        topology=topology,
+        rows=128,
+        precision=RECIPES[recipe],
+        options=OPTIONS if topology.startswith("v5p") else {},
+    )
+
+
+CASES = {
+    f"{topology.split(':')[0]} {recipe}": _case(topology, recipe)
+    for topology, recipes in {
+        "v5p:4x4x4": ("bfloat16", "int8"),
+        "v6e:8x8": ("bfloat16", "int8", "float8"),
+    }.items()
+    for recipe in recipes
+}
+"""Steps of 4 layers of Llama 2 7B on 64 chips, by chip and recipe."""
+
+
+def measure(rounds: int = 1, *, full: bool = False, tiny: bool = False) -> Table:
+    """The held-out bits per byte of each recipe, and figures of compiled steps.
+
+    Args:
+        rounds: Has no effect.
+        full: The compiled steps too: each takes a minute.
+        tiny: Only a few training steps.
+    """
+    del rounds
+    table = Table("products in 8 bits: the demo's GPT, and Llama 2 7B (not run)")
+    num_steps = 2 if tiny else NUM_STEPS
+    bits = {name: train(precision, num_steps) for name, precision in RECIPES.items()}
+    for name, found in bits.items():
+        change = found / bits["bfloat16"] - 1
+        text = f"{found:.4f} bits per byte ({change:+.2%})"
+        table.add(f"{name}: held out after {num_steps} steps", text)
+    for name in CASES if full else ():
+        found = figures_of(__spec__.name, name)
+        table.add(f"{name}: estimated cycles", f"{found['cycles'] / 1e6:.4g} million")
+        table.add(f"{name}: a chip sends", f"{found['sent'] / 2**30:.3g} GiB")
+        share = found["at peak"] / found["cycles"]
+        table.add(f"{name}: share of products at peak", f"{share:.1%}")
+    return table
+
+
+def train(precision: Precision, num_steps: int) -> float:
+    """Trains the demo's GPT; returns the bits per byte of held-out text."""
+    settings, corpus = Settings(num_steps=num_steps), standard_library()
+    sizes = {"global_batch_size": 16, "seq_len": settings.seq_len}
+    batches = RandomWindows(text=corpus.train, **sizes)
+    held_out = spread_windows(corpus.valid, num_batches=16, **sizes)
+    trainer = Trainer(
+        lambda rngs: GPT(settings.model, rngs=rngs),
+        lambda model: with_muon(model, num_steps),
+        bits_per_byte,
+        strategy=DataParallel(1),
+        devices=jax.devices()[:1],
+        precision=precision,
+        loggers=(),
+    )
+    trainer.fit(batches, num_steps)
+    return float(trainer.evaluate(held_out)["loss"])
+
+
+if __name__ == "__main__":
+    case = CASES[sys.argv[1]]
+    topology = Topology.parse(case.topology)
+    text, found = compile_step(case)
+    devices = case.strategy.make_mesh(topology.described()).devices.flat
+    print(json.dumps(found | read(text, topology, [*devices])))
