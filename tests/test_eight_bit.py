@@ -37,7 +37,12 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import CheckpointMismatchError, EightBitError, RuleError
 from nnx_parallel.layers import Experts
-from nnx_parallel.layers.eight_bit import eight_bit_matmul, eight_bit_ragged_dot
+from nnx_parallel.layers.eight_bit import (
+    Grouped,
+    eight_bit_matmul,
+    eight_bit_ragged_dot,
+    quantise_kernel,
+)
 from nnx_parallel.models import (
     GPT,
     GPTConfig,
@@ -260,7 +265,8 @@ def test_grouped_products_match_products_of_each_expert(recipe: str) -> None:
     sizes = np.array([5, 0, 4], np.int32)  # the last rows belong to no expert
 
     def grouped(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        return eight_bit_ragged_dot(products, (), (), rows, kernel, sizes)
+        values = quantise_kernel(kernel, (1,), products.forward)
+        return eight_bit_ragged_dot(Grouped(products), rows, kernel, values, sizes)
 
     def one_by_one(rows: jax.Array, kernel: jax.Array) -> jax.Array:
         first = eight_bit_matmul(rows[:5], kernel[0], 1, products)
@@ -285,9 +291,9 @@ def test_group_with_nan_or_zeros() -> None:
     np.testing.assert_allclose(y[3], [2, 1], rtol=1e-2)
 
 
-def gathered_bytes(precision: Precision) -> dict[int, int]:
+def gathered_bytes(precision: Precision, model: str = "gpt") -> dict[int, int]:
     """Number of all-gathers of a compiled step under FSDP, by their bytes."""
-    trainer = make_trainer(precision, fsdp(4), optimizer=optax.sgd(0.1))
+    trainer = make_trainer(precision, fsdp(4), model, optimizer=optax.sgd(0.1))
     batch = trainer.shard_batch(tokens(0))
     compiled = trainer.train_step.lower(trainer.state, batch).compile()
     found: dict[int, int] = {}
@@ -308,6 +314,13 @@ def test_gathers_send_8_bits() -> None:
     assert found[mlp] == 2 * 3 * layers
     assert plain[4 * mlp] == 2 * 3 * layers
     assert 4 * mlp not in found
+
+
+def test_gathers_of_experts_send_8_bits() -> None:
+    found = gathered_bytes(RECIPES["int8"], "experts")
+    layers, experts = CONFIGS["experts"].num_layers, 4
+    assert found[experts * 32 * 32] == 2 * 3 * layers  # up, gate and down
+    assert 4 * experts * 32 * 32 not in found
 
 
 def test_8_bits_change_losses_a_little() -> None:

@@ -211,54 +211,44 @@ def _channels(scale: Array, num: int, lead: int) -> Array:
     return scale.reshape(*(1,) * lead, *scale.shape[num:])
 
 
-class GroupedRecipe(NamedTuple):
-    """How grouped products run in 8 bits on a device that has a part of each expert.
+class Grouped(NamedTuple):
+    """A grouped product in 8 bits on a device that has a part of each expert.
 
     Attributes:
         recipe: The dtypes of the products.
-        axes: Manual mesh axes that split the width of the experts.
+        in_axes: Manual mesh axes that split the contracted dim.
+        out_axes: Manual mesh axes that split the output channels.
     """
 
     recipe: EightBit
-    axes: tuple[str, ...]
+    in_axes: tuple[str, ...] = ()
+    out_axes: tuple[str, ...] = ()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def eight_bit_ragged_dot(
-    recipe: EightBit,
-    in_axes: tuple[str, ...],
-    out_axes: tuple[str, ...],
-    rows: Array,
-    kernel: Array,
-    sizes: Array,
+    call: Grouped, rows: Array, kernel: Array, rounded: Quantised, sizes: Array
 ) -> Array:
     """Computes ``jax.lax.ragged_dot`` in 8 bits.
 
     A row, and an output channel of an expert, have one scale each.
 
     Args:
-        recipe: The dtypes of the products.
-        in_axes: Manual mesh axes that split the contracted dim.
-        out_axes: Manual mesh axes that split the output channels.
+        call: The dtypes, and the axes that split the dims.
         rows: ``(rows, in)``, sorted by expert.
-        kernel: ``(experts, in, out)``.
+        kernel: ``(experts, in, out)``; it only gets the gradient.
+        rounded: The kernel in 8 bits, with a scale ``(experts, 1, out)``.
         sizes: int ``(experts,)``, the number of rows of each expert.
     """
-    return _ragged_forward(recipe, in_axes, out_axes, rows, kernel, sizes)[0]
+    return _ragged_forward(call, rows, kernel, rounded, sizes)[0]
 
 
 def _ragged_forward(
-    recipe: EightBit,
-    in_axes: tuple[str, ...],
-    out_axes: tuple[str, ...],
-    rows: Array,
-    kernel: Array,
-    sizes: Array,
+    call: Grouped, rows: Array, kernel: Array, rounded: Quantised, sizes: Array
 ) -> tuple[Array, tuple]:
-    del out_axes
-    values, scale = quantise(kernel, (1,), recipe.forward, in_axes)
-    found = quantise(rows, (1,), recipe.forward, in_axes)
-    # (rows, experts): the number of experts whose rows come before a row
+    values, scale = rounded
+    found = quantise(rows, (1,), call.recipe.forward, call.in_axes)
+    # The expert of a row is the number of experts whose rows come before it.
     is_after = jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]
     expert = jnp.sum(is_after, axis=1, dtype=jnp.int32)
     of_rows = jnp.take(scale[:, 0], expert, axis=0, mode="clip")  # (rows, out)
@@ -269,25 +259,20 @@ def _ragged_forward(
 
 
 def _ragged_backward(
-    recipe: EightBit,
-    in_axes: tuple[str, ...],
-    out_axes: tuple[str, ...],
-    saved: tuple,
-    dy: Array,
-) -> tuple[Array, Array, None]:
-    del in_axes
+    call: Grouped, saved: tuple, dy: Array
+) -> tuple[Array, Array, None, None]:
     rows, values, of_rows, sizes, empty = saved
     scaled = dy.astype(of_rows.dtype) * of_rows
     turned = jnp.swapaxes(values, 1, 2)  # (experts, out, in)
-    if recipe.gradient is None:
+    if call.recipe.gradient is None:
         drows = _ragged_dot(scaled.astype(rows.dtype), turned.astype(rows.dtype), sizes)
     else:
-        found = quantise(scaled, (1,), recipe.gradient, out_axes)
+        found = quantise(scaled, (1,), call.recipe.gradient, call.out_axes)
         total = _ragged_dot(found.values, turned, sizes)
         drows = total.astype(of_rows.dtype) * found.scale
     kernel = jax.ShapeDtypeStruct(values.shape, rows.dtype)
     pull = jax.linear_transpose(lambda k: jax.lax.ragged_dot(rows, k, sizes), kernel)
-    return drows.astype(rows.dtype), pull(dy)[0].astype(empty.dtype), None
+    return drows.astype(rows.dtype), pull(dy)[0].astype(empty.dtype), None, None
 
 
 eight_bit_ragged_dot.defvjp(_ragged_forward, _ragged_backward)

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from nnx_parallel.layers.activations import Activate
-from nnx_parallel.layers.eight_bit import GroupedRecipe
 from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
+    InEightBits,
     Kernels,
     Order,
     Routed,
@@ -205,12 +205,14 @@ class _Routes(NamedTuple):
         further: int ``(chunks,)``, the number of rounds after the first round.
         alongside: An array that is computed before the first products, or ``None``. No
             gradient flows to the array from here.
+        in_8_bits: The kernels in 8 bits, or ``None``.
     """
 
     order: Order
     counts: Array
     further: Array
     alongside: Array | None
+    in_8_bits: InEightBits | None
 
 
 _Operands = tuple[Array, Array, Kernels]
@@ -235,17 +237,18 @@ def _in_chunks(
     # The maximum makes `further` equal on all devices of the axis, because all of them
     # must take part in each exchange.
     further = jnp.maximum(-(-jnp.max(received, axis=1) // num_rows) - 1, 0)
-    exchange = _Exchange(
-        activate=experts.activate,
-        in_8_bits=experts.in_8_bits,
-        num_rows=num_rows,
-        axis=axis,
-    )
+    exchange = _Exchange(activate=experts.activate, num_rows=num_rows, axis=axis)
     y = sum_rounds(
         exchange.chunks,
         exchange.further_round,
         jnp.sum(further) if most > num_rows else None,
-        _Routes(order, counts, further, jax.lax.stop_gradient(alongside)),
+        _Routes(
+            order,
+            counts,
+            further,
+            jax.lax.stop_gradient(alongside),
+            experts.in_8_bits,
+        ),
         (tokens, weights, experts.kernels),
     )
     return y.reshape(routed.x.shape)
@@ -256,7 +259,6 @@ class _Exchange:
     """Runs rounds of sending rows to experts, multiplying, and sending back."""
 
     activate: Activate
-    in_8_bits: GroupedRecipe | None
     num_rows: int
     axis: str
 
@@ -304,7 +306,7 @@ class _Exchange:
         """Makes the round that begins at row ``first`` of each receiver."""
         tokens, weights, kernels = operands
         experts = ExpertMLPs(
-            kernels=kernels, activate=self.activate, in_8_bits=self.in_8_bits
+            kernels=kernels, activate=self.activate, in_8_bits=routes.in_8_bits
         )
         order, counts, chunk_tokens, weight = jax.tree.map(
             lambda x: x[chunk], (routes.order, routes.counts, tokens, weights)
