@@ -43,6 +43,7 @@ from nnx_parallel.layers.eight_bit import (
     eight_bit_ragged_dot,
     quantise_kernel,
 )
+from nnx_parallel.layers.recipe import describe_products
 from nnx_parallel.models import (
     GPT,
     GPTConfig,
@@ -295,7 +296,8 @@ def gathered_bytes(precision: Precision, model: str = "gpt") -> dict[int, int]:
     """Number of all-gathers of a compiled step under FSDP, by their bytes."""
     trainer = make_trainer(precision, fsdp(4), model, optimizer=optax.sgd(0.1))
     batch = trainer.shard_batch(tokens(0))
-    compiled = trainer.train_step.lower(trainer.state, batch).compile()
+    step: Any = trainer.train_step
+    compiled = step.lower(trainer.state, batch).compile()
     found: dict[int, int] = {}
     for each in audit(compiled).collectives:
         if each.kind == "all-gather":
@@ -359,7 +361,8 @@ def train_stock(layers: str | None, strategy: Strategy, count: int) -> tuple:
         loggers=(),
     )
     shards = trainer.shard_batch(batch)
-    text = trainer.train_step.lower(trainer.state, shards).as_text()
+    step: Any = trainer.train_step
+    text = step.lower(trainer.state, shards).as_text()
     _, metrics = trainer.train_step(trainer.state, shards)
     return float(metrics["loss"]), text.count("xi8>) -> tensor")
 
@@ -395,6 +398,15 @@ def test_describe_shows_dtypes_of_products() -> None:
         "float8_e5m2 * float8_e4m3fn, gradients of kernels in the compute dtype: "
         "`blocks.layer.mlp.down`, `blocks.layer.mlp.gate`, `blocks.layer.mlp.up`",
     )
+
+
+def test_description_names_tpus_that_compute_in_wider_dtype() -> None:
+    model, recipe = GPT(CONFIGS["gpt"], rngs=nnx.Rngs(0)), Precision.fp8().products
+    assert recipe is not None
+    slow = "computes float8_e4m3fn in a wider dtype, not faster"
+    assert slow in describe_products(model, recipe, "TPU v6 lite")
+    assert slow not in describe_products(model, recipe, "TPU7x")
+    assert slow not in describe_products(model, recipe, "NVIDIA H100")
 
 
 def test_layers_that_match_nothing_raise() -> None:

@@ -586,6 +586,8 @@ class RunState:
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "per device": described.per_device,
         }
+        if notes := [x for x in described.notes if x.startswith("8 bits")]:
+            facts["products"] = notes[0]
         if (execution := self.plan.layout.claims.execution) and (
             waits := execution.describe_waits(mesh, run["num_microbatches"])
         ):

@@ -513,13 +513,16 @@ def describe_model(
         host_bytes=sum(
             row.bytes_per_device for row in optimizer_rows if row.is_on_host
         ),
-        notes=(*_notes(abstract, layout), *_products(abstract, precision)),
+        notes=(*_notes(abstract, layout), *_products(abstract, layout, precision)),
     )
 
 
-def _products(model: nnx.Module, precision: Precision | None) -> tuple[str, ...]:
+def _products(
+    model: nnx.Module, layout: Layout, precision: Precision | None
+) -> tuple[str, ...]:
+    kind = layout.mesh.devices.flat[0].device_kind
     recipe = precision and precision.products
-    return (describe_products(model, recipe),) if recipe else ()
+    return (describe_products(model, recipe, kind),) if recipe else ()
 
 
 def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
