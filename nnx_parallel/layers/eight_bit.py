@@ -156,7 +156,7 @@ def _forward(
     rows = quantise(x, ins, call.recipe.forward)
     if split is not None and split.gathers:
         rows = Quantised(*map(split.gather, rows))
-    total = _dot(rows.values, values, ins, tuple(range(num)))
+    total = _dot(x.dtype, rows.values, values, ins, tuple(range(num)))
     total = total if split is None else _place(total, split.output)
     of_rows = _expand(rows.scale, lead, values.ndim - num)
     y = total.astype(scale.dtype) * of_rows * _channels(scale, num, lead)
@@ -172,10 +172,11 @@ def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None,
         x, dy = (split.gather(x), dy) if split.gathers else (x, split.gather(dy))
     scaled = dy.astype(scale.dtype) * _channels(scale, num, lead)
     if call.recipe.gradient is None:
-        total = _dot(scaled.astype(x.dtype), values.astype(x.dtype), outs, kept)
+        whole = scaled.astype(x.dtype), values.astype(x.dtype)
+        total = _dot(x.dtype, *whole, outs, kept)
     else:
         rows = quantise(scaled, outs, call.recipe.gradient)
-        total = _dot(rows.values, values, outs, kept)
+        total = _dot(x.dtype, rows.values, values, outs, kept)
         total = total if split is None else _place(total, split.input)
         total = total.astype(scale.dtype) * _expand(rows.scale, lead, num)
     dx = total.astype(x.dtype)
@@ -188,17 +189,20 @@ def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None,
 _product.defvjp(_forward, _backward)
 
 
-def _dot(x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]) -> Array:
+def _dot(
+    dtype: Any, x: Array, w: Array, x_dims: tuple[int, ...], w_dims: tuple[int, ...]
+) -> Array:
     dims = ((x_dims, w_dims), ((), ()))
-    wide = sum_type(x.dtype)
-    return jax.lax.dot_general(x, w, dims, preferred_element_type=wide)
+    out = _dtype_of_sums(x, dtype)
+    return jax.lax.dot_general(x, w, dims, preferred_element_type=out)
 
 
-def sum_type(dtype: Any) -> Any:
-    """Returns the dtype in which products of two arrays are summed."""
-    if jnp.issubdtype(dtype, jnp.integer):
+def _dtype_of_sums(x: Array, dtype: Any) -> Any:
+    """Returns the dtype of a product's output, in which devices add their parts."""
+    if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.int32
-    return jnp.float32 if jnp.dtype(dtype).itemsize == 1 else dtype
+    # Sums of float8 numbers, which are not scaled yet, may exceed the largest float16.
+    return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def _expand(scale: Array, lead: int, num: int) -> Array:
@@ -252,7 +256,7 @@ def _ragged_forward(
     is_after = jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]
     expert = jnp.sum(is_after, axis=1, dtype=jnp.int32)
     of_rows = jnp.take(scale[:, 0], expert, axis=0, mode="clip")  # (rows, out)
-    total = _ragged_dot(found.values, values, sizes)
+    total = _ragged_dot(rows.dtype, found.values, values, sizes)
     y = total.astype(scale.dtype) * found.scale * of_rows
     empty = jnp.zeros((0,), kernel.dtype)  # has the dtype of the gradient
     return y.astype(rows.dtype), (rows, values, of_rows, sizes, empty)
@@ -265,10 +269,11 @@ def _ragged_backward(
     scaled = dy.astype(of_rows.dtype) * of_rows
     turned = jnp.swapaxes(values, 1, 2)  # (experts, out, in)
     if call.recipe.gradient is None:
-        drows = _ragged_dot(scaled.astype(rows.dtype), turned.astype(rows.dtype), sizes)
+        whole = scaled.astype(rows.dtype), turned.astype(rows.dtype)
+        drows = _ragged_dot(rows.dtype, *whole, sizes)
     else:
         found = quantise(scaled, (1,), call.recipe.gradient, call.out_axes)
-        total = _ragged_dot(found.values, turned, sizes)
+        total = _ragged_dot(rows.dtype, found.values, turned, sizes)
         drows = total.astype(of_rows.dtype) * found.scale
     kernel = jax.ShapeDtypeStruct(values.shape, rows.dtype)
     pull = jax.linear_transpose(lambda k: jax.lax.ragged_dot(rows, k, sizes), kernel)
@@ -278,6 +283,6 @@ def _ragged_backward(
 eight_bit_ragged_dot.defvjp(_ragged_forward, _ragged_backward)
 
 
-def _ragged_dot(rows: Array, kernel: Array, sizes: Array) -> Array:
-    wide = sum_type(rows.dtype)
-    return jax.lax.ragged_dot(rows, kernel, sizes, preferred_element_type=wide)
+def _ragged_dot(dtype: Any, rows: Array, kernel: Array, sizes: Array) -> Array:
+    out = _dtype_of_sums(rows, dtype)
+    return jax.lax.ragged_dot(rows, kernel, sizes, preferred_element_type=out)
