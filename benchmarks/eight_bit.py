@@ -31,6 +31,8 @@ RECIPES = {
     "bfloat16": Precision.mixed_bfloat16(),
     "int8": Precision.int8(),
     "float8": Precision.fp8(),
+    "int8, forward only": Precision.int8(gradient=False),
+    "float8, e5m2 gradients": Precision.fp8(gradient="float8_e5m2"),
 }
 NUM_STEPS, ROWS = 500, 4
 
@@ -52,7 +54,7 @@ CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "v7x:2x2x1")
 OPERANDS = {
     "bfloat16": ("bfloat16", "bfloat16", "bfloat16"),
     "int8": ("int8", "int8", "int32"),
-    "float8": ("float8_e5m2", "float8_e4m3fn", "float32"),
+    "float8": ("float8_e4m3fn", "float8_e4m3fn", "float32"),
 }
 """The dtypes of both operands and of the result of a product."""
 

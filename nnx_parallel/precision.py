@@ -171,7 +171,7 @@ class Precision:
         cls,
         layers: str | None = None,
         *,
-        gradient: str | None = "float8_e5m2",
+        gradient: str | None = "float8_e4m3fn",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Products of the blocks' layers in float8 [1]; the scales are those of `int8`.
@@ -179,7 +179,9 @@ class Precision:
         Args:
             layers: As in `int8`.
             gradient: Dtype of gradients in the product for the gradient of the input:
-                ``"float8_e5m2"``, ``"float8_e4m3fn"``, or ``None`` for ``compute``.
+                ``"float8_e4m3fn"``, ``"float8_e5m2"``, or ``None`` for ``compute``.
+                Each token has a scale, so the range of e5m2 is not needed; a small
+                model had 2 % more loss with it.
             compute: Dtype of all other computation.
 
         Example:

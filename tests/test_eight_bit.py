@@ -395,7 +395,7 @@ def test_describe_shows_dtypes_of_products() -> None:
     notes = make_trainer(Precision.fp8("mlp"), DataParallel(1)).describe().notes
     assert notes == (
         "8 bits: forward products float8_e4m3fn * float8_e4m3fn, gradients of inputs "
-        "float8_e5m2 * float8_e4m3fn, gradients of kernels in the compute dtype: "
+        "float8_e4m3fn * float8_e4m3fn, gradients of kernels in the compute dtype: "
         "`blocks.layer.mlp.down`, `blocks.layer.mlp.gate`, `blocks.layer.mlp.up`",
     )
 
