@@ -351,6 +351,7 @@ def _multiply(
     bias: Array | None,
 ) -> Array:
     """Multiplies each row by its expert's kernel, and adds the expert's bias."""
+    out: Any  # jax 0.10 gives a function with a custom gradient no type
     if call is None or rounded is None:
         out = jax.lax.ragged_dot(rows, kernel, sizes)
     else:
