@@ -28,6 +28,7 @@ NAMES = {
     "families": "logits of folders by transformers under strategies, beside its logits",
     "vision": "outputs of folders by transformers and timm, beside theirs",
     "fsdp": "FSDP against activations constrained by hand, and against none",
+    "eight_bit": "a GPT trained in 8 bits, and TPU steps (--full); compiled, not run",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",
     "integrity": "the cost of checksums, checks and asynchronous saves",

@@ -44,6 +44,7 @@ class Case:
         rows: Sequences per step.
         microbatches: Number of parts of a step's rows, which run one after another.
         options: Compiler options that are added; ``None`` removes an option.
+        precision: The dtypes of parameters and products.
     """
 
     config: Callable[[], GPTConfig]
@@ -52,6 +53,7 @@ class Case:
     rows: int = 1
     microbatches: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    precision: Precision = field(default_factory=Precision.mixed_bfloat16)
 
 
 def figures_of(benchmark: str, name: str) -> dict[str, float]:
@@ -81,14 +83,13 @@ def last_line(command: list[str]) -> dict[str, float]:
 def compile_step(case: Case) -> tuple[str, dict[str, float]]:
     """The text of a step for abstract TPUs, and its bytes and seconds.
 
-    AdamW, parameters in float32 and products in bfloat16.
+    AdamW, and parameters in float32.
     """
     devices = Topology.parse(case.topology).described()
     config, strategy = case.config(), case.strategy
     layout = strategy.layout(strategy.make_mesh(devices))
     model = abstract_model(lambda rngs: GPT(config, rngs=rngs), nnx.Rngs(0))
-    precision = Precision.mixed_bfloat16()
-    plan = plan_state(model, layout, optax.adamw(1e-3), precision=precision)
+    plan = plan_state(model, layout, optax.adamw(1e-3), precision=case.precision)
     options = StepOptions(
         num_microbatches=case.microbatches, compiler_options=case.options or None
     )

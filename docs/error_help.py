@@ -148,6 +148,13 @@ HELP = {
         "text of the file whose name ends in `after_optimizations.txt`.",
         "jaxlib 0.10.2 cannot print this program: its compiler is newer (INTERNAL: ...",
     ),
+    "EightBitError": Help(
+        "The rule for 8-bit products matches no layer of the model, or matches a layer whose "
+        "products cannot run in 8 bits.",
+        "Take `layers=` from the paths in the message; `None` selects the layers inside of a "
+        "`Stack`. Pass `sequence=True` instead of `overlap=` to `TensorParallel`.",
+        "layers='mlpp' selects no layer of GPT for 8-bit products. ...",
+    ),
     "ExpertsError": Help(
         "A mixture of experts has values of a wrong type, more choices than experts, "
         "groups that leave a token too few experts, or a capacity of 0. Or the size of an "

@@ -378,6 +378,13 @@ class StackError(ParallelError, ValueError):
     """The blocks of a stack must be alike and must not share arrays."""
 
 
+class EightBitError(ParallelError, ValueError):
+    """Products in 8 bits need layers that match, and devices that have such products.
+
+    The products must not overlap with their communication.
+    """
+
+
 class ExpertsError(ParallelError, ValueError):
     """Each token needs enough experts, and a mesh axis must divide their number."""
 

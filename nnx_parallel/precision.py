@@ -17,6 +17,37 @@ from nnx_parallel.errors import suggests_names
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class EightBit:
+    """The products of layers that run in 8 bits, and their dtypes.
+
+    `Precision.int8` and `Precision.fp8` make it.
+
+    Attributes:
+        forward: Dtype of activations and kernels in the forward pass: ``int8`` or
+            ``float8_e4m3fn``. The kernel has this dtype in the backward pass too.
+        gradient: Dtype of the output's gradient in the product for the gradient of the
+            input. ``None``: this product runs in the dtype of the computation.
+        layers: Regex that is searched in the dotted paths of layers. ``None``: the
+            layers inside of a `Stack`.
+    """
+
+    forward: str
+    gradient: str | None
+    layers: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("forward", ()), ("gradient", (None,))):
+            is_int8 = self.forward == "int8"
+            valid = ("int8",) if is_int8 else ("float8_e4m3fn", "float8_e5m2")
+            if (found := getattr(self, name)) not in (*valid, *least):
+                raise ValueError(
+                    f"The 8-bit dtype {name}={found!r} is invalid; valid dtypes are "
+                    f"{[*valid, *least]}. Both operands of a product are integers, or "
+                    "both are floats."
+                )
+
+
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -40,6 +71,7 @@ class Precision:
         inputs: Dtype of a batch's floating-point arrays in the loss or a prediction.
             ``None`` does not cast them, because a cast would also round targets and
             weights. A layer that does not cast its inputs computes in their dtype.
+        products: The products that run in 8 bits (`int8`, `fp8`), or ``None``.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -54,6 +86,7 @@ class Precision:
     compute: DTypeLike | None = None
     reduction: DTypeLike | None = None
     inputs: DTypeLike | None = None
+    products: EightBit | None = None
 
     def __post_init__(self) -> None:
         # The fields are listed, because a subclass may have fields that are not dtypes.
@@ -98,6 +131,69 @@ class Precision:
     def mixed_float16(cls) -> Precision:
         """Parameters and gradient sums in float32, float16 products, a loss scale."""
         return cls(compute=jnp.float16)
+
+    @classmethod
+    def int8(
+        cls,
+        layers: str | None = None,
+        *,
+        gradient: bool = True,
+        compute: DTypeLike | None = jnp.bfloat16,
+    ) -> Precision:
+        """Products of the blocks' layers in int8; all else as in `mixed_bfloat16`.
+
+        A token and an output channel of a kernel have one scale each [1]. The numbers
+        are the same under every strategy. The gradients of kernels are computed in
+        ``compute``.
+
+        Args:
+            layers: Regex that is searched in the dotted path of each layer, such as
+                ``"mlp"``. ``None``: all layers inside of a `Stack`.
+            gradient: True if the gradient of a layer's input is an int8 product too.
+            compute: Dtype of all other computation.
+
+        Example:
+            >>> Precision.int8("mlp").products
+            EightBit(forward='int8', gradient='int8', layers='mlp')
+
+        References:
+            [1] Wortsman et al., "Stable and low-precision training for large-scale
+            vision-language models", 2023, section 2.2,
+            https://arxiv.org/abs/2304.13013
+        """
+        products = EightBit(
+            forward="int8", gradient="int8" if gradient else None, layers=layers
+        )
+        return cls(compute=compute, products=products)
+
+    @classmethod
+    def fp8(
+        cls,
+        layers: str | None = None,
+        *,
+        gradient: str | None = "float8_e4m3fn",
+        compute: DTypeLike | None = jnp.bfloat16,
+    ) -> Precision:
+        """Products of the blocks' layers in float8 [1]; the scales are those of `int8`.
+
+        Args:
+            layers: As in `int8`.
+            gradient: Dtype of gradients in the product for the gradient of the input:
+                ``"float8_e4m3fn"``, ``"float8_e5m2"``, or ``None`` for ``compute``.
+                Each token has a scale, so the range of e5m2 is not needed; a small
+                model had 2 % more loss with it.
+            compute: Dtype of all other computation.
+
+        Example:
+            >>> Precision.fp8().products.forward
+            'float8_e4m3fn'
+
+        References:
+            [1] Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3,
+            https://arxiv.org/abs/2209.05433
+        """
+        products = EightBit(forward="float8_e4m3fn", gradient=gradient, layers=layers)
+        return cls(compute=compute, products=products)
 
 
 def as_dtype(dtype: Any) -> np.dtype:

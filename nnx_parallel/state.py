@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.errors import StateStructureError
 from nnx_parallel.init import compute_in_shards, first_arrays
+from nnx_parallel.layers.recipe import layers_in_eight_bits, set_recipe
 from nnx_parallel.layers.stack.gather import gather_late
 from nnx_parallel.precision import LossScale, Precision, cast_floating, sum_dtype
 from nnx_parallel.sharding.constrain import using
@@ -282,7 +283,10 @@ class StatePlan:
         model = self.model if training else self.eval_model
         # The new Variables have the metadata of the graphdef. It contains the
         # placements, which the layers read.
-        return model.merge(flat)
+        merged = model.merge(flat)
+        if self.precision.products is not None:
+            set_recipe(merged, self.precision.products)
+        return merged
 
     def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a function so that parameters are gathered where they are used.
@@ -425,6 +429,7 @@ def plan_state(
         ValueError: If ``wrt`` selects no Variable, or if ``ema_decay`` is not a number
             of at least 0 and below 1.
         OffloadError: If the devices cannot access host memory.
+        EightBitError: If no layer matches the rule for products in 8 bits.
     """
     if offload is not None:
         check_host_memory(layout.mesh)
@@ -435,6 +440,8 @@ def plan_state(
             "such as 0.999."
         )
     precision = precision or Precision()
+    if precision.products is not None:
+        layers_in_eight_bits(model, precision.products)
     is_one = not isinstance(optimizer, dict)
     optimizers, filters = ({"": optimizer}, {"": wrt}) if is_one else (optimizer, wrt)
     txs = {name: as_transformation(each, model) for name, each in optimizers.items()}

@@ -388,15 +388,15 @@ def check_match(
 def check_states(
     stored: StoredCheckpoint, description: Mapping[str, Any], where: str
 ) -> None:
-    """Compares players and kinds of the optimizer's states with a checkpoint's.
+    """Compares players, 8-bit products and states of the optimizer with a checkpoint's.
 
     Two optimizers may have arrays with the same paths and shapes but different
     meanings. Checkpoints of earlier versions do not name the kinds, so their kinds are
     not compared.
 
     Raises:
-        CheckpointMismatchError: If players differ, or kinds; the message has one line
-            for each state.
+        CheckpointMismatchError: If players, products or kinds of states differ. The
+            message has one line for each state.
     """
     players, saved = ({*x.get("players", ())} for x in (description, stored.meta))
     if players != saved:
@@ -407,6 +407,14 @@ def check_states(
         raise CheckpointMismatchError(
             f"{where} was saved with {had}, and this Trainer has {have}. Build the "
             "same players, or take only the weights: "
+            "trainer.restore(weights_only=True)."
+        )
+    had, has = (x.get("products") for x in (stored.meta, description))
+    if had != has:
+        raise CheckpointMismatchError(
+            f"{where} was saved with 8-bit products {had}, and this Trainer has {has}. "
+            "Its losses would not continue those of the saved run. Pass the Precision "
+            "that saved it, or take only the weights: "
             "trainer.restore(weights_only=True)."
         )
     here = description.get("optimizer_states", {})

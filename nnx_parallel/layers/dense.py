@@ -22,8 +22,11 @@ from nnx_parallel.collectives.matmul import (
     column_parallel_matmuls,
     row_parallel_matmul,
 )
+from nnx_parallel.errors import EightBitError
+from nnx_parallel.layers.eight_bit import eight_bit_matmul
 from nnx_parallel.layers.loss import observe_range
 from nnx_parallel.layers.stack.scan import OVERLAPPED
+from nnx_parallel.precision import EightBit
 from nnx_parallel.sharding.constrain import (
     activation_spec,
     active_layout,
@@ -50,6 +53,7 @@ def matmul(
     out_names: Names,
     *,
     w_dims: tuple[int, ...] | None = None,
+    recipe: EightBit | None = None,
 ) -> Array:
     """Multiplies an activation by a parameter; returns ``(*leading, *out_dims)``.
 
@@ -67,6 +71,10 @@ def matmul(
         in_names: Logical axes of the last dims of x, which are contracted.
         out_names: Logical axes of the dims of w that are not contracted.
         w_dims: The dims of w to contract; by default the first dims.
+        recipe: The dtypes of products in 8 bits, which contract the first dims.
+
+    Raises:
+        EightBitError: If products in 8 bits would overlap with their communication.
 
     Example:
         >>> matmul(jnp.ones((2, 8, 4)), jnp.ones((4, 6)), ("embed",), ("mlp",)).shape
@@ -79,6 +87,15 @@ def matmul(
     contracting = _contracting(x, in_names, w_dims)
     layout = active_layout()
     split = _find_split(layout, x, w, in_names, out_names, contracting)
+    if recipe is not None:
+        if split is not None and layout is not None and layout.claims.overlap:
+            raise EightBitError(
+                f"overlap={layout.claims.overlap!r} sends shards in rings during "
+                "products, which do not run in 8 bits. Pass sequence=True without "
+                "overlap to TensorParallel, or a Precision without 8-bit products."
+            )
+        y = eight_bit_matmul(x, w, len(in_names), recipe, split)
+        return checkpoint_name(y, OVERLAPPED)
     if layout is None or split is None:
         return jnp.tensordot(x, w, axes=contracting)
     if layout.claims.overlap is None:
@@ -278,6 +295,8 @@ class Dense(nnx.Module):
         https://arxiv.org/abs/1909.08053
     """
 
+    recipe: EightBit | None = None  # set in the model that a loss gets
+
     def __init__(
         self,
         in_dims: Mapping[str, int],
@@ -307,7 +326,8 @@ class Dense(nnx.Module):
         The shape changes from ``(*leading, *in_dims)`` to ``(*leading, *out_dims)``. If
         there are two leading dims, they are ``batch`` and ``seq``.
         """
-        y = matmul(x, self.kernel[...], self.in_names, self.out_names)
+        w, names = self.kernel[...], (self.in_names, self.out_names)
+        y = matmul(x, w, *names, recipe=self.recipe)
         return _add_bias(self, y)
 
 
@@ -326,7 +346,7 @@ def project(x: Array, *layers: Dense) -> list[Array]:
     """
     layout = active_layout()
     # A subclass, such as an adapted layer, may compute more than the product.
-    is_plain = all(type(layer) is Dense for layer in layers)
+    is_plain = all(type(x) is Dense and x.recipe is None for x in layers)
     if layout is None or layout.claims.overlap is None or not is_plain:
         return [layer(x) for layer in layers]
     kernels = [layer.kernel[...] for layer in layers]

@@ -333,6 +333,13 @@ def use_params(leaves: dict, placements: dict) -> dict:
     return {key: use(x, placements.get(key)) for key, x in leaves.items()}
 
 
+def keep_stored(x: jax.Array, place: Placement) -> jax.Array:
+    """Constrains an array to the spec in which it is stored, if a layout is active."""
+    if (layout := _active.value) is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, layout.sharding(place.stored))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, used: NamedSharding, gradient: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, used)

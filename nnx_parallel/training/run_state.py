@@ -614,6 +614,8 @@ class RunState:
             "mesh": " * ".join(f"{axis}={size}" for axis, size in mesh.shape.items()),
             "per device": described.per_device,
         }
+        if notes := [x for x in described.notes if x.startswith("8 bits")]:
+            facts["products"] = notes[0]
         if (execution := self.plan.layout.claims.execution) and (
             waits := execution.describe_waits(mesh, run["num_microbatches"])
         ):
@@ -675,6 +677,7 @@ def describe_run(
     # Optax does not tell an optimizer's name, only the types of its states. The
     # outermost type comes first.
     kinds = dict.fromkeys(type(x).__name__ for x in nodes if hasattr(x, "_fields"))
+    products = plan.precision.products
     return {
         "strategy": strip_addresses(repr(strategy)),
         "mesh": dict(plan.layout.mesh.shape),
@@ -683,5 +686,6 @@ def describe_run(
         "num_params": sum(x.size for x in jax.tree.leaves(plan.abstract.params)),
         "num_microbatches": num_microbatches,
         "seed": seed,
+        **({"products": repr(products)} if products else {}),
         **({"optimizer_states": state_kinds(plan)} if is_saved else {}),
     }

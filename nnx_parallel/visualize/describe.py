@@ -18,6 +18,7 @@ from rich.text import Text
 
 from nnx_parallel.drawing import Picture, as_html
 from nnx_parallel.errors import ParallelWarning, warn_user
+from nnx_parallel.layers.recipe import describe_products
 from nnx_parallel.mesh import axes_across_processes
 from nnx_parallel.precision import Precision, array_bytes, format_bytes, sum_dtype
 from nnx_parallel.sharding.layout import Layout
@@ -512,8 +513,16 @@ def describe_model(
         host_bytes=sum(
             row.bytes_per_device for row in optimizer_rows if row.is_on_host
         ),
-        notes=_notes(abstract, layout),
+        notes=(*_notes(abstract, layout), *_products(abstract, layout, precision)),
     )
+
+
+def _products(
+    model: nnx.Module, layout: Layout, precision: Precision | None
+) -> tuple[str, ...]:
+    kind = layout.mesh.devices.flat[0].device_kind
+    recipe = precision and precision.products
+    return (describe_products(model, recipe, kind),) if recipe else ()
 
 
 def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ round, and then there are no further rounds.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import add
 from typing import Any, NamedTuple
@@ -26,8 +26,14 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from nnx_parallel.layers.activations import Activate
+from nnx_parallel.layers.eight_bit import (
+    Grouped,
+    Quantised,
+    eight_bit_ragged_dot,
+    quantise_kernel,
+)
 from nnx_parallel.layers.experts.routing import is_equal
-from nnx_parallel.precision import sum_dtype
+from nnx_parallel.precision import EightBit, sum_dtype
 
 SLACK = 0.25
 """Extra room for rows, as a share of a device's rows under perfect balance."""
@@ -72,7 +78,7 @@ def sum_rounds(
         num_further: int32 scalar, the number of further rounds. It must be equal on all
             devices that communicate in a round. ``None`` if further rounds cannot
             occur; then there is no loop.
-        given: A pytree of integer arrays.
+        given: A pytree of arrays that get no gradient.
         operands: A pytree of arrays. The sum can be differentiated with respect to
             them.
     """
@@ -267,12 +273,46 @@ class Kernels(NamedTuple):
         return self._replace(biases=self.biases._replace(down=down))
 
 
+class Rounded(NamedTuple):
+    """The kernels of a device's experts in 8 bits."""
+
+    up: Quantised | None
+    gate: Quantised | None
+    down: Quantised | None
+
+    @classmethod
+    def of(cls, kernels: Kernels, recipe: EightBit) -> "Rounded":
+        """Rounds kernels; their scales are ``(experts, 1, out)``."""
+        each = kernels.up, kernels.gate, kernels.down
+        kind = recipe.forward
+        return cls(
+            *(None if w is None else quantise_kernel(w, (1,), kind) for w in each)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class InEightBits:
+    """How a device's experts are multiplied in 8 bits.
+
+    Attributes:
+        recipe: The dtypes of the products.
+        axes: Manual mesh axes that split the width of the experts.
+        rounded: The kernels.
+    """
+
+    recipe: EightBit = field(metadata={"static": True})
+    axes: Axes = field(metadata={"static": True})
+    rounded: Rounded
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertMLPs:
     """The MLPs of a device's experts: the kernels, and the nonlinearity."""
 
     kernels: Kernels
     activate: Activate
+    in_8_bits: InEightBits | None = None
 
     def __call__(self, rows: Array, sizes: Array) -> Array:
         """Applies each expert's MLP to the expert's rows.
@@ -281,13 +321,20 @@ class ExpertMLPs:
         only by its expert. On CPUs, it is multiplied by every expert.
         """
         up, gate, down, biases = self.kernels
-        multiply = partial(_multiply, sizes)
+        into, out_of, rounded = None, None, Rounded(None, None, None)
+        if self.in_8_bits is not None:
+            rounded = self.in_8_bits.rounded
+            recipe, axes = self.in_8_bits.recipe, self.in_8_bits.axes
+            into, out_of = Grouped(recipe, (), axes), Grouped(recipe, axes, ())
+        multiply = partial(_multiply, sizes, into)
         up_bias, gate_bias, down_bias = biases or (None, None, None)
-        hidden = [checkpoint_name(multiply(rows, up, up_bias), "mlp_up")]
+        product = multiply(rounded.up, rows, up, up_bias)
+        hidden = [checkpoint_name(product, "mlp_up")]
         if gate is not None:
-            product = multiply(rows, gate, gate_bias)
+            product = multiply(rounded.gate, rows, gate, gate_bias)
             hidden.append(checkpoint_name(product, "mlp_gate"))
-        return multiply(self.activate(*hidden), down, down_bias)
+        hidden = self.activate(*hidden)
+        return _multiply(sizes, out_of, rounded.down, hidden, down, down_bias)
 
     @property
     def count(self) -> int:
@@ -295,9 +342,20 @@ class ExpertMLPs:
         return self.kernels.up.shape[0]
 
 
-def _multiply(sizes: Array, rows: Array, kernel: Array, bias: Array | None) -> Array:
+def _multiply(
+    sizes: Array,
+    call: Grouped | None,
+    rounded: Quantised | None,
+    rows: Array,
+    kernel: Array,
+    bias: Array | None,
+) -> Array:
     """Multiplies each row by its expert's kernel, and adds the expert's bias."""
-    out = jax.lax.ragged_dot(rows, kernel, sizes)
+    out: Any  # jax 0.10 gives a function with a custom gradient no type
+    if call is None or rounded is None:
+        out = jax.lax.ragged_dot(rows, kernel, sizes)
+    else:
+        out = eight_bit_ragged_dot(call, rows, kernel, rounded, sizes)
     if bias is None:
         return out
     # A product with a one-hot row selects the bias of the row's expert. The gradient of
@@ -424,7 +482,7 @@ def _local(experts: ExpertMLPs, axes: Axes, routed: Routed) -> Array:
         partial(run, 0),
         partial(_after_first, run),
         num_rounds - 1 if most > num_rows else None,
-        order,
+        (order, experts.in_8_bits),
         (tokens, weights, experts.kernels),
     )
     return y.reshape(routed.x.shape)
@@ -438,11 +496,11 @@ def _local_round(
     activate: Activate,
     num_rows: int,
     index: Array | int,
-    order: Order,
+    given: tuple[Order, InEightBits | None],
     operands: tuple[Array, Array, Kernels],
 ) -> Array:
-    tokens, weights, kernels = operands
-    experts = ExpertMLPs(kernels=kernels, activate=activate)
+    (order, in_8_bits), (tokens, weights, kernels) = given, operands
+    experts = ExpertMLPs(kernels=kernels, activate=activate, in_8_bits=in_8_bits)
     order = order.part(index * num_rows, num_rows)
     return combine(products(experts, dispatch(tokens, order), order), weights, order)
 

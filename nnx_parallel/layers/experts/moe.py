@@ -26,10 +26,13 @@ from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
 from nnx_parallel.layers.activations import ACTIVATIONS, Activate, Activation
 from nnx_parallel.layers.attention.dot_product import segment_positions
 from nnx_parallel.layers.dense import Dense, name_products, named, project
+from nnx_parallel.layers.eight_bit import Quantised
 from nnx_parallel.layers.experts.dispatch import (
     Biases,
     ExpertMLPs,
+    InEightBits,
     Kernels,
+    Rounded,
     Routed,
     TokenAxes,
     gathered,
@@ -45,7 +48,7 @@ from nnx_parallel.layers.experts.routing import (
 )
 from nnx_parallel.mesh import free_axes, manual_region
 from nnx_parallel.metrics import Mean
-from nnx_parallel.precision import sum_dtype
+from nnx_parallel.precision import EightBit, sum_dtype
 from nnx_parallel.sharding.constrain import activation_spec, active_layout, constrain
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.specs import dim_axes, to_spec
@@ -105,6 +108,8 @@ class MoE(nnx.Module):
         >>> y.shape, losses.shape, moe.counts[...].sum().item()
         ((2, 6, 8), (2, 6), 24)
     """
+
+    recipe: EightBit | None = None  # set in the model that a loss gets
 
     def __init__(
         self,
@@ -343,12 +348,15 @@ class MoE(nnx.Module):
             _run_shard,
             self.experts,
             self.activate,
+            self.recipe,
             x.shape[1],
         )
+        rounded = self.recipe and Rounded.of(kernels, self.recipe)
         layout = active_layout()
         free = free_axes(layout.mesh) if layout else set()
         if layout is None or all(layout.mesh.shape[a] == 1 for a in free):
-            return run(TokenAxes(), None, x, scores, bias, kernels, None, segments)
+            given = kernels, rounded, None, segments
+            return run(TokenAxes(), None, x, scores, bias, *given)
         tokens, of_kernels, axes = _specs_of(layout, x, kernels, free)
         exchange = _exchange_of(layout, axes, self.experts)
         if exchange != "ragged":
@@ -359,10 +367,13 @@ class MoE(nnx.Module):
         region = manual_region(
             partial(run, axes, exchange),
             layout.mesh,
-            (tokens, tokens, P(), of_kernels, of_alongside, tokens),
+            (
+                *(tokens, tokens, P(), of_kernels),
+                *(rounded and _specs_in_8_bits(of_kernels), of_alongside, tokens),
+            ),
             (tokens, Load(of_rows, of_tokens, of_rows)),
         )
-        return region(x, scores, bias, kernels, alongside, segments)
+        return region(x, scores, bias, kernels, rounded, alongside, segments)
 
 
 def _of_vector(init: Initializer) -> Any:
@@ -435,6 +446,18 @@ def _specs_of(
     return to_spec((batch, seq)), Kernels(*specs), axes
 
 
+def _specs_in_8_bits(kernels: Any) -> Any:
+    """Returns the specs of kernels in 8 bits, given the specs of the kernels."""
+
+    def of_one(spec: P | None) -> Any:
+        if spec is None:
+            return None
+        expert, _, out = dim_axes(spec, 3)
+        return Quantised(cast(Any, spec), cast(Any, to_spec((expert, (), out))))
+
+    return Rounded(*map(of_one, (kernels.up, kernels.gate, kernels.down)))
+
+
 def _spec_of(layout: Layout, hidden: Array | None, free: set[str]) -> P:
     """Returns the spec of an MLP's hidden values over the free axes."""
     if hidden is None:
@@ -450,6 +473,7 @@ def _free_axes(free: set[str], spec: P) -> tuple[tuple[str, ...], ...]:
 def _run_shard(
     mixture: Experts,
     activate: Activate,
+    recipe: EightBit | None,
     seq_len: int,
     axes: TokenAxes,
     exchange: TokenExchange | None,
@@ -457,6 +481,7 @@ def _run_shard(
     scores: Array,
     bias: Array | None,
     kernels: Kernels,
+    rounded: Rounded | None,
     alongside: Array | None,
     segments: Array | None,
 ) -> tuple[Array, Load]:
@@ -486,7 +511,13 @@ def _run_shard(
             dropped = jax.lax.psum(dropped, axes.seq) if axes.seq else dropped
             load = load._replace(dropped=dropped)
         chosen = jnp.where(is_in, chosen, mixture.num_experts)
-    experts = ExpertMLPs(kernels=kernels.for_sum(axes.mlp), activate=activate)
+    experts = ExpertMLPs(
+        kernels=kernels.for_sum(axes.mlp),
+        activate=activate,
+        in_8_bits=recipe
+        and rounded
+        and InEightBits(recipe=recipe, axes=axes.mlp, rounded=rounded),
+    )
     routed = Routed(x, chosen, weights.astype(x.dtype))
     run = partial(gathered, experts, axes)
     if exchange == "ragged":

@@ -17,6 +17,7 @@ from jax import Array
 from nnx_parallel.layers.activations import Activate
 from nnx_parallel.layers.experts.dispatch import (
     ExpertMLPs,
+    InEightBits,
     Kernels,
     Order,
     Routed,
@@ -204,12 +205,14 @@ class _Routes(NamedTuple):
         further: int ``(chunks,)``, the number of rounds after the first round.
         alongside: An array that is computed before the first products, or ``None``. No
             gradient flows to the array from here.
+        in_8_bits: The kernels in 8 bits, or ``None``.
     """
 
     order: Order
     counts: Array
     further: Array
     alongside: Array | None
+    in_8_bits: InEightBits | None
 
 
 _Operands = tuple[Array, Array, Kernels]
@@ -239,7 +242,13 @@ def _in_chunks(
         exchange.chunks,
         exchange.further_round,
         jnp.sum(further) if most > num_rows else None,
-        _Routes(order, counts, further, jax.lax.stop_gradient(alongside)),
+        _Routes(
+            order,
+            counts,
+            further,
+            jax.lax.stop_gradient(alongside),
+            experts.in_8_bits,
+        ),
         (tokens, weights, experts.kernels),
     )
     return y.reshape(routed.x.shape)
@@ -296,7 +305,9 @@ class _Exchange:
     ) -> "_Round":
         """Makes the round that begins at row ``first`` of each receiver."""
         tokens, weights, kernels = operands
-        experts = ExpertMLPs(kernels=kernels, activate=self.activate)
+        experts = ExpertMLPs(
+            kernels=kernels, activate=self.activate, in_8_bits=routes.in_8_bits
+        )
         order, counts, chunk_tokens, weight = jax.tree.map(
             lambda x: x[chunk], (routes.order, routes.counts, tokens, weights)
         )

@@ -26,6 +26,7 @@ from nnx_parallel.programs import (
 )
 from nnx_parallel.sharding.constrain import (
     active_layout,
+    keep_stored,
     saves_all_but_gathers,
     use_params,
 )
@@ -81,7 +82,12 @@ def gather_late(function: Callable, places: Mapping[Path, Placement]) -> Callabl
 
 
 def _is_inlined(eqn: jex.JaxprEqn) -> bool:
-    return eqn.primitive.name in ("jit", "closed_call")
+    is_call = eqn.primitive.name in ("jit", "closed_call")
+    return is_call and not _quantises(eqn)
+
+
+def _quantises(eqn: jex.JaxprEqn) -> bool:
+    return eqn.params.get("name") == "quantise_kernel"
 
 
 def _run(
@@ -120,6 +126,10 @@ def _run(
             plain = []
         if moved is not None:
             found = run([eqn], eqn.outvars, env)
+            if _quantises(eqn):
+                # Without this constraint, the partitioner would gather the kernel
+                # before it rounds it to 8 bits.
+                found[0] = keep_stored(found[0], moved)
             places[eqn.outvars[0]] = moved
         elif is_loop:
             _gather(passed, env, places)
@@ -179,6 +189,8 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
             # returns, because they count as assigned. It does not gather them.
             is_kept = eqn.params["sharding"].spec == place.stored == place.gradient
             return place if is_kept else None
+        case "jit" if _quantises(eqn):
+            return place
         case "squeeze" if place.is_stacked and eqn.params["dimensions"] == (0,):
             return place.of_layer()
     # The output stays in shards if it still has the dim of layers, for example after

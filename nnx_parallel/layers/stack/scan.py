@@ -85,7 +85,7 @@ References:
 """
 
 OVERLAPPED = "overlapped_matmul"
-"""Checkpoint name of products that run as rings; policies recognise them by name."""
+"""Checkpoint name of products that run as rings or in 8 bits, for remat policies."""
 
 BLOCK_INPUT = "block_input"
 """Checkpoint name of the input of a block; this input can be kept in host memory."""

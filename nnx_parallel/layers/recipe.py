@@ -1,0 +1,107 @@
+"""Finds the layers of a model whose products run in 8 bits, and sets their recipe."""
+
+import re
+from functools import cache, partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from nnx_parallel.errors import EightBitError
+from nnx_parallel.layers.dense import Dense
+from nnx_parallel.layers.eight_bit import eight_bit_matmul
+from nnx_parallel.layers.experts.moe import MoE
+from nnx_parallel.precision import EightBit
+from nnx_parallel.sharding.names import dotted
+from nnx_parallel.sharding.nnx_arrays import is_inside, stacks_of
+from nnx_parallel.sharding.rules import check_regex
+
+KINDS = (Dense, MoE, nnx.Linear, nnx.LinearGeneral)
+
+_FAST_TPUS = {
+    "int8": ("TPU v5", "TPU v6"),
+    "float8": ("TPU7", "TPU v7"),
+}
+"""Prefixes of kinds for which libtpu 0.0.50 estimates fewer cycles than in bfloat16."""
+
+
+def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
+    """Returns the layers whose products run in 8 bits, by dotted path.
+
+    Raises:
+        EightBitError: If no layer matches, or if a layer's kernel has batch dims.
+        RuleError: If the recipe's regex is invalid.
+    """
+    if recipe.layers is not None:
+        check_regex("Precision(layers=)", recipe.layers)
+    stacks = stacks_of(model)
+    known = {p: m for p, m in nnx.iter_modules(model) if isinstance(m, KINDS)}
+    found = {
+        dotted(path): layer
+        for path, layer in known.items()
+        if (
+            is_inside(path, stacks)
+            if recipe.layers is None
+            else re.search(recipe.layers, dotted(path))
+        )
+    }
+    if not found:
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise EightBitError(
+            f"layers={recipe.layers!r} selects no layer of {type(model).__name__} for "
+            f"8-bit products. It is a regex for dotted paths; None selects the layers "
+            f"inside of a Stack. Layers ({kinds}): "
+            f"{', '.join(map(dotted, known)) or 'none'}."
+        )
+    for path, layer in found.items():
+        if getattr(layer, "batch_axis", None):
+            raise EightBitError(
+                f"`{path}` has a kernel for each entry of batch_axis, and such "
+                "products do not run in 8 bits. Choose layers= that do not match it."
+            )
+    return found
+
+
+def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> str:
+    """Describes the dtypes of the three products of each selected layer.
+
+    The text says so if the devices compute these products in a wider dtype.
+    """
+    paths = [f"`{path}`" for path in layers_in_eight_bits(model, recipe)]
+    shown = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
+    into, back = recipe.forward, recipe.gradient
+    of_input = f"{back} * {into}" if back else "in the compute dtype"
+    text = (
+        f"8 bits: forward products {into} * {into}, gradients of inputs {of_input}, "
+        f"gradients of kernels in the compute dtype: {shown}"
+    )
+    fast = _FAST_TPUS["int8" if into == "int8" else "float8"]
+    if device_kind.startswith("TPU") and not device_kind.startswith(fast):
+        text += f". {device_kind} computes {into} in a wider dtype, not faster"
+    return text
+
+
+def set_recipe(model: nnx.Module, recipe: EightBit) -> None:
+    """Makes the products of the selected layers run in 8 bits, in place."""
+    for layer in layers_in_eight_bits(model, recipe).values():
+        if isinstance(layer, Dense | MoE):
+            layer.recipe = recipe
+        else:
+            # Each method of the layer uses this attribute, not only `__call__`.
+            layer.dot_general = _dot_general_of(recipe)
+
+
+@cache  # equal models must have equal attributes, or JAX would trace them again
+def _dot_general_of(recipe: EightBit) -> Any:
+    return partial(_dot_general, recipe)
+
+
+def _dot_general(
+    recipe: EightBit, x: Array, w: Array, dimension_numbers: Any, **_: Any
+) -> Array:
+    """Contracts dims of ``x`` with the first dims of ``w``; options have no effect."""
+    (x_dims, _), _ = dimension_numbers
+    num = len(x_dims)
+    x = jnp.moveaxis(x, x_dims, range(-num, 0))
+    return eight_bit_matmul(x, w, num, recipe)
