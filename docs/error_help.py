@@ -149,8 +149,8 @@ HELP = {
         "jaxlib 0.10.2 cannot print this program: its compiler is newer (INTERNAL: ...",
     ),
     "EightBitError": Help(
-        "The rule for 8-bit products matches no layer of the model, or matches a layer whose "
-        "products cannot run in 8 bits.",
+        "`layers=` matches no layer of the model, or a layer whose products cannot run in 8 bits: a "
+        "layer with `batch_axis` or another `dot_general`, or a head whose kernel the loss reads.",
         "Take `layers=` from the paths in the message; `None` selects the layers inside of a "
         "`Stack`. Pass `sequence=True` instead of `overlap=` to `TensorParallel`.",
         "layers='mlpp' selects no layer of GPT for 8-bit products. ...",

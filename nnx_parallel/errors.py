@@ -379,7 +379,7 @@ class StackError(ParallelError, ValueError):
 
 
 class EightBitError(ParallelError, ValueError):
-    """Products in 8 bits need layers that match, and devices that have such products.
+    """``layers=`` must match layers that support 8-bit products.
 
     The products must not overlap with their communication.
     """

@@ -19,15 +19,15 @@ _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 @dataclass(frozen=True, kw_only=True)
 class EightBit:
-    """The products of layers that run in 8 bits, and their dtypes.
+    """The layers whose products run in 8 bits, and the dtypes.
 
-    `Precision.int8` and `Precision.fp8` make it.
+    `Precision.int8` and `Precision.fp8` create it.
 
     Attributes:
         forward: Dtype of activations and kernels in the forward pass: ``int8`` or
             ``float8_e4m3fn``. The kernel has this dtype in the backward pass too.
         gradient: Dtype of the output's gradient in the product for the gradient of the
-            input. ``None``: this product runs in the dtype of the computation.
+            input. If it is ``None``, this product runs in the compute dtype.
         layers: Regex that is searched in the dotted paths of layers. ``None``: the
             layers inside of a `Stack`.
     """
@@ -106,6 +106,11 @@ class Precision:
                     "dtype: float32, bfloat16 or float16."
                 )
             object.__setattr__(self, field, dtype)
+        if not isinstance(self.products, EightBit | None):
+            raise ValueError(
+                f"Precision.products is {self.products!r}; it must be an EightBit or "
+                "None. Precision.int8() and Precision.fp8() set it."
+            )
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
         """Returns the dtype for the sum of gradients that have ``dtype``."""
@@ -140,17 +145,21 @@ class Precision:
         gradient: bool = True,
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
-        """Products of the blocks' layers in int8; all else as in `mixed_bfloat16`.
+        """Runs products of layers in int8. All else is as in `mixed_bfloat16`.
 
-        A token and an output channel of a kernel have one scale each [1]. The numbers
-        are the same under every strategy. The gradients of kernels are computed in
-        ``compute``.
+        A token and an output channel of a kernel have one scale each [1]. The scales do
+        not depend on the strategy. An 8-bit number differs between strategies only if
+        the order of a sum changes the activation that is rounded. The gradients of
+        kernels are computed in ``compute``.
 
         Args:
             layers: Regex that is searched in the dotted path of each layer, such as
                 ``"mlp"``. ``None``: all layers inside of a `Stack`.
             gradient: True if the gradient of a layer's input is an int8 product too.
             compute: Dtype of all other computation.
+
+        Raises:
+            ValueError: If ``gradient`` is not a bool.
 
         Example:
             >>> Precision.int8("mlp").products
@@ -161,6 +170,8 @@ class Precision:
             vision-language models", 2023, section 2.2,
             https://arxiv.org/abs/2304.13013
         """
+        if not isinstance(gradient, bool):
+            raise ValueError(f"int8(gradient={gradient!r}): it must be True or False.")
         products = EightBit(
             forward="int8", gradient="int8" if gradient else None, layers=layers
         )
@@ -171,17 +182,16 @@ class Precision:
         cls,
         layers: str | None = None,
         *,
-        gradient: str | None = "float8_e4m3fn",
+        gradient: DTypeLike | None = "float8_e4m3fn",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
-        """Products of the blocks' layers in float8 [1]; the scales are those of `int8`.
+        """Runs products of layers in float8 [1], with the same scales as `int8`.
 
         Args:
-            layers: As in `int8`.
+            layers: Regex for dotted paths, as in `int8`.
             gradient: Dtype of gradients in the product for the gradient of the input:
                 ``"float8_e4m3fn"``, ``"float8_e5m2"``, or ``None`` for ``compute``.
-                Each token has a scale, so the range of e5m2 is not needed; a small
-                model had 2 % more loss with it.
+                Each token has a scale, so the range of e5m2 is not needed.
             compute: Dtype of all other computation.
 
         Example:
@@ -192,7 +202,8 @@ class Precision:
             [1] Micikevicius et al., "FP8 Formats for Deep Learning", 2022, section 3,
             https://arxiv.org/abs/2209.05433
         """
-        products = EightBit(forward="float8_e4m3fn", gradient=gradient, layers=layers)
+        name = None if gradient is None else as_dtype(gradient).name
+        products = EightBit(forward="float8_e4m3fn", gradient=name, layers=layers)
         return cls(compute=compute, products=products)
 
 

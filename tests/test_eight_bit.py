@@ -43,7 +43,7 @@ from nnx_parallel.layers.eight_bit import (
     eight_bit_ragged_dot,
     quantise_kernel,
 )
-from nnx_parallel.layers.recipe import describe_products
+from nnx_parallel.layers.recipe import describe_products, layers_in_eight_bits
 from nnx_parallel.models import (
     GPT,
     GPTConfig,
@@ -52,6 +52,7 @@ from nnx_parallel.models import (
     classification_loss,
     next_token_loss,
 )
+from nnx_parallel.precision import EightBit
 from tests.parity.runs import compiling, to_host
 
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64
@@ -403,7 +404,7 @@ def test_describe_shows_dtypes_of_products() -> None:
 def test_description_names_tpus_that_compute_in_wider_dtype() -> None:
     model, recipe = GPT(CONFIGS["gpt"], rngs=nnx.Rngs(0)), Precision.fp8().products
     assert recipe is not None
-    slow = "computes float8_e4m3fn in a wider dtype, not faster"
+    slow = "computes float8_e4m3fn products in a wider dtype, so they are not faster"
     assert slow in describe_products(model, recipe, "TPU v6 lite")
     assert slow not in describe_products(model, recipe, "TPU7x")
     assert slow not in describe_products(model, recipe, "NVIDIA H100")
@@ -412,15 +413,71 @@ def test_description_names_tpus_that_compute_in_wider_dtype() -> None:
 def test_layers_that_match_nothing_raise() -> None:
     with pytest.raises(EightBitError, match=re.escape("layers='mlpp' selects no la")):
         make_trainer(Precision.int8("mlpp"), DataParallel(1))
-    with pytest.raises(EightBitError, match="None selects the layers inside of a St"):
+    with pytest.raises(EightBitError, match="None selects all layers inside of a St"):
         train_stock(None, DataParallel(1), 1)
     with pytest.raises(RuleError, match="which Python's re refuses"):
         make_trainer(Precision.fp8("("), DataParallel(1))
 
 
-def test_invalid_dtypes_raise() -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dot_general": jnp.dot}, "it has a dot_general or dot_general_cls already"),
+        ({"dot_general_cls": lambda: jnp.dot}, "it has a dot_general or dot_general"),
+        ({"batch_axis": {0: 2}}, "it uses batch_axis"),
+    ],
+)
+def test_layers_with_other_products_raise(options: dict, reason: str) -> None:
+    layer = nnx.LinearGeneral(4, 4, rngs=nnx.Rngs(0), **options)
+    recipe = EightBit(forward="int8", gradient=None, layers="")
+    with pytest.raises(EightBitError, match=f"`` cannot run in 8 bits: {reason}"):
+        layers_in_eight_bits(layer, recipe)
+
+
+def test_head_whose_kernel_the_loss_reads_raises() -> None:
+    untied = GPT(dataclasses.replace(CONFIGS["gpt"], tied=False), rngs=nnx.Rngs(0))
+    recipe = EightBit(forward="int8", gradient=None, layers="head")
+    with pytest.raises(EightBitError, match="`head` cannot run in 8 bits: losses mult"):
+        layers_in_eight_bits(untied, recipe)
+
+
+def test_integers_are_promoted_to_dtype_of_kernel() -> None:
+    kernel = jnp.array([[1.0, 0.3], [0.5, -0.2]])
+    x, recipe = jnp.array([[1, 2], [3, 0]]), Precision.int8().products
+    assert recipe is not None
+    found = eight_bit_matmul(x, kernel, 1, recipe)
+    np.testing.assert_allclose(found, x @ kernel, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "precision", [Precision.int8(gradient=False), Precision.fp8(gradient=None)]
+)
+def test_small_gradients_in_float16_keep_their_digits(precision: Precision) -> None:
+    rng, recipe = np.random.default_rng(0), precision.products
+    assert recipe is not None
+    x, w, dy = (
+        jnp.asarray(rng.normal(size=shape) * size, jnp.float16)
+        for shape, size in (((8, 32), 1.0), ((32, 16), 0.02), ((8, 16), 1e-3))
+    )
+    _, pull = jax.vjp(lambda x: eight_bit_matmul(x, w, 1, recipe), x)
+    values, scale = quantise_kernel(w, (0,), recipe.forward)
+    kernel = values.astype(jnp.float32) * scale
+    expected = dy.astype(jnp.float32) @ kernel.T
+    (found,) = pull(dy)
+    np.testing.assert_allclose(found, expected, rtol=0.01, atol=1e-7)
+
+
+def test_invalid_values_raise() -> None:
     with pytest.raises(ValueError, match="gradient='int8' is invalid"):
         Precision.fp8(gradient="int8")
+    wrong: Any = "bfloat16"
+    with pytest.raises(ValueError, match="it must be True or False"):
+        Precision.int8(gradient=wrong)
+    with pytest.raises(ValueError, match="must be an EightBit or None"):
+        Precision(products=wrong)
+    assert Precision.fp8(gradient=jnp.float8_e5m2) == Precision.fp8(
+        gradient="float8_e5m2"
+    )
 
 
 def test_overlapping_products_raise() -> None:

@@ -1,17 +1,17 @@
-"""Products of activations and parameters in 8 bits, the same under every layout.
+"""Products of activations and parameters in 8 bits, with scales that no layout changes.
 
 Each token of an activation, and each output channel of a kernel, has one scale. It is
 the largest absolute value over the dims that the product contracts, divided by the
-largest number of the 8-bit dtype. A maximum does not depend on the order, so a layout
-may split any dim: all devices find the same scales and the same 8-bit numbers. Sums of
-int8 products are int32, and exact. The recipe is SwitchBack's [1], with a scale for
-each channel of the kernel.
+largest number of the 8-bit dtype. The order of numbers does not change a maximum. So a
+layout may split any dim, and all devices compute the same scales. Sums of int8 products
+are int32, and exact for up to 130,000 terms. This is the recipe of SwitchBack [1],
+except that each channel of a kernel has a scale.
 
 The backward pass multiplies the gradient of the output by the scales of the channels,
 so that its contraction over channels can use the 8-bit kernel of the forward pass. The
-gradient of the kernel is a sum over tokens, whose scales differ. It is computed in the
-dtype of the computation. Scales for groups of tokens would depend on how a layout
-splits tokens.
+gradient of the kernel is a sum over tokens. Their scales differ, so this product runs
+in the compute dtype. Scales for groups of tokens would depend on how a layout splits
+tokens.
 
 References:
     [1] Wortsman et al., "Stable and low-precision training for large-scale
@@ -28,12 +28,12 @@ from jax.sharding import NamedSharding
 
 from nnx_parallel.precision import EightBit, sum_dtype
 
-_TINY = 1e-30  # a group of smaller numbers is rounded to zeros
+_TINY = 1e-30  # if all numbers of a group are smaller, they become 0
 _place = jax.lax.with_sharding_constraint
 
 
 class Quantised(NamedTuple):
-    """An 8-bit array, and scales that broadcast against it; ``values * scale`` is x."""
+    """An 8-bit array and its scales; ``values * scale`` approximates the array."""
 
     values: Array
     scale: Array
@@ -44,10 +44,10 @@ def quantise(
 ) -> Quantised:
     """Rounds an array to 8 bits, with one scale for each group of numbers.
 
-    The scale is float32, or float64 if the array is.
+    The scale is float64 for float64 arrays, and float32 otherwise.
 
-    A group with an infinity or NaN has a scale that is not finite, so that the product
-    is not finite either.
+    A group with an infinity or NaN has a scale that is not finite, so the product is
+    not finite.
 
     Args:
         x: The array.
@@ -86,7 +86,7 @@ class Split(Protocol):
 
     @property
     def gathers(self) -> bool:
-        """True if the input is split along ``seq``, and False if the output is."""
+        """True if ``seq`` splits the input, and False if it splits the output."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     recipe: EightBit
     num: int  # number of contracted dims
     split: Split | None
-    dtype: Any  # of the kernel
+    dtype: Any  # dtype of the kernel
 
 
 def eight_bit_matmul(
@@ -124,7 +124,7 @@ def eight_bit_matmul(
         split: How the product gathers or scatters along ``seq``, or ``None``.
 
     Returns:
-        ``(*leading, *out_dims)`` in the dtype of x.
+        ``(*leading, *out_dims)`` in the dtype to which x and w are promoted.
 
     Example:
         >>> from nnx_parallel import Precision
@@ -136,6 +136,7 @@ def eight_bit_matmul(
     # Qwix's `dot_general` quantises the kernel inside its call, so the kernel would be
     # gathered before the cast, and its gradient quantises the kernel a second time.
     kernel = quantise_kernel(w, tuple(range(num)), recipe.forward)
+    x = x.astype(jnp.result_type(x, w))  # an integer may be the input
     return _product(_Call(recipe, num, split, w.dtype), x, w, *kernel)
 
 
@@ -145,7 +146,7 @@ def _product(call: _Call, x: Array, w: Array, values: Array, scale: Array) -> Ar
 
 
 # The forward pass does not use `w`. It is an argument so that it gets the gradient. If
-# `w` is stored in shards, the compiler removes its gather, which has no use.
+# `w` is stored in shards, the compiler removes its gather, because nothing uses it.
 def _forward(
     call: _Call, x: Array, w: Array, values: Array, scale: Array
 ) -> tuple[Array, tuple]:
@@ -170,11 +171,13 @@ def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None,
     outs, kept = tuple(range(lead, dy.ndim)), tuple(range(num, values.ndim))
     if split is not None:
         x, dy = (split.gather(x), dy) if split.gathers else (x, split.gather(dy))
-    scaled = dy.astype(scale.dtype) * _channels(scale, num, lead)
     if call.recipe.gradient is None:
-        whole = scaled.astype(x.dtype), values.astype(x.dtype)
-        total = _dot(x.dtype, *whole, outs, kept)
+        # The scales are small, so a float16 product of them with `dy` would lose
+        # digits.
+        kernel = (values.astype(scale.dtype) * scale).astype(x.dtype)
+        total = _dot(x.dtype, dy.astype(x.dtype), kernel, outs, kept)
     else:
+        scaled = dy.astype(scale.dtype) * _channels(scale, num, lead)
         rows = quantise(scaled, outs, call.recipe.gradient)
         total = _dot(x.dtype, rows.values, values, outs, kept)
         total = total if split is None else _place(total, split.input)
@@ -198,7 +201,7 @@ def _dot(
 
 
 def _dtype_of_sums(x: Array, dtype: Any) -> Any:
-    """Returns the dtype of a product's output, in which devices add their parts."""
+    """Returns the dtype of a product's output. Devices add partial sums in it."""
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.int32
     # Sums of float8 numbers, which are not scaled yet, may exceed the largest float16.
@@ -240,7 +243,7 @@ def eight_bit_ragged_dot(
     Args:
         call: The dtypes, and the axes that split the dims.
         rows: ``(rows, in)``, sorted by expert.
-        kernel: ``(experts, in, out)``; it only gets the gradient.
+        kernel: ``(experts, in, out)``. Only the gradient uses it.
         rounded: The kernel in 8 bits, with a scale ``(experts, 1, out)``.
         sizes: int ``(experts,)``, the number of rows of each expert.
     """
@@ -252,29 +255,34 @@ def _ragged_forward(
 ) -> tuple[Array, tuple]:
     values, scale = rounded
     found = quantise(rows, (1,), call.recipe.forward, call.in_axes)
-    # The expert of a row is the number of experts whose rows come before it.
-    is_after = jnp.arange(len(rows))[:, None] >= jnp.cumsum(sizes)[None]
-    expert = jnp.sum(is_after, axis=1, dtype=jnp.int32)
-    of_rows = jnp.take(scale[:, 0], expert, axis=0, mode="clip")  # (rows, out)
     total = _ragged_dot(rows.dtype, found.values, values, sizes)
-    y = total.astype(scale.dtype) * found.scale * of_rows
+    y = total.astype(scale.dtype) * found.scale * _scales_of(len(rows), scale, sizes)
     empty = jnp.zeros((0,), kernel.dtype)  # has the dtype of the gradient
-    return y.astype(rows.dtype), (rows, values, of_rows, sizes, empty)
+    return y.astype(rows.dtype), (rows, rounded, sizes, empty)
+
+
+def _scales_of(count: int, scale: Array, sizes: Array) -> Array:
+    """Returns the scales ``(rows, out)`` of the experts of all rows."""
+    # The expert of a row is the number of experts whose rows come before it.
+    is_after = jnp.arange(count)[:, None] >= jnp.cumsum(sizes)[None]
+    expert = jnp.sum(is_after, axis=1, dtype=jnp.int32)
+    return jnp.take(scale[:, 0], expert, axis=0, mode="clip")
 
 
 def _ragged_backward(
     call: Grouped, saved: tuple, dy: Array
 ) -> tuple[Array, Array, None, None]:
-    rows, values, of_rows, sizes, empty = saved
-    scaled = dy.astype(of_rows.dtype) * of_rows
-    turned = jnp.swapaxes(values, 1, 2)  # (experts, out, in)
+    rows, (values, scale), sizes, empty = saved
     if call.recipe.gradient is None:
-        whole = scaled.astype(rows.dtype), turned.astype(rows.dtype)
-        drows = _ragged_dot(rows.dtype, *whole, sizes)
+        whole = (values.astype(scale.dtype) * scale).astype(rows.dtype)
+        turned = jnp.swapaxes(whole, 1, 2)  # (experts, out, in)
+        drows = _ragged_dot(rows.dtype, dy.astype(rows.dtype), turned, sizes)
     else:
+        scaled = dy.astype(scale.dtype) * _scales_of(len(rows), scale, sizes)
         found = quantise(scaled, (1,), call.recipe.gradient, call.out_axes)
+        turned = jnp.swapaxes(values, 1, 2)
         total = _ragged_dot(rows.dtype, found.values, turned, sizes)
-        drows = total.astype(of_rows.dtype) * found.scale
+        drows = total.astype(scale.dtype) * found.scale
     kernel = jax.ShapeDtypeStruct(values.shape, rows.dtype)
     pull = jax.linear_transpose(lambda k: jax.lax.ragged_dot(rows, k, sizes), kernel)
     return drows.astype(rows.dtype), pull(dy)[0].astype(empty.dtype), None, None

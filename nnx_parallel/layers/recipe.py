@@ -4,6 +4,7 @@ import re
 from functools import cache, partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -23,14 +24,16 @@ _FAST_TPUS = {
     "int8": ("TPU v5", "TPU v6"),
     "float8": ("TPU7", "TPU v7"),
 }
-"""Prefixes of kinds for which libtpu 0.0.50 estimates fewer cycles than in bfloat16."""
+"""Prefixes of the kinds of TPUs on which an 8-bit product takes fewer cycles than a
+bfloat16 product, by the estimates of libtpu 0.0.50."""
 
 
 def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
     """Returns the layers whose products run in 8 bits, by dotted path.
 
     Raises:
-        EightBitError: If no layer matches, or if a layer's kernel has batch dims.
+        EightBitError: If no layer matches, or if the products of a layer that matches
+            cannot run in 8 bits.
         RuleError: If the recipe's regex is invalid.
     """
     if recipe.layers is not None:
@@ -50,23 +53,35 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise EightBitError(
             f"layers={recipe.layers!r} selects no layer of {type(model).__name__} for "
-            f"8-bit products. It is a regex for dotted paths; None selects the layers "
-            f"inside of a Stack. Layers ({kinds}): "
-            f"{', '.join(map(dotted, known)) or 'none'}."
+            "8-bit products. `layers` is a regex for dotted paths, and None selects "
+            f"all layers inside of a Stack. Layers ({kinds}): "
+            f"{', '.join(map(dotted, known)) or 'there are none'}."
         )
     for path, layer in found.items():
-        if getattr(layer, "batch_axis", None):
+        if why := _why_not(model, path, layer):
             raise EightBitError(
-                f"`{path}` has a kernel for each entry of batch_axis, and such "
-                "products do not run in 8 bits. Choose layers= that do not match it."
+                f"The products of `{path}` cannot run in 8 bits: {why}. Change layers= "
+                "so that it does not match this layer."
             )
     return found
+
+
+def _why_not(model: nnx.Module, path: str, layer: Any) -> str:
+    """Returns the reason why a layer's products cannot run in 8 bits, or ""."""
+    if getattr(layer, "batch_axis", None):
+        return "it uses batch_axis"
+    own = getattr(layer, "dot_general", None), getattr(layer, "dot_general_cls", None)
+    if own[0] not in (None, jax.lax.dot_general) or own[1] is not None:
+        return "it has a dot_general or dot_general_cls already"
+    if path == "head" and hasattr(model, "head_kernel"):
+        return "losses multiply by `head_kernel` and do not call the layer"
+    return ""
 
 
 def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> str:
     """Describes the dtypes of the three products of each selected layer.
 
-    The text says so if the devices compute these products in a wider dtype.
+    The text names TPUs that compute these products in a wider dtype.
     """
     paths = [f"`{path}`" for path in layers_in_eight_bits(model, recipe)]
     shown = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
@@ -78,7 +93,10 @@ def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> 
     )
     fast = _FAST_TPUS["int8" if into == "int8" else "float8"]
     if device_kind.startswith("TPU") and not device_kind.startswith(fast):
-        text += f". {device_kind} computes {into} in a wider dtype, not faster"
+        text += (
+            f". {device_kind} computes {into} products in a wider dtype, so they are "
+            "not faster"
+        )
     return text
 
 
@@ -88,7 +106,7 @@ def set_recipe(model: nnx.Module, recipe: EightBit) -> None:
         if isinstance(layer, Dense | MoE):
             layer.recipe = recipe
         else:
-            # Each method of the layer uses this attribute, not only `__call__`.
+            # All methods of the layer use this attribute.
             layer.dot_general = _dot_general_of(recipe)
 
 
