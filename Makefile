@@ -59,7 +59,7 @@ docs-fast: $(VENV)/.docs  ## build the site in docs/_build/fast without running 
 		-d docs/_build/fast-doctrees docs docs/_build/fast
 	@echo "docs/_build/fast/index.html"
 
-screenshots: $(VENV)/.dev  ## check the built site's looks, and keep pictures; 3 minutes
+screenshots: $(VENV)/.dev  ## check the layout of the built site, and save pictures; 3 minutes
 	@echo "Each kind of page, at 390 and 1280 px, light and dark: docs/_build/screenshots"
 	$(python) -m pytest -q -m slow tests/test_site_looks.py
 

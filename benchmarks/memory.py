@@ -1,4 +1,4 @@
-"""Memory of a step by the formulas of `plan`, beside the compiler's figure.
+"""Compares the memory of a step by the formulas of `plan` with the compiler's figure.
 
 The twenty steps differ from the steps in the tests, and most of them strain one part of
 the formulas: convolutions of several resolutions, experts, large vocabularies, lists of

@@ -300,7 +300,7 @@ _2024 = f"{_TITAN}/llama3_h100_202412_torchtitan.md"
 _2025 = f"{_TITAN}/asyncTP_llama3_h100_2025-06_torchtitan.md"
 _A100S = "https://github.com/pytorch/torchtitan/blob/v0.1.0/docs/performance.md"
 _SEQUENCE, _RING = TensorParallel(8, sequence=True), TensorParallel(8, overlap="ring")
-_DOTS = "theirs keeps every second product of a block, ours all"
+_DOTS = "torchtitan keeps every second product of a block; this library keeps all"
 _8B, _70B = "llama3.1-8b", "llama3.1-70b"
 GPUS: dict[str, tuple[Topology, Published]] = {
     f"{name}, {count} {hardware.name}": (

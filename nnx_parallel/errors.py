@@ -252,8 +252,8 @@ class ParallelError(Exception):
     the installed package has the address of the documentation.
 
     Attributes:
-        exit_code: Exit code of a process that the error ends, if there are several
-            processes, and of the launcher.
+        exit_code: The launcher exits with this code if the error has ended a process.
+            With several processes, each process exits with it too.
     """
 
     exit_code: ClassVar[int] = 1

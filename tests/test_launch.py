@@ -186,7 +186,7 @@ if kind == "caught":
         ("once", 0, 2, "", ""),
     ],
 )
-def test_useless_restarts_are_not_made(
+def test_repeated_failure_ends_restarts(
     tmp_path: Path, kind: str, code: int, starts: int, place: str, reason: str
 ) -> None:
     script, run = tmp_path / "script.py", tmp_path / "run"
@@ -256,7 +256,7 @@ def test_launcher_reads_causes_of_its_processes_only(
     assert cause_of(files, pids, 1, 137) == expected
 
 
-def test_exit_codes_are_only_of_own_errors() -> None:
+def test_foreign_errors_have_exit_code_1() -> None:
     class ExitError(RuntimeError):
         exit_code = 0
 

@@ -102,7 +102,7 @@ def test_header_advises_stack_for_many_equal_blocks() -> None:
         make_trainer(memory, model=build(count)).fit(DATA[:1], 1)
         texts.append(memory.messages[0])
         assert re.match(r"Trained 1 step in", memory.messages[-1])
-    advice = "the 4 equal blocks of `layers` are traced and compiled one by one"
+    advice = "the 4 equal blocks of `layers` are compiled separately"
     assert [advice in text for text in texts] == [False, True]
 
 

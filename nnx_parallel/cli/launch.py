@@ -99,13 +99,12 @@ def launch(job: Job) -> int:
     their parent, such as a data loader's, are killed once all processes have ended.
 
     A run that has failed three times at the same step for the same reason is not
-    started again, and neither is a run with two equal failures of memory or of a loss
-    that is not finite.
+    started again. Two failures are enough if memory is lacking or a loss is not finite.
 
     Returns:
-        0, or the exit code of the first process to fail (128 + n after signal n), or
-        the code of its error. The code is 143, `PREEMPTED`, if a SIGTERM has stopped
-        the run.
+        0 on success, otherwise the exit code of the first process that failed. After
+        signal n the code is 128 + n. Some errors of this library have special codes.
+        The code is 143, `PREEMPTED`, if a SIGTERM has stopped the run.
 
     Raises:
         MeshShapeError: If the visible devices are fewer than the processes need.
@@ -157,8 +156,8 @@ class Failure(NamedTuple):
             return False
         if self.cause.step is not None:
             return True
-        # The step is unknown, so a run that lasted may have gone on. A machine may be
-        # taken away several times.
+        # The step is unknown, so a long run may have made progress. Signals are not
+        # counted, because a machine may be preempted several times.
         return max(self.seconds, other.seconds) < _START_SECONDS and (
             self.cause.code <= 128
         )
@@ -171,7 +170,7 @@ class Failure(NamedTuple):
 
     @property
     def most(self) -> int:
-        """How often a run may fail in this way."""
+        """The number of equal failures that ends the restarts."""
         # A step computes the same numbers again, unless the hardware was faulty.
         certain = NonFiniteLossError.exit_code, DeviceMemoryError.exit_code
         return 2 if self.cause.pid and self.cause.code in certain else 3
@@ -193,8 +192,8 @@ def cause_of(
     # With one process, Python ends with code 1 after every error.
     if found is not None and code in (1, found.code):
         return found
-    # A process that was killed notes nothing. The others note at which step they lost
-    # it.
+    # A process that was killed notes nothing. The other processes note the step at
+    # which it was lost.
     step = next((x.step for x in noted if x is not None), None)
     return Cause(kind=f"exit code {code}", step=step, code=code)
 

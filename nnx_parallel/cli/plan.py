@@ -110,7 +110,7 @@ def run_plan(options: argparse.Namespace) -> int:
     needed = {"--topology": options.topology, "script": options.script}
     if missing := [name for name, value in needed.items() if value is None]:
         text = " and ".join(missing)
-        sys.stderr.write(f"plan needs {text}, or --calibrate without both.\n")
+        sys.stderr.write(f"plan needs {text}. `plan --calibrate` needs neither.\n")
         return 2
     settings = {k: v for k, v in vars(options).items() if k != "command"}
     environment = {

@@ -1,4 +1,4 @@
-"""The causes of failures: a process notes its cause as it ends, for the launcher."""
+"""A process that fails writes the reason to a file, which the launcher reads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Cause:
     Attributes:
         kind: The class of the error, or another short name.
         text: The first line of the error.
-        step: The number of the last step that a fit began or restored, or ``None``.
+        step: The last step that a fit began or restored; ``None`` if no fit has begun.
         code: The exit code of this kind of error.
-        pid: The process.
+        pid: The process id.
     """
 
     kind: str
@@ -44,7 +44,7 @@ def note_step(step: int) -> None:
 
 def exit_code_of(error: BaseException | None) -> int:
     """Returns the exit code for an error that nothing catches."""
-    # Errors of other libraries may have an attribute of the same name.
+    # An error of another library may also have an attribute `exit_code`.
     return error.exit_code if isinstance(error, ParallelError) else 1
 
 

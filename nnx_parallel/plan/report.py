@@ -212,8 +212,8 @@ class Plan:
             f"a program gets {format_bytes(usable)} of a device's memory "
             f"({self.topology.hardware.source})",
             *self.assumptions.lines(),
-            "~ and ? mark estimates by formulas; a compiled step may need "
-            f"{low:g} to {high:g} times as much memory",
+            "values with ~ or ? are estimates by formulas; a compiled step may need "
+            f"{low:g} to {high:g} times this memory",
             "MFU counts attention's masked scores, but not recomputation",
             *self.notes,
         ]

@@ -151,7 +151,7 @@ class Assumptions:
         products: Share of the peak FLOP/s that products reach.
         memory: Share of the memory's bandwidth.
         links: Share of the bandwidth of links and network.
-        source: Where the shares come from.
+        source: The origin of the shares, such as ``"assumed"``.
     """
 
     products: Range = (0.5, 0.85)

@@ -178,7 +178,8 @@ def _between_dots_and_full(
 ) -> list[Entry]:
     """Returns candidates that keep some of the named values of a block.
 
-    They are variants of the best candidates that fit with ``full`` but not ``dots``.
+    They are variants of the best candidates that fit with ``full`` and do not fit with
+    ``dots``.
     """
     known = {entry.candidate: entry for entry in entries}
     full = [e for e in order(entries, topology) if e.candidate.remat == "full"]

@@ -147,10 +147,9 @@ def count_jaxpr_flops(jaxpr: Any) -> float:
 
 
 def _count_all(jaxpr: Any) -> float:
-    """Counts a kernel's FLOPs.
+    """Counts the FLOPs of all equations of a kernel.
 
-    All equations count. They write to references, also in loops, so no output needs
-    them.
+    A kernel writes to references, and has no outputs that need an equation.
     """
     return sum(_eqn_flops(eqn, _count_all) for eqn in jaxpr.eqns)
 

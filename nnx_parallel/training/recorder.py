@@ -69,7 +69,7 @@ class Throughput:
         model_flops: FLOPs that the model needs for the batch (`count_model_flops`), or
             ``None``.
         hardware_flops: FLOPs of the compiled step on one device, which include
-            recomputation, or ``None``, also if the device's peak is unknown.
+            recomputation; ``None`` if they or the device's peak are unknown.
         device: One of this process's devices in the mesh.
         num_devices: Number of devices in the mesh.
     """

@@ -534,9 +534,8 @@ class RunState:
         path, count = self._blocks()
         if count >= _MANY_BLOCKS:
             facts["blocks"] = (
-                f"the {count} equal blocks of `{dotted(path)}` are traced and compiled "
-                "one by one; if they run one after the other, layers.Stack.of(blocks) "
-                "compiles one block"
+                f"the {count} equal blocks of `{dotted(path)}` are compiled separately;"
+                " if they run in sequence, layers.Stack.of(blocks) compiles only one"
             )
         facts["step"] = f"{self.step} {of} {num_steps}"
         if options or refused:
@@ -544,7 +543,10 @@ class RunState:
         return aligned([*facts.items()])
 
     def _blocks(self) -> tuple[Path, int]:
-        """Returns path and length of the longest list of equal blocks, or no list."""
+        """Returns the path and the length of the longest list of equal blocks.
+
+        The length is 0 if there is no such list.
+        """
         model = self.plan.model.copy()
         # Attributes of a user's module may be of any type, and a comparison of two of
         # them may raise any error. A fit must not end because of this advice.
