@@ -44,15 +44,16 @@ def calibrate(
 
     The device must be idle. Products are measured in bfloat16 (float32 on CPUs), for
     three sizes of an MLP; memory with an elementwise operation and a norm; links, if
-    there are several devices, with gathers of two sizes. The worst and the best
-    measurement of each kind are the ends of the range.
+    they join several devices, with gathers of two sizes. The worst and the best
+    measurement of each kind are the ends of the range. The network is not measured.
 
     Args:
         devices: Devices of one kind, all in this process; by default all such devices.
         cache: The directory that `plan` reads; by default `CACHE`.
 
     Returns:
-        The measured shares. They are stored under the name of the hardware.
+        The measured shares. They are stored under the name of the hardware, with its
+        figures.
 
     Raises:
         PlanError: If `HARDWARE` does not have the devices.
