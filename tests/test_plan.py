@@ -524,7 +524,8 @@ def test_step_is_bounded_by_slowest_part() -> None:
     costs = Costs(
         memory={}, flops=989.4e12, model_flops=989.4e12, moved_bytes=0, traffic=(sent,)
     )
-    exact = Assumptions(products=(1, 1), memory=(1, 1), links=(1, 1))
+    full = (1.0, 1.0)
+    exact = Assumptions(products=full, memory=full, links=full, network=full)
     inside = time_step(costs, h100, {"data": 2, "fsdp": 8}, "bfloat16", exact)
     assert (inside.fast, inside.slow) == pytest.approx((1.0, 1.1))
     # Between machines, a device has 50 GB/s, and a ring of 16 uses all network
