@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from nnx_parallel import simulate_devices
+from nnx_parallel.plan import calibration
 from tests.cores import keep_to_own_cores
 from tests.sharing import QUICK, added_options, share_compiled_programs
 
@@ -75,6 +76,14 @@ def devices() -> list:
     devices = jax.devices()
     assert len(devices) == 8
     return devices
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hides a calibration that a developer has stored, which would change plans."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "CACHE", tmp_path_factory.mktemp("calibration"))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,13 +1,17 @@
 """Measured shares of a device's figures: stored, and used by later plans."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from nnx_parallel import FSDP, Trainer, plan
 from nnx_parallel.cli import main
@@ -15,8 +19,8 @@ from nnx_parallel.errors import PlanError
 from nnx_parallel.mesh import StandIn
 from nnx_parallel.plan import calibration
 from nnx_parallel.plan.calibration import calibrate, stored
-from nnx_parallel.plan.hardware import HARDWARE
-from nnx_parallel.plan.roofline import Assumptions
+from nnx_parallel.plan.hardware import HARDWARE, Topology
+from nnx_parallel.plan.roofline import Assumptions, Costs, Traffic, time_step
 from tests.plans import shape
 
 CPU = HARDWARE["cpu"]
@@ -81,3 +85,71 @@ def test_command_line_measures_or_names_missing_arguments(
     assert "measured on 8 x cpu" in capsys.readouterr().out
     assert main(["plan", "--topology", "h100:8"]) == 2
     assert "plan needs script" in capsys.readouterr().err
+    assert main(["plan", "--calibrate", "--topology", "h100:8", "train.py"]) == 2
+    assert "leave out --topology and script" in capsys.readouterr().err
+
+
+def test_command_line_explains_unknown_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    device = StandIn(0, "gpu", "NVIDIA Unknown", 0)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert main(["plan", "--calibrate"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("plan has no figures of 'NVIDIA Unknown'")
+
+
+def test_shares_of_other_figures_are_not_used(tmp_path: Path) -> None:
+    found = Assumptions(products=(0.7, 0.75), source="measured")
+    h100 = HARDWARE["h100"]
+    calibration._store(found, h100, tmp_path)  # pyright: ignore[reportPrivateUsage]
+    assert stored(h100, tmp_path) == found
+    flops = {**h100.flops, "bfloat16": 912e12}
+    assert stored(replace(h100, flops=flops), tmp_path) is None
+    assert stored(replace(h100, memory_bandwidth=2.4e12), tmp_path) is None
+    assert stored(replace(h100, link_bandwidth=1e11), tmp_path) is None
+    # Shares of links do not depend on the network.
+    assert stored(replace(h100, network_bandwidth=1e9), tmp_path) == found
+
+
+def test_cache_that_is_a_file_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert stored(CPU, tmp_path / "file") is None
+
+
+def test_measured_links_do_not_change_the_network() -> None:
+    costs = Costs(
+        memory={},
+        flops=1.0,
+        model_flops=1.0,
+        moved_bytes=1.0,
+        traffic=tuple(
+            Traffic(axes=(axis,), sent_bytes=1e9, hidden=(0.0, 0.0), source="weights")
+            for axis in ("data", "fsdp")
+        ),
+        bubble=0.0,
+    )
+    topology = Topology.parse("h100:16")
+    given = costs, topology, {"data": 2, "fsdp": 8}, "bfloat16"
+    assumed = time_step(*given, Assumptions()).parts
+    measured = time_step(*given, Assumptions(links=(0.3, 0.3))).parts
+    assert measured["fsdp"] == pytest.approx(2 * assumed["fsdp"])
+    assert measured["data"] == assumed["data"]
+
+
+def test_gather_moves_each_shard_to_its_neighbour(devices: list) -> None:
+    mesh = Mesh(np.array(devices), ("all",))
+    x = jnp.arange(16.0).reshape(16, 1)
+    moved = calibration._gather_over(mesh)(x)  # pyright: ignore[reportPrivateUsage]
+    np.testing.assert_array_equal(moved, jnp.roll(x, -2, axis=0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_loop_of_products_keeps_its_size(dtype: str) -> None:
+    up, down = calibration._inverse_matrices(32, 128, dtype)  # pyright: ignore[reportPrivateUsage]
+    tolerance = 1e-6 if dtype == "float32" else 1e-2
+    np.testing.assert_allclose((up @ down).astype("f4"), np.eye(32), atol=tolerance)
+    x = jax.random.normal(jax.random.key(0), (4, 32), dtype)
+    found = jax.lax.fori_loop(0, 10_000, lambda _, x: (x @ up) @ down, x)
+    ratio = jnp.linalg.norm(found.astype("f4")) / jnp.linalg.norm(x.astype("f4"))
+    assert 1e-10 < ratio < 1e10

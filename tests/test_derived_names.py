@@ -231,7 +231,8 @@ def squares(model: Any, batch: dict) -> jax.Array:
 @pytest.mark.parametrize("wrt", [nnx.Param, nnx.PathContains("up")])
 @pytest.mark.parametrize("field", ["params", "compute"])
 def test_derived_names_use_dtypes_of_step(field: str, wrt: Any) -> None:
-    precision = Precision(**{field: "bfloat16"}, inputs="bfloat16")
+    dtypes: dict[str, Any] = {field: "bfloat16", "inputs": "bfloat16"}
+    precision = Precision(**dtypes)
     trainer = make_looped(squares, precision=precision, wrt=wrt)
     found = names_of(trainer)
     assert found == {"up.kernel": (None, "mlp"), "down.kernel": ("mlp", None)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from nnx_parallel import (
     Pipeline,
     Player,
     Players,
+    Precision,
     TensorParallel,
 )
 from nnx_parallel.audit.collectives import axes_of_groups
@@ -38,7 +40,7 @@ from nnx_parallel.plan import (
     save,
 )
 from nnx_parallel.plan.candidates import enumerate_candidates
-from nnx_parallel.plan.costs import Facts
+from nnx_parallel.plan.costs import Facts, is_of_pairs
 from nnx_parallel.plan.estimate import Estimate, state_bytes
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.plan.roofline import Costs, Traffic, time_step
@@ -522,7 +524,8 @@ def test_step_is_bounded_by_slowest_part() -> None:
     costs = Costs(
         memory={}, flops=989.4e12, model_flops=989.4e12, moved_bytes=0, traffic=(sent,)
     )
-    exact = Assumptions(products=(1, 1), memory=(1, 1), links=(1, 1))
+    full = (1.0, 1.0)
+    exact = Assumptions(products=full, memory=full, links=full, network=full)
     inside = time_step(costs, h100, {"data": 2, "fsdp": 8}, "bfloat16", exact)
     assert (inside.fast, inside.slow) == pytest.approx((1.0, 1.1))
     # Between machines, a device has 50 GB/s, and a ring of 16 uses all network
@@ -629,3 +632,39 @@ def test_printing_loss_is_planned() -> None:
         compile=0,
     )
     assert found.entries[0].fits(CPUS) in (True, False)
+
+
+def test_hidden_states_as_wide_as_the_sequence_are_not_scores() -> None:
+    config = GPTConfig.tiny_llama(num_layers=2, embed_dim=32, seq_len=32)
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.sgd(0.1),
+        next_token_loss,
+        loggers=(),
+    )
+    parts = Parts.of(trainer, {"tokens": shape(8, 33, dtype="int32")})
+    full = Facts.of(parts, ["full"], "cpu").row("full")
+    assert (full.positions, full.width) == (32, 32)
+    if full.scores is not None:
+        assert math.prod(full.scores.dims[:-2]) == config.num_heads
+    assert not is_of_pairs((32, 32), 32)
+    assert is_of_pairs((4, 32, 32), 32)
+
+
+def test_chunk_of_the_loss_follows_the_split_of_the_vocabulary() -> None:
+    config = GPTConfig.preset("llama3.1-8b", seq_len=8192)
+    trainer = Trainer(
+        lambda rngs: GPT(config, rngs=rngs),
+        optax.adamw(1e-3),
+        next_token_loss,
+        precision=Precision.mixed_bfloat16(),
+        loggers=(),
+    )
+    parts = Parts.of(trainer, {"tokens": shape(2, 8193, dtype="int32")})
+    strategy = TensorParallel(8)
+    layout = strategy.layout(strategy.make_mesh(GPUS.devices))
+    candidate = Candidate(strategy=strategy, remat="full")
+    facts = Facts.of(parts, ["full"], "gpu")
+    found = Estimate(facts, candidate, GPUS, parts.on(layout)).loss_bytes
+    # 2,092 tokens of 16,032 classes in 128 MiB, twice, and the head's gradient
+    assert found == 2 * 2092 * 4 * 16032 + 4 * 4096 * 16032

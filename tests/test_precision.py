@@ -103,8 +103,9 @@ def test_integer_dtype_raises(field: str) -> None:
         f"Precision.{field} is int8; it must be a floating-point dtype: float32, "
         "bfloat16 or float16."
     )
+    dtypes: dict[str, Any] = {field: jnp.int8}
     with pytest.raises(ValueError, match=re.escape(message)):
-        Precision(**{field: jnp.int8})
+        Precision(**dtypes)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,8 @@ def test_average_approaches_constant_bfloat16_parameters() -> None:
 
 @pytest.mark.parametrize("field", ["params", "compute"])
 def test_float16_uses_loss_scale(field: str) -> None:
-    trainer = make_trainer(squares, Precision(**{field: jnp.float16}))
+    dtypes: dict[str, Any] = {field: jnp.float16}
+    trainer = make_trainer(squares, Precision(**dtypes))
     assert trainer.state.loss_scale is not None
     assert make_trainer(squares, Precision()).state.loss_scale is None
 

@@ -336,7 +336,7 @@ def test_little_memory_reduces_rows_and_layers(
 def test_memory_limit_is_respected(
     monkeypatch: pytest.MonkeyPatch, limit: int | None, note: str
 ) -> None:
-    monkeypatch.setattr(verification, "bytes_limit", lambda device: limit)
+    monkeypatch.setattr(verification, "memory_limit", lambda device: limit)
     trainer, batch = make_trainer(DataParallel(), is_exposed=False)
     assert trainer.verify(batch).comparisons[-1].note == note
 

@@ -103,11 +103,9 @@ def run_plan(options: argparse.Namespace) -> int:
     Returns:
         0 if a candidate fits, 1 if none fits, 2 if planning failed.
     """
-    if options.calibrate:
-        lines = calibrate(cache=options.cache).lines()
-        sys.stdout.write("\n".join((*lines, "")))
-        return 0
     needed = {"--topology": options.topology, "script": options.script}
+    if options.calibrate:
+        return _calibrate(options.cache, needed)
     if missing := [name for name, value in needed.items() if value is None]:
         text = " and ".join(missing)
         sys.stderr.write(f"plan needs {text}. `plan --calibrate` needs neither.\n")
@@ -121,6 +119,24 @@ def run_plan(options: argparse.Namespace) -> int:
     }
     command = [sys.executable, "-c", _CHILD, json.dumps(settings)]
     return subprocess.run(command, check=False, env=os.environ | environment).returncode
+
+
+def _calibrate(cache: str | None, others: dict[str, str | None]) -> int:
+    """Measures this machine's devices; returns 0, or 2 after a mistake."""
+    if given := [name for name, value in others.items() if value is not None]:
+        text = " and ".join(given)
+        sys.stderr.write(
+            "plan --calibrate measures this machine's devices, and plans nothing: "
+            f"leave out {text}.\n"
+        )
+        return 2
+    try:
+        lines = calibrate(cache=cache).lines()
+    except ParallelError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write("\n".join((*lines, "")))
+    return 0
 
 
 def parse_fix(words: Sequence[str]) -> dict[str, Any]:

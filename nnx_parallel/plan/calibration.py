@@ -44,15 +44,16 @@ def calibrate(
 
     The device must be idle. Products are measured in bfloat16 (float32 on CPUs), for
     three sizes of an MLP; memory with an elementwise operation and a norm; links, if
-    there are several devices, with gathers of two sizes. The worst and the best
-    measurement of each kind are the ends of the range.
+    they join several devices, with gathers of two sizes. The worst and the best
+    measurement of each kind are the ends of the range. The network is not measured.
 
     Args:
         devices: Devices of one kind, all in this process; by default all such devices.
         cache: The directory that `plan` reads; by default `CACHE`.
 
     Returns:
-        The measured shares. They are stored under the name of the hardware.
+        The measured shares. They are stored under the name of the hardware, with its
+        figures.
 
     Raises:
         PlanError: If `HARDWARE` does not have the devices.
@@ -93,10 +94,15 @@ def calibrate(
 def stored(
     hardware: Hardware, cache: str | os.PathLike | None = None
 ) -> Assumptions | None:
-    """Returns the stored shares of a kind of device, or ``None``."""
+    """Returns the stored shares of a kind of device, or ``None``.
+
+    Shares of other figures, such as a user's or an older version's, are not used.
+    """
     # A damaged file is the same as a missing one.
-    with contextlib.suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         found = read_object(_file(hardware, cache))
+        if found["figures"] != _figures(hardware):
+            return None
         ends = {name: _ends(found[name]) for name in ("products", "memory", "links")}
         return Assumptions(**ends, source=str(found["source"]))
     return None
@@ -109,8 +115,15 @@ def _store(
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # The file gets its name once it is complete, because another process may read it.
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-        json.dump(vars(found), new)
+        json.dump({**vars(found), "figures": _figures(hardware)}, new)
     Path(new.name).replace(file)
+
+
+def _figures(hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of which shares are measured."""
+    names = "flops", "memory_bandwidth", "link_bandwidth", "num_links"
+    figures = {name: getattr(hardware, name) for name in names}
+    return figures | {"flops": dict(hardware.flops)}
 
 
 def _file(hardware: Hardware, cache: str | os.PathLike | None) -> Path:
@@ -152,15 +165,25 @@ def _seconds_of_trip(body: Callable[[Any], Any], x: Any) -> float:
 
 def _product_rate(tokens: int, width: int, hidden: int, dtype: Any) -> float:
     """Returns the FLOP/s of two products, up to a hidden width and back."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    x, up, down = (
-        jax.random.normal(key, shape, dtype) / shape[0] ** 0.5
-        for key, shape in zip(
-            keys, ((tokens, width), (width, hidden), (hidden, width)), strict=True
-        )
-    )
+    x = jax.random.normal(jax.random.key(0), (tokens, width), dtype)
+    up, down = _inverse_matrices(width, hidden, dtype)
     seconds = _seconds_of_trip(lambda x: (x @ up) @ down, x)
     return 2 * 2 * tokens * width * hidden / seconds
+
+
+def _inverse_matrices(width: int, hidden: int, dtype: Any) -> tuple[Any, Any]:
+    """Returns matrices ``(width, hidden)`` and ``(hidden, width)``.
+
+    Their product is the identity, so that values in a long loop of products neither
+    overflow nor vanish. The first has rows of a discrete cosine transform.
+    """
+    row, column = jnp.arange(width)[:, None], jnp.arange(hidden)[None]
+    # The angles are multiples of pi / (4 * hidden). In float32 large ones would be
+    # inexact, so whole turns are left out.
+    turns = (2 * row + 1) * (2 * column + 1) % (8 * hidden)
+    up = math.sqrt(2 / hidden) * jnp.cos(turns * (math.pi / (4 * hidden)))
+    up = up.astype(dtype)
+    return up, up.T.copy()
 
 
 def _scale(x: jax.Array) -> jax.Array:
@@ -180,18 +203,38 @@ def _memory_rate(function: Callable, num_bytes: int) -> float:
 def _link_shares(
     devices: Sequence[Any], hardware: Hardware, num_bytes: int
 ) -> list[float]:
-    """Returns shares of the links' bandwidth in gathers; empty for one device."""
+    """Returns shares of the links' bandwidth in gathers.
+
+    The result is empty for one device, and for devices of which some are not joined by
+    fast links.
+    """
     count = len(devices)
-    if count == 1:
+    topology = Topology(hardware=hardware, num_devices=count)
+    if count == 1 or count > topology.machine_size:
         return []
     mesh = Mesh(np.array(devices), ("all",))
-    split, whole = NamedSharding(mesh, P("all")), NamedSharding(mesh, P())
-    gather = jax.jit(lambda x: x, out_shardings=whole)
-    _, most = Topology(hardware=hardware, num_devices=count).bandwidth(count, 1)
+    _, most = topology.bandwidth(count, 1)
     shares = []
     for size in (num_bytes // 16, num_bytes):
         rows = max(size // 4 // 1024 // count, 1) * count
-        x = jax.device_put(np.ones((rows, 1024), np.float32), split)
+        x = jnp.ones((rows, 1024), jnp.float32, device=NamedSharding(mesh, P("all")))
         sent = x.nbytes * (count - 1) / count
-        shares.append(sent / _seconds(gather, x) / most)
+        shares.append(sent / _seconds_of_trip(_gather_over(mesh), x) / most)
     return shares
+
+
+def _gather_over(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that gathers an array, and keeps the neighbours' shards."""
+
+    def gather(x: jax.Array) -> jax.Array:
+        whole = jax.lax.all_gather(x, "all", tiled=True)
+        # Without the barrier a compiler could send only the shards that are kept.
+        whole = jax.lax.optimization_barrier(whole)
+        next_one = (jax.lax.axis_index("all") + 1) % mesh.size
+        rows = x.shape[0]
+        return jax.lax.dynamic_slice_in_dim(whole, next_one * rows, rows)
+
+    split = P("all")
+    return jax.shard_map(
+        gather, mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+    )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,8 +19,8 @@ from flax import nnx
 
 from nnx_parallel.errors import StackError
 from nnx_parallel.layers.experts.moe import MoE
-from nnx_parallel.layers.loss import LOGITS
-from nnx_parallel.layers.stack.scan import Remat, Save
+from nnx_parallel.layers.loss import LOGITS, default_chunk_size
+from nnx_parallel.layers.stack.scan import BLOCK_INPUT, OVERLAPPED, Remat, Save
 from nnx_parallel.layers.stack.stack import Stack
 from nnx_parallel.plan.parts import Parts
 from nnx_parallel.precision import array_bytes
@@ -34,6 +33,8 @@ from nnx_parallel.training.model_flops import (
 )
 
 _ROWS = 7919  # a prime that is unlikely to be the size of a layer
+# `Save` cannot keep values with these names.
+_PRIVATE = {BLOCK_INPUT, OVERLAPPED, LOGITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +45,13 @@ class Residual:
         num_bytes: Bytes for one row of the batch, summed over all layers.
         dims: Shape for one row, without the dim of the layers.
         is_stacked: True if each layer of a stack keeps such a value.
-        limit: Bytes on a device at most, for a value that is computed in chunks.
+        chunk_size: For logits: tokens of a chunk on a device; ``None`` is the default.
     """
 
     num_bytes: float
     dims: tuple[int, ...]
     is_stacked: bool = False
-    limit: float = math.inf
+    chunk_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +119,27 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
         residuals=residuals,
         positions=positions,
         width=width,
-        names=tuple(sorted({eqn.params["name"] for eqn in named})),
+        names=tuple(sorted({eqn.params["name"] for eqn in named} - _PRIVATE)),
         scores=_scores(grads, positions),
-        logits=_logits(grads, positions),
+        logits=_logits(grads, positions, width),
     )
 
 
-def save_costs(parts: Parts, platform: str) -> dict[Save, RowCosts]:
+def save_costs(
+    parts: Parts, platform: str, full: RowCosts | None = None
+) -> dict[Save, RowCosts]:
     """Counts the costs of policies that keep more and more named values of a block.
 
-    The first policy keeps the value with the most saved FLOPs per kept byte. Each
-    further policy keeps the next value too. One value at a time is traced, and the
-    costs of several values are added up. The arguments are those of `trace_costs`.
+    The values are tried in the order of the FLOPs that each saves by itself per kept
+    byte. Each policy keeps the values of the policy before it, and one more. A value
+    that then saves no further FLOPs is left out.
+
+    Args:
+        parts: The model, its loss and a batch.
+        platform: Platform of the devices, as in `trace_costs`.
+        full: Costs under the policy ``"full"``, if they are known already.
     """
-    full = trace_costs(parts, "full", platform)
+    full = full or trace_costs(parts, "full", platform)
     found = []
     for name in full.names:
         try:
@@ -141,16 +149,15 @@ def save_costs(parts: Parts, platform: str) -> dict[Save, RowCosts]:
         saved, size = full.flops - one.flops, one.num_bytes - full.num_bytes
         if saved > 0 and size > 0:
             found.append((saved / size, -size, name, one))
-    policies, names, costs = {}, list[str](), full
-    for _, _, name, one in sorted(found, reverse=True):
-        names.append(name)
-        more = Counter(one.residuals) - Counter(full.residuals)
-        costs = replace(
-            costs,
-            flops=costs.flops + one.flops - full.flops,
-            residuals=(*costs.residuals, *more.elements()),
-        )
-        policies[Save(*names)] = costs
+    policies: dict[Save, RowCosts] = {}
+    names, least = list[str](), full.flops
+    for _, _, name, one in sorted(found, key=lambda each: each[:3], reverse=True):
+        save = Save(*names, name)
+        costs = trace_costs(parts, save, platform) if names else one
+        # Two names may stand for one product, before and after another operation.
+        if costs.flops < least:
+            policies[save], least = costs, costs.flops
+            names.append(name)
     return policies
 
 
@@ -175,7 +182,8 @@ class Facts:
     @functools.cached_property
     def saves(self) -> Mapping[Save, RowCosts]:
         """Costs of a row under the policies of `save_costs`."""
-        return save_costs(self.parts, self.platform)
+        named = self.parts.named_on(one_device())
+        return save_costs(named, self.platform, self.traced.get("full"))
 
     def row(self, remat: Remat) -> RowCosts:
         """Returns the costs of a row under a policy."""
@@ -230,35 +238,48 @@ def _residuals(kept: jex.Jaxpr) -> Iterable[Residual]:
 
 
 def _scores(grads: jex.Jaxpr, positions: int) -> Residual | None:
-    """Returns the largest value with a number for each pair of positions."""
+    """Returns the largest value with a number for each head and pair of positions."""
     found: set[tuple[int, ...]] = set()
     for eqn, _ in walk(grads):
         for var in eqn.outvars:
             shape = getattr(var.aval, "shape", ())
-            if math.prod(shape) % _ROWS == 0 and is_of_pairs(shape, positions):
-                # A stack's layers compute one after the other.
-                found.add(shape[shape.index(_ROWS) + 1 :] if _ROWS in shape else shape)
+            at = next((i for i, n in enumerate(shape) if n and n % _ROWS == 0), None)
+            if at is None:
+                continue
+            # Rows may be joined with heads. A stack's layers compute one after the
+            # other, so a dim of layers does not count.
+            heads = [shape[at] // _ROWS] if shape[at] > _ROWS else []
+            dims = (*heads, *shape[at + 1 :])
+            if is_of_pairs(dims, positions):
+                found.add(dims)
     if not found:
         return None
     dims = max(found, key=math.prod)
     return Residual(num_bytes=4.0 * math.prod(dims), dims=dims)
 
 
-def is_of_pairs(shape: Sequence[int], positions: int) -> bool:
-    """Returns True if the last two dims of a shape are positions."""
-    return len(shape) > 2 and positions > 1 and (*shape[-2:],) == (positions,) * 2
+def is_of_pairs(dims: Sequence[int], positions: int) -> bool:
+    """Returns True if the dims of a row end with a dim of heads and two of positions.
+
+    Without a dim of heads, a hidden state as wide as the sequence would look the same.
+    """
+    return len(dims) > 2 and positions > 1 and (*dims[-2:],) == (positions,) * 2
 
 
-def _logits(grads: jex.Jaxpr, positions: int) -> Residual | None:
+def _logits(grads: jex.Jaxpr, positions: int, embed: int) -> Residual | None:
     """Returns the logits of a loss in chunks."""
     for eqn, _ in walk(grads):
         if eqn.primitive.name == "name" and eqn.params["name"] == LOGITS:
             aval: Any = eqn.outvars[0].aval
             classes, width = aval.shape[-1], aval.dtype.itemsize
+            chunk, tokens = aval.size // classes, _ROWS * positions
+            # The scan divides the tokens evenly over its chunks.
+            default = default_chunk_size(embed, classes, 1)
+            even = -(-tokens // -(-tokens // default))
             return Residual(
                 num_bytes=float(positions * classes * width),
                 dims=(positions, classes),
-                limit=aval.size * width,
+                chunk_size=None if chunk == even else chunk,
             )
     return None
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.layers.loss import default_chunk_size
 from nnx_parallel.pipeline.run import PipelineSchedule
 from nnx_parallel.plan.candidates import Candidate
 from nnx_parallel.plan.costs import Facts, Residual, is_of_pairs
@@ -157,7 +158,7 @@ class Estimate:
             parts *= others if parts > 1 else along
         if rows.is_stacked:
             parts *= self.stages
-        return min(rows.num_bytes * self.rows / parts, rows.limit)
+        return rows.num_bytes * self.rows / parts
 
     def _named_parts(self, dims: tuple[int, ...]) -> int:
         """Returns the number of devices that split a value with dims of these sizes."""
@@ -264,8 +265,8 @@ class Estimate:
         row = self.per_row
         if row.scores is not None:
             # The gradient of the softmax needs the scores, their exponentials, and the
-            # gradients of both. Without remat, the first two are kept already.
-            count = 1 if self.candidate.remat == "none" else 3
+            # gradients of both. Without remat, the kept scores make room for these.
+            count = 0 if self.candidate.remat == "none" else 3
             layer += count * self.local_bytes(row.scores)
         # The loss runs before the first layer's backward pass.
         return max(layer, self.loss_bytes) + max(others, default=0.0)
@@ -276,13 +277,17 @@ class Estimate:
         logits = self.per_row.logits
         if logits is None:
             return 0.0
-        size = self.local_bytes(logits)
-        if size < logits.limit:  # a single chunk, which needs no sum
+        size, (*_, classes) = self.local_bytes(logits), logits.dims
+        splits = self._named_parts(logits.dims)
+        # (positions, classes) in float32 or float64
+        width = logits.num_bytes / math.prod(logits.dims)
+        default = default_chunk_size(self.per_row.width, classes, splits)
+        chunk = logits.chunk_size or default
+        limit = chunk * classes * width / splits
+        if size <= limit:  # a single chunk, which needs no sum
             return 2 * size
         # The chunks add up the gradient of the head, which is not sharded yet.
-        *_, classes = logits.dims
-        head = 4.0 * self.per_row.width * classes / self._named_parts(logits.dims)
-        return 2 * size + head
+        return 2 * limit + 4.0 * self.per_row.width * classes / splits
 
     def pipeline_bytes(self) -> dict[str, float]:
         """Returns memory besides arguments, by owner, for a pipeline."""

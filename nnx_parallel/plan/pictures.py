@@ -412,7 +412,7 @@ def draw_roofline(plan: Plan, entry: Entry | None = None) -> Figure:
     marks = [*scale.axes(), *names]
     drawn: list[Range] = []
     for x in (products, *lanes):
-        share = shares.get(x.name, plan.assumptions.links)
+        share = shares.get(x.name, plan.assumptions.of_transfers(x.leaves_machine))
         # Axes with equal links share one roof, which is drawn in the colours of all of
         # them.
         before = drawn.count(x.speed) * (x is not products)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +23,7 @@ from nnx_parallel.strategies.base import Composite, Strategy
 from nnx_parallel.strategies.data_parallel import DataParallel
 from nnx_parallel.strategies.fsdp import FSDP
 from nnx_parallel.training.auto_remat import rank_with
-from nnx_parallel.training.diagnostics import advise_with
-
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+from nnx_parallel.training.diagnostics import Refusal, advise_with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +47,9 @@ class Shortage:
         ``state`` is the bytes of the step's arguments. They are added to the
         temporaries, because the TPU compiler reports only the temporaries.
         """
-        number = r"([\d.]+)([KMGT])"
-        exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
-        older = re.search(rf"Used {number} of {number} hbm", text)
-        if found := exceeded or older:
-            used, unit, limit, other = found.groups()
-            return cls(
-                limit=float(limit) * _UNITS[other],
-                used=float(used) * _UNITS[unit] + (state if exceeded else 0.0),
-            )
+        if found := Refusal.of(text):
+            more = 0.0 if found.has_arguments else state
+            return cls(limit=found.limit, used=found.used + more)
         try:
             stats = device.memory_stats() or {}
         except (AttributeError, NotImplementedError, RuntimeError):
@@ -241,7 +232,9 @@ def rank_remats(trainer: Any, batch: Any, player: str) -> dict[Remat, float]:
             for remat in policies
         }
     ranked: dict[Remat, float] = {}
-    for remat in sorted(policies, key=lambda remat: facts.row(remat).flops):
+    # The level with the least remat comes first, even if others need as few FLOPs.
+    first, *rest = policies
+    for remat in (first, *sorted(rest, key=lambda remat: facts.row(remat).flops)):
         if found[remat].total_bytes < min(ranked.values(), default=math.inf):
             ranked[remat] = found[remat].total_bytes
     return ranked

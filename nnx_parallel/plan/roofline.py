@@ -73,19 +73,24 @@ class Schedule:
             given: The assumed shares of full speed.
             lanes: The load of each part of the device, computed without a schedule.
         """
+        lanes = tuple(lanes)
+        outside = {lane.name for lane in lanes if lane.leaves_machine}
 
-        def waits(at: int, share: float) -> dict[str, float]:
-            return {name: seconds[at] / share for name, seconds in self.waits.items()}
+        def waits(at: int, end: int) -> dict[str, float]:
+            return {
+                name: seconds[at] / given.of_transfers(name in outside)[end]
+                for name, seconds in self.waits.items()
+            }
 
-        (worse, better), (slow, quick) = given.products, given.links
+        worse, better = given.products
         least = self.products[0] + self.others + self.kernels / better
         parts = {
             "products": self.products[1] + self.kernels / worse,
             "memory": self.others,
-            **waits(1, slow),
+            **waits(1, 0),
         }
         best = {"products": least - self.others, "memory": self.others}
-        best |= waits(0, quick)
+        best |= waits(0, 1)
         return StepTime(
             fast=sum(best.values()),
             slow=sum(parts.values()),
@@ -150,14 +155,20 @@ class Assumptions:
     Attributes:
         products: Share of the peak FLOP/s that products reach.
         memory: Share of the memory's bandwidth.
-        links: Share of the bandwidth of links and network.
+            links: Share of the bandwidth of the links in a machine or slice.
+        network: Share of the bandwidth of transfers that leave a machine or slice.
         source: The origin of the shares, such as ``"assumed"``.
     """
 
     products: Range = (0.5, 0.85)
     memory: Range = (0.6, 0.95)
     links: Range = (0.6, 0.95)
+    network: Range = (0.6, 0.95)
     source: str = "assumed"
+
+    def of_transfers(self, leaves_machine: bool) -> Range:
+        """Returns the share of the bandwidth that transfers attain."""
+        return self.network if leaves_machine else self.links
 
     def lines(self) -> list[str]:
         """Describes the shares in words."""
@@ -167,6 +178,8 @@ class Assumptions:
             "links": (self.links, "of their bandwidth, where a ring over one axis "
                       "uses from two links of a device to all"),
         }  # fmt: skip
+        if self.network != self.links:
+            shares["network"] = (self.network, "of its bandwidth")
         return [
             f"{self.source}: {name} {worse:.0%} to {better:.0%} {of}"
             for name, ((worse, better), of) in shares.items()
@@ -184,6 +197,7 @@ class Lane:
         hidden: Seconds in which it runs during products, at worst and at best.
         exposed: Seconds that the step waits for it, at worst and at best. For
             ``products`` these are all seconds of the products and the bubble.
+        leaves_machine: True for transfers that leave a machine or slice.
     """
 
     name: str
@@ -191,6 +205,7 @@ class Lane:
     speed: Range
     hidden: Range
     exposed: Range
+    leaves_machine: bool = False
 
     def waited(self, slow: float, fast: float) -> Lane:
         """Returns the lane with the seconds that a schedule waits for it."""
@@ -273,7 +288,7 @@ def time_step(
         hidden=(0.0, fast_memory),
         exposed=(slow_memory, 0.0),
     )
-    sent = _sent(costs.traffic, topology, axis_sizes, given.links)
+    sent = _sent(costs.traffic, topology, axis_sizes, given)
     parts = {
         "products": worse * (1 - costs.bubble),
         "bubble": worse * costs.bubble,
@@ -311,7 +326,7 @@ def _sent(
     traffic: Iterable[Traffic],
     topology: Topology,
     axis_sizes: Mapping[str, int],
-    links: Range,
+    given: Assumptions,
 ) -> list[Lane]:
     """Makes a lane for each axis, or group of axes, with traffic."""
     by_axes: dict[tuple[str, ...], list[Traffic]] = {}
@@ -319,12 +334,15 @@ def _sent(
         by_axes.setdefault(each.axes, []).append(each)
     lanes = []
     for axes, sent in by_axes.items():
-        speed = topology.bandwidth(*_extent(axes, axis_sizes))
+        size, inner = _extent(axes, axis_sizes)
+        speed = topology.bandwidth(size, inner)
+        leaves_machine = size * inner > topology.machine_size
+        shares = given.of_transfers(leaves_machine)
         total = sum(each.sent_bytes for each in sent)
         hidden = [
             sum(each.sent_bytes * each.hidden[end] for each in sent) for end in (0, 1)
         ]
-        rates = [share * most for share, most in zip(links, speed, strict=True)]
+        rates = [share * most for share, most in zip(shares, speed, strict=True)]
         lanes.append(
             Lane(
                 name="+".join(axes),
@@ -335,6 +353,7 @@ def _sent(
                     (total - hidden[0]) / rates[0],
                     (total - hidden[1]) / rates[1],
                 ),
+                leaves_machine=leaves_machine,
             )
         )
     return lanes

@@ -7,17 +7,19 @@ corrects the formulas, so that two or three steps are compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.layers.stack.scan import Remat
-from nnx_parallel.precision import format_bytes
+from nnx_parallel.precision import array_bytes, format_bytes
+from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.training.compilation import Program
-from nnx_parallel.training.diagnostics import is_out_of_memory
+from nnx_parallel.training.diagnostics import Refusal, is_out_of_memory
 
 Ranker = Callable[[Any, Any, str], Mapping[Remat, float]]
 """A function of a Trainer, a batch and a player's name.
@@ -27,8 +29,8 @@ values comes first.
 """
 
 _rankers: list[Ranker] = []
-# Memory that a step needs at least, in parts of the limit, if the compiler only says
-# that the step does not fit.
+# If the compiler only says that a step does not fit, the step is assumed to need this
+# multiple of the limit.
 _REFUSED = 1.05
 # The rest of the memory is for the next batches, and for gaps between arrays.
 _USABLE = 0.97
@@ -50,12 +52,29 @@ def memory_limit(device: Any) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def memory_in_use(device: Any) -> int:
+    """Returns the bytes of all arrays on a device; 0 if they are not known."""
+    return (device.memory_stats() or {}).get("bytes_in_use", 0)
+
+
+def argument_bytes(arguments: Any) -> int:
+    """Returns the bytes of a step's arguments in the memory of a device."""
+    total = 0
+    for x in jax.tree.leaves(arguments):
+        sharding = getattr(x, "sharding", None)
+        if sharding is not None and sharding.memory_kind != HOST:
+            total += array_bytes(sharding.shard_shape(x.shape), x.dtype)
+    return total
+
+
 @dataclass(kw_only=True)
 class Choice:
     """A search for the policy that keeps the most values and fits.
 
     Attributes:
         ranked: Estimated bytes by policy, the policy that keeps the most values first.
+            The bytes are NaN if they cannot be estimated. Then the policies are
+            compiled in this order until one fits.
         limit: Bytes that a program gets on a device.
     """
 
@@ -72,7 +91,8 @@ class Choice:
         known = [i for i, x in enumerate(order) if self._needs.get(x, 0) > self.limit]
         rest = order[max(known, default=-1) + 1 : end]
         for remat in rest:
-            if self.ranked[remat] * self._factor <= self.limit:
+            estimate = self.ranked[remat] * self._factor
+            if math.isnan(estimate) or estimate <= self.limit:
                 return remat
         return rest[-1] if rest and fit is None else None
 
@@ -112,59 +132,114 @@ class Choice:
         return f"~{format_bytes(self.ranked[remat] * self._factor)}"
 
 
-def start_best(
-    ranked: Mapping[Remat, float],
-    device: Any,
-    start: Callable[[Remat], tuple[Any, Program]],
-) -> tuple[Remat, tuple[Any, Program], str]:
+@dataclass(kw_only=True, frozen=True)
+class Search:
+    """The facts with which `start_best` searches for a policy.
+
+    Attributes:
+        rank: Function that ranks policies as `rank_remats` does. It is only called if
+            the memory of all devices is known.
+        levels: The policies to compile if ``rank`` raises an error. The policy that
+            keeps the most values comes first.
+        device: A device of this process.
+        arguments: Bytes of the step's arguments on a device.
+    """
+
+    rank: Callable[[], Mapping[Remat, float]]
+    levels: Sequence[Remat]
+    device: Any
+    arguments: int
+
+    def ranked(self) -> tuple[Mapping[Remat, float], str]:
+        """Returns estimated bytes by policy, and a sentence if there are none."""
+        try:
+            return self.rank(), ""
+        except Exception as error:  # any error of a loss that has other rows
+            text = str(error).strip().splitlines()
+            reason = (text or [type(error).__name__])[0]
+            note = f" Formulas could not rank the policies: {reason}"
+            return dict.fromkeys(self.levels, math.nan), note
+
+
+class Best(NamedTuple):
+    """A chosen policy.
+
+    Attributes:
+        remat: The policy.
+        started: The step and its program.
+        note: A sentence for the user.
+        fits: False if the step needs more memory than a device has.
+    """
+
+    remat: Remat
+    started: tuple[Any, Program]
+    note: str
+    fits: bool = True
+
+
+def start_best(search: Search, start: Callable[[Remat], tuple[Any, Program]]) -> Best:
     """Compiles steps until the best policy is known. All processes must call this.
 
     Args:
-        ranked: Estimated bytes by policy, as `rank_remats` returns them.
-        device: A device of this process.
+        search: The facts.
         start: Function that compiles a step with a policy.
-
-    Returns:
-        The policy, the result of ``start`` for it, and a sentence for the user.
 
     Raises:
         jax.errors.JaxRuntimeError: If no policy fits and the compiler says so.
     """
-    policies: list[Remat] = [*ranked]
-    first, last = policies[0], policies[-1]
-    limits = allgather_object("memory of a device", memory_limit(device))
+    device, first = search.device, search.levels[0]
+    mine = memory_limit(device), memory_in_use(device)
+    limits, in_use = zip(*allgather_object("memory of a device", mine), strict=True)
     if None in limits:
         note = (
             f"remat='auto' chose {first!r}, because the memory of a {device.platform} "
             "device is not known."
         )
-        return first, start(first), note
+        return Best(first, start(first), note)
+    ranked, why = search.ranked()
+    policies: list[Remat] = [*ranked]
+    last = policies[-1]
     started: dict[Remat, Any] = {}
     choice = Choice(ranked=ranked, limit=_USABLE * min(limits))
-    while (remat := choice.next()) is not None:
-        need = None
+    while remat := choice.next():
+        need: float | None = None
         try:
             started[remat] = start(remat)
-            need = step_bytes(started[remat][1].compiled)
+            need = step_bytes(started[remat][1].compiled, max(in_use))
+            is_known = need is not None
         except jax.errors.JaxRuntimeError as error:
             if remat == last or not is_out_of_memory(error):
                 raise
+            need, is_known = refused_bytes(str(error), search.arguments), True
         # The allocators of two processes may differ a little.
-        needs = allgather_object("memory of the step", need)
-        choice.note(remat, None if None in needs else max(needs))
+        needs = allgather_object("memory of the step", (need, is_known))
+        if not all(known for _, known in needs):
+            note = (
+                f"remat='auto' chose {remat!r}, because the memory of a compiled step "
+                f"is not known.{why}"
+            )
+            return Best(remat, started[remat], note)
+        sizes = [size for size, _ in needs]
+        choice.note(remat, None if None in sizes else max(sizes))
     best = choice.best or last
-    return best, started[best], str(choice)
+    return Best(best, started[best], f"{choice}{why}", choice.best is not None)
+
+
+def refused_bytes(text: str, arguments: int) -> float | None:
+    """Returns the bytes that a refused step needs by the compiler's error."""
+    found = Refusal.of(text)
+    return found and found.used + (0 if found.has_arguments else arguments)
 
 
 class AutoStep:
-    """A step whose ``remat`` is chosen when it gets its first batch.
+    """A step whose ``remat`` is chosen when it gets the first batch of each shape.
 
     Args:
-        start: `Programs.start`; it returns the chosen step and its program.
+        choose: Function that returns the chosen step for a state and a batch.
     """
 
-    def __init__(self, start: Callable[[Any, Any], tuple[Any, Program]]) -> None:
-        self._start, self._step = start, None
+    def __init__(self, choose: Callable[[Any, Any], Any]) -> None:
+        self._chosen = choose
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Runs the step."""
@@ -178,18 +253,28 @@ class AutoStep:
         """Traces the step, as ``jax.jit`` does."""
         return self._chosen(state, batch).trace(state, batch)
 
-    def _chosen(self, state: Any, batch: Any) -> Any:
-        if self._step is None:
-            self._step, _ = self._start(state, batch)
-        return self._step
+
+def shapes_key(batch: Any) -> tuple:
+    """Returns a key that is equal for batches with equal shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = ((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    return structure, *shapes
 
 
-def step_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes that a compiled step needs on a device."""
+def step_bytes(compiled: jax.stages.Compiled, in_use: int = 0) -> int | None:
+    """Returns the bytes that a compiled step needs on a device, if they are known.
+
+    Args:
+        compiled: The step.
+        in_use: Bytes of all arrays on a device. Arrays besides the step's arguments
+            are added to the result, because they stay on the device.
+    """
     memory: Any = compiled.memory_analysis()
+    if memory is None:
+        return None
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (
-        memory.argument_size_in_bytes
+        max(in_use, memory.argument_size_in_bytes)
         + memory.temp_size_in_bytes
         + max(0, new)
         + memory.generated_code_size_in_bytes

@@ -13,6 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import chain
 from typing import Any, TypeGuard
@@ -539,6 +540,40 @@ def is_out_of_memory(error: Exception) -> bool:
     # The status is only in the text, because all errors of XLA have the same class.
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """The numbers in a TPU compiler's error about a step that does not fit.
+
+    Attributes:
+        used: Bytes that the step needs.
+        limit: Bytes that a program gets.
+        has_arguments: True if ``used`` includes the step's arguments.
+    """
+
+    used: float
+    limit: float
+    has_arguments: bool
+
+    @classmethod
+    def of(cls, text: str) -> "Refusal | None":
+        """Reads the numbers; ``None`` if the error does not have them."""
+        number = r"([\d.]+)([KMGT])"
+        # This text reports only the temporaries.
+        exceeded = re.search(rf"\({number}\) exceeds available HBM \({number}\)", text)
+        older = re.search(rf"Used {number} of {number} hbm", text)
+        if (found := exceeded or older) is None:
+            return None
+        used, unit, limit, other = found.groups()
+        return cls(
+            used=float(used) * _UNITS[unit],
+            limit=float(limit) * _UNITS[other],
+            has_arguments=exceeded is None,
+        )
 
 
 @contextlib.contextmanager

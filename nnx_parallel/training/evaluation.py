@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,8 @@ from nnx_parallel.errors import (
     warn_user,
 )
 from nnx_parallel.layers.loss import LabelRange
-from nnx_parallel.layers.stack.scan import Remat
-from nnx_parallel.layers.stack.stack import run_one_layer, using_runner
+from nnx_parallel.layers.stack.scan import Level, Remat
+from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import result_of, split_loss_output
 from nnx_parallel.programs import bind, is_call, reached, trace, variables_in
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
@@ -42,7 +42,13 @@ from nnx_parallel.sharding.offload import HOST
 from nnx_parallel.sharding.tree import gather
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.arguments import EvalParams, Evaluation, LossFn
-from nnx_parallel.training.auto_remat import AutoStep, start_best
+from nnx_parallel.training.auto_remat import (
+    AutoStep,
+    Search,
+    argument_bytes,
+    shapes_key,
+    start_best,
+)
 from nnx_parallel.training.compilation import (
     Program,
     accepted_options,
@@ -228,6 +234,13 @@ class Programs:
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
     _model_flops: dict[tuple, float | None] = field(default_factory=dict, init=False)
     _by_code: dict[Any, set[_Known]] = field(default_factory=dict, init=False)
+    # The choices of "auto" by the shapes of a batch.
+    _chosen: dict[tuple, "_Chosen"] = field(default_factory=dict, init=False)
+    is_auto: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        # A choice replaces "auto" in the options, so it is remembered here.
+        object.__setattr__(self, "is_auto", self.options.remat == "auto")
 
     @cached_property
     def turns(self) -> dict[str, "Programs"]:
@@ -256,8 +269,8 @@ class Programs:
         """The compiled update; it donates the state."""
         if self.players is not None:
             return StepByTurns(self.players, lambda name: self.turns[name].train_step)
-        if self.options.remat == "auto":
-            return AutoStep(self.start)
+        if self.is_auto:
+            return AutoStep(self._step_for)
         return make_train_step(self.plan, self._own_loss, self.options)
 
     @property
@@ -278,13 +291,14 @@ class Programs:
     ) -> tuple[Callable[..., Any], Program]:
         """Compiles the step, or reads it from a plan. All processes must call this.
 
-        The first call with ``remat="auto"`` replaces the value by a policy.
+        With ``remat="auto"``, the step chooses a policy again for batches with other
+        shapes.
 
         Returns:
             The step, and the program that it runs.
         """
-        if self.options.remat == "auto":
-            return self._start_best(state, batch, warm_start)
+        if self.is_auto:
+            return self.train_step, self.choose(state, batch, warm_start).program
         # A later call of the step finds this result in jax's caches, so the step is
         # traced and compiled only once.
         step: Any = self.train_step
@@ -294,27 +308,77 @@ class Programs:
         program = start_program(lowered, self.plan.layout.mesh, warm_start, options)
         return (step.running(program.compiled) if program.is_read else step), program
 
-    def _start_best(
+    def trace(self, state: TrainState, batch: Batch) -> None:
+        """Traces the step, to raise its errors before anything is compiled."""
+        remat = self._levels[-1] if self.options.remat == "auto" else None
+        programs = self._with_remat(remat) if remat else self
+        step: Any = programs.train_step
+        step.trace(state, batch)
+
+    def choose(
+        self,
+        state: TrainState,
+        batch: Batch,
+        warm_start: str | os.PathLike | None = None,
+    ) -> "_Chosen":
+        """Chooses the policy of ``"auto"`` that keeps the most values and fits.
+
+        All processes must call this. The choice for the shapes of a batch is made once.
+        Afterwards the options have the chosen policy.
+        """
+        key = shapes_key(batch)
+        if (chosen := self._chosen.get(key)) is None:
+            chosen = self._chosen[key] = self._search(state, batch, warm_start)
+        if self.options != chosen.programs.options:
+            object.__setattr__(self, "options", chosen.programs.options)
+            vars(self).pop("split_step", None)  # it has the policy of another choice
+        return chosen
+
+    def _search(
         self, state: TrainState, batch: Batch, warm_start: str | os.PathLike | None
-    ) -> tuple[Callable[..., Any], Program]:
-        """Starts the step that keeps the most values among those that fit."""
+    ) -> "_Chosen":
         assert self.rank is not None, "a Trainer sets it"
-        warn_of_modes(self.plan, "full")
-        ranked = self.rank(batch, self.plan.player)
-        made: dict[Remat, Programs] = {}
+        if not self._chosen:
+            warn_of_modes(self.plan, "auto")
+        known = [each.programs for each in self._chosen.values()]
+        made: dict[Remat, Programs] = {each.options.policy: each for each in known}
 
         def start(remat: Remat) -> tuple[Callable[..., Any], Program]:
-            options = replace(self.options, remat=remat)
-            made[remat] = replace(self, options=options)
+            made.setdefault(remat, self._with_remat(remat))
             return made[remat].start(state, batch, warm_start)
 
-        device = self.plan.layout.mesh.local_devices[0]
-        remat, (step, program), note = start_best(ranked, device, start)
-        # From now on, this object is the same as the one that was chosen.
-        object.__setattr__(self, "options", made[remat].options)
-        vars(self)["train_step"] = made[remat].train_step
-        note = f"{note} {program.note}".strip()
-        return step, replace(program, note=note)
+        search = Search(
+            rank=partial(self.rank, batch, self.plan.player),
+            levels=self._levels,
+            device=self.plan.layout.mesh.local_devices[0],
+            arguments=argument_bytes((state, batch)),
+        )
+        best = start_best(search, start)
+        step, program = best.started
+        program = replace(program, note=f"{best.note} {program.note}".strip())
+        return _Chosen(made[best.remat], step, program, best.fits)
+
+    def _step_for(self, state: TrainState, batch: Batch) -> Callable[..., Any]:
+        """Returns the step for a batch; warns of a new choice that does not fit."""
+        is_new = shapes_key(batch) not in self._chosen
+        chosen = self.choose(state, batch)
+        if is_new and not chosen.fits:
+            warn_user(chosen.program.note, ParallelWarning)
+        return chosen.step
+
+    def _with_remat(self, remat: Remat) -> "Programs":
+        return replace(self, options=replace(self.options, remat=remat))
+
+    @property
+    def _levels(self) -> list[Remat]:
+        """The levels of remat that can differ, the one that keeps the most first."""
+        stacks = [m for m in self.plan.modules if isinstance(m, Stack)]
+        if not any(stack.remat is None for stack in stacks):
+            return ["none"]
+        offload = self.plan.offload
+        is_on_host = offload is not None and offload.activations
+        # Under "none", inputs of blocks are not kept separately.
+        return [x for x in get_args(Level) if x != "none" or not is_on_host]
 
     def model_flops(self, batch: Batch, wrt: Any) -> float | None:
         """Returns the model's FLOPs for a batch (`count_model_flops`).
@@ -595,6 +659,16 @@ class Programs:
                     yield None
                     return
                 yield item.batch
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A choice of ``remat="auto"``: its programs, and its started step."""
+
+    programs: Programs
+    step: Callable[..., Any]
+    program: Program
+    fits: bool
 
 
 def _apply(model: Any, batch: Batch) -> Any:

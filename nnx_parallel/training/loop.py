@@ -449,9 +449,8 @@ class Loop:
     def _trace_turns(self, batch: Batch) -> None:
         """Traces the steps of all players, to raise errors before any compilation."""
         for player, programs in self.programs.turns.items():
-            step: Any = programs.train_step
             try:
-                step.trace(self.run.state, batch)
+                programs.trace(self.run.state, batch)
             except Exception as error:
                 error.add_note(f"This is the step of player {player!r}.")
                 raise

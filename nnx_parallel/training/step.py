@@ -599,7 +599,7 @@ def check_dtypes(plan: StatePlan) -> None:
             )
 
 
-def warn_of_modes(plan: StatePlan, remat: Remat) -> None:
+def warn_of_modes(plan: StatePlan, remat: Remat | Literal["auto"]) -> None:
     """Warns of a model in evaluation mode, and of a ``remat`` without effect."""
     if plan.is_evaluating:
         warn_user(

@@ -142,8 +142,9 @@ class Trainer:
         remat: The values that a `Stack` recomputes in the backward pass: ``"none"``,
             ``"dots"``, ``"full"``, ``layers.Save(*names)``, or a policy of
             ``jax.checkpoint_policies``. ``"auto"`` compiles the first step two or three
-            times, and keeps as many values as fit into the memory of a device. A model
-            that sets its remat ignores this.
+            times, and keeps as many values as fit into the memory of a device. It
+            chooses again for batches with other shapes. A model that sets its remat
+            ignores this.
         ema_decay: Decay of an exponential moving average of the parameters. If a decay
             is given, the average is used to evaluate, predict and rank checkpoints.
         checkpoint: A directory or a `Checkpoint`, from which ``fit`` resumes

@@ -531,8 +531,8 @@ class Verifier:
         self, programs: Programs, batch: Batch, kept: HostCopy
     ) -> Iterator[Comparison]:
         placed = programs.shard_batch(batch)
-        if programs.options.remat == "auto":
-            programs.start(kept.restore(), placed, self._warm_start)
+        if programs.is_auto:
+            programs.choose(kept.restore(), placed, self._warm_start)
         judge = _Judge(Run(programs, placed, kept.restore), kept.arrays)
         again, new = self._run_again(judge)
         yield again
