@@ -155,7 +155,7 @@ class Assumptions:
     Attributes:
         products: Share of the peak FLOP/s that products reach.
         memory: Share of the memory's bandwidth.
-            links: Share of the bandwidth of the links in a machine or slice.
+        links: Share of the bandwidth of the links in a machine or slice.
         network: Share of the bandwidth of transfers that leave a machine or slice.
         source: The origin of the shares, such as ``"assumed"``.
     """
