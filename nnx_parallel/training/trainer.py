@@ -238,15 +238,8 @@ class Trainer:
             plan = plan_state(shapes, layout, optimizer, **kinds)
             warn_idle_parts(shapes, layout, plan.placements)
             warn_of_unowned(players, plan)
-        self._programs = programs = Programs(
-            plan,
-            loss,
-            options,
-            global_batch_size,
-            evaluation,
-            players,
-            partial(rank_remats, self),
-        )
+        parts: Any = plan, loss, options, global_batch_size, evaluation, players
+        self._programs = programs = Programs(*parts, rank=partial(rank_remats, self))
         judged = programs.judged
         # A trial run must neither resume a real run nor save steps.
         where = None if debugging.fast_dev_run else checkpoint

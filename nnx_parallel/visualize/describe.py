@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
@@ -520,9 +520,12 @@ def describe_model(
 def _products(
     model: nnx.Module, layout: Layout, precision: Precision | None
 ) -> tuple[str, ...]:
-    kind = layout.mesh.devices.flat[0].device_kind
-    recipe = precision and precision.products
-    return (describe_products(model, recipe, kind),) if recipe else ()
+    recipe, mesh = precision and precision.products, layout.mesh
+    if not recipe:
+        return ()
+    # A mesh may have no devices, because a description needs none.
+    kind = mesh.devices.flat[0].device_kind if isinstance(mesh, Mesh) else ""
+    return (describe_products(model, recipe, kind),)
 
 
 def _notes(model: nnx.Module, layout: Layout) -> tuple[str, ...]:
