@@ -25,7 +25,7 @@ import jax
 # No other module of this package reads this state.
 from jax._src import distributed, xla_bridge
 
-from nnx_parallel.distributed.causes import exit_code_of, note_cause
+from nnx_parallel.distributed.causes import CAUSE, exit_code_of, note_cause
 
 T = TypeVar("T")
 
@@ -161,8 +161,11 @@ def _line(error: BaseException) -> str | None:
 _excepthook: Callable[..., object] | None = None
 
 
-def _show_interrupts_as_lines() -> None:
-    """Installs `_show` as the hook for uncaught exceptions, unless `install` ran."""
+def _install_hook() -> None:
+    """Installs `_show` as the hook for uncaught exceptions, unless `install` ran.
+
+    It shows interrupts as lines, and notes causes for a launcher.
+    """
     global _excepthook
     if _excepthook is None and sys.excepthook is not _end_by_exception:
         _excepthook, sys.excepthook = sys.excepthook, _show
@@ -451,9 +454,11 @@ class Termination:
         self._install(signal.SIGTERM, self._record)
         # The handling of SIGINT stays unchanged if SIGINT is ignored, as under nohup,
         # or if the user handles it.
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if handles:
             self._install(signal.SIGINT, self._record_interrupt)
-            _show_interrupts_as_lines()
+        if handles or CAUSE in os.environ:
+            _install_hook()
         return self
 
     def _install(self, number: int, handler: Callable[..., None]) -> None:

@@ -174,12 +174,18 @@ class Loop:
             labels = self.programs.label_ranges(state, batch, self.run.wrt)
         return explain_non_finite(state, saved, labels, batch)
 
+    def _resume(self) -> str:
+        """Resumes the run, and notes its step for the launcher."""
+        resumed = self.run.resume()
+        note_step(self.run.step)
+        return resumed
+
     def _fit(self) -> None:
         run, checkpoints, logger = self.run, self.run.checkpoints, self._logger
         programs = self.programs
         # Options are checked first, because they decide which collectives a save runs.
         checkpoints.check_options()
-        resumed = run.resume()
+        resumed = self._resume()
         if self._epochs:
             count = self._epochs.num_steps(self.last_batch)
             self.num_steps = run.data.passed_steps(count)
@@ -265,7 +271,6 @@ class Loop:
 
     def _train(self) -> None:
         self._began = self.run.step, time.monotonic()
-        note_step(self.run.step)
         self.run.excuse_arrays()
         self._run_steps()
         if skipped := self._recorder.skip_message():
