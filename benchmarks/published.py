@@ -282,7 +282,7 @@ PUBLISHED = {
 _TITAN = "https://github.com/pytorch/torchtitan/blob/main/benchmarks"
 _H100 = HARDWARE["h100"]
 # torchtitan's H100s have HBM2e and a power limit of 500 W. Its page says that their
-# peak lies between those of SXM (989 TFLOP/s) and NVL (835); this is the mean.
+# peak lies between the peaks of SXM (989 TFLOP/s) and NVL (835); this is the mean.
 _H100_500W = replace(
     _H100,
     flops={**_H100.flops, "bfloat16": 912e12},

@@ -150,7 +150,7 @@ HELP = {
     ),
     "EightBitError": Help(
         "`layers=` matches no layer of the model, or a layer whose products cannot run in 8 bits: a "
-        "layer with `batch_axis` or another `dot_general`, or a head whose kernel the loss reads.",
+        "layer with `batch_axis` or another `dot_general`, or a layer that the loss does not call.",
         "Take `layers=` from the paths in the message; `None` selects the layers inside of a "
         "`Stack`. Pass `sequence=True` instead of `overlap=` to `TensorParallel`.",
         "layers='mlpp' selects no layer of GPT for 8-bit products. ...",

@@ -429,7 +429,8 @@ def plan_state(
         ValueError: If ``wrt`` selects no Variable, or if ``ema_decay`` is not a number
             of at least 0 and below 1.
         OffloadError: If the devices cannot access host memory.
-        EightBitError: If no layer matches the rule for products in 8 bits.
+        EightBitError: If `Precision.products` matches no layer, or a layer whose
+            products cannot run in 8 bits.
     """
     if offload is not None:
         check_host_memory(layout.mesh)

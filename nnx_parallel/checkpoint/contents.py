@@ -385,10 +385,14 @@ def check_match(
         )
 
 
+def _with_products(products: str | None) -> str:
+    return f"with 8-bit products {products}" if products else "without 8-bit products"
+
+
 def check_states(
     stored: StoredCheckpoint, description: Mapping[str, Any], where: str
 ) -> None:
-    """Compares players, 8-bit products and states of the optimizer with a checkpoint's.
+    """Checks that a checkpoint has the same players, 8-bit products and states.
 
     Two optimizers may have arrays with the same paths and shapes but different
     meanings. Checkpoints of earlier versions do not name the kinds, so their kinds are
@@ -412,9 +416,9 @@ def check_states(
     had, has = (x.get("products") for x in (stored.meta, description))
     if had != has:
         raise CheckpointMismatchError(
-            f"{where} was saved with 8-bit products {had}, and this Trainer has {has}. "
-            "Its losses would not continue those of the saved run. Pass the Precision "
-            "that saved it, or take only the weights: "
+            f"{where} was saved {_with_products(had)}, and this Trainer computes "
+            f"{_with_products(has)}. The losses would not continue the losses of the "
+            "saved run. Pass the Precision of that run, or take only the weights: "
             "trainer.restore(weights_only=True)."
         )
     here = description.get("optimizer_states", {})

@@ -71,7 +71,8 @@ def matmul(
         in_names: Logical axes of the last dims of x, which are contracted.
         out_names: Logical axes of the dims of w that are not contracted.
         w_dims: The dims of w to contract; by default the first dims.
-        recipe: The dtypes of products in 8 bits, which contract the first dims.
+        recipe: The dtypes of products in 8 bits, or ``None``. With a recipe, ``w_dims``
+            must be ``None``.
 
     Raises:
         EightBitError: If products in 8 bits would overlap with their communication.
@@ -90,9 +91,9 @@ def matmul(
     if recipe is not None:
         if split is not None and layout is not None and layout.claims.overlap:
             raise EightBitError(
-                f"overlap={layout.claims.overlap!r} sends shards in rings during "
-                "products, which do not run in 8 bits. Pass sequence=True without "
-                "overlap to TensorParallel, or a Precision without 8-bit products."
+                f"overlap={layout.claims.overlap!r} sends shards during products. Such "
+                "products do not run in 8 bits. Pass sequence=True without overlap to "
+                "TensorParallel, or a Precision without 8-bit products."
             )
         y = eight_bit_matmul(x, w, len(in_names), recipe, split)
         return checkpoint_name(y, OVERLAPPED)
@@ -295,7 +296,7 @@ class Dense(nnx.Module):
         https://arxiv.org/abs/1909.08053
     """
 
-    recipe: EightBit | None = None  # set in the model that a loss gets
+    recipe: EightBit | None = None  # set by `set_recipe`
 
     def __init__(
         self,

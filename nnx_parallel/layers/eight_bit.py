@@ -18,6 +18,9 @@ References:
     vision-language models", 2023, section 2.2, https://arxiv.org/abs/2304.13013
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -73,12 +76,44 @@ def quantise(
     return Quantised(scaled.astype(dtype), scale)
 
 
-# `gather_late` knows this function by its name: it runs it on the stored shards of a
-# kernel, and gathers the 8-bit values afterwards.
+QUANTISE = "nnx_parallel.quantise_kernel"
+"""Name of `quantise_kernel` in a traced program.
+
+`gather_late` runs this function on the stored shards of a kernel, and gathers the 8-bit
+values afterwards.
+"""
+
+
+def _named(function: Callable) -> Callable:
+    function.__name__ = QUANTISE
+    return function
+
+
 @partial(jax.jit, static_argnums=(1, 2))
+@_named
 def quantise_kernel(w: Array, dims: tuple[int, ...], dtype: Any) -> Quantised:
     """Rounds a kernel to 8 bits; no gradient flows through it."""
     return quantise(jax.lax.stop_gradient(w), dims, dtype)
+
+
+_layers: ContextVar[set[str] | None] = ContextVar("layers in 8 bits", default=None)
+
+
+@contextmanager
+def noting_layers() -> Iterator[set[str]]:
+    """Collects the paths of the layers whose products are traced in 8 bits."""
+    found = set[str]()
+    token = _layers.set(found)
+    try:
+        yield found
+    finally:
+        _layers.reset(token)
+
+
+def note_layer(recipe: EightBit) -> None:
+    """Notes that the layer with a recipe of `set_recipe` is traced."""
+    if (found := _layers.get()) is not None and recipe.layers is not None:
+        found.add(recipe.layers)
 
 
 class Split(Protocol):
@@ -133,6 +168,7 @@ def eight_bit_matmul(
         >>> bool(abs(y - x @ w).max() < 0.02)
         True
     """
+    note_layer(recipe)
     # Qwix's `dot_general` quantises the kernel inside its call, so the kernel would be
     # gathered before the cast, and its gradient quantises the kernel a second time.
     kernel = quantise_kernel(w, tuple(range(num)), recipe.forward)

@@ -1,6 +1,9 @@
 """Finds the layers of a model whose products run in 8 bits, and sets their recipe."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +14,7 @@ from jax import Array
 
 from nnx_parallel.errors import EightBitError
 from nnx_parallel.layers.dense import Dense
-from nnx_parallel.layers.eight_bit import eight_bit_matmul
+from nnx_parallel.layers.eight_bit import eight_bit_matmul, noting_layers
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.precision import EightBit
 from nnx_parallel.sharding.names import dotted
@@ -58,7 +61,7 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
             f"{', '.join(map(dotted, known)) or 'there are none'}."
         )
     for path, layer in found.items():
-        if why := _why_not(model, path, layer):
+        if why := _why_not(layer):
             raise EightBitError(
                 f"The products of `{path}` cannot run in 8 bits: {why}. Change layers= "
                 "so that it does not match this layer."
@@ -66,15 +69,14 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
     return found
 
 
-def _why_not(model: nnx.Module, path: str, layer: Any) -> str:
+def _why_not(layer: Any) -> str:
     """Returns the reason why a layer's products cannot run in 8 bits, or ""."""
     if getattr(layer, "batch_axis", None):
         return "it uses batch_axis"
-    own = getattr(layer, "dot_general", None), getattr(layer, "dot_general_cls", None)
-    if own[0] not in (None, jax.lax.dot_general) or own[1] is not None:
+    product = getattr(layer, "dot_general", None)
+    is_plain = product in (None, jax.lax.dot_general)
+    if not is_plain or getattr(layer, "dot_general_cls", None) is not None:
         return "it has a dot_general or dot_general_cls already"
-    if path == "head" and hasattr(model, "head_kernel"):
-        return "losses multiply by `head_kernel` and do not call the layer"
     return ""
 
 
@@ -100,14 +102,40 @@ def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> 
     return text
 
 
+@contextmanager
+def checking_layers(model: nnx.Module, recipe: EightBit | None) -> Iterator[None]:
+    """Checks that the trace of a loss calls every layer that a regex selects.
+
+    A loss may read the kernel of a layer without a call of the layer. Then its products
+    do not run in 8 bits.
+
+    Raises:
+        EightBitError: At the end, if a selected layer was not called.
+    """
+    with noting_layers() as called:
+        yield
+    if recipe is None or recipe.layers is None:
+        return
+    if missing := sorted(layers_in_eight_bits(model, recipe).keys() - called):
+        raise EightBitError(
+            f"layers={recipe.layers!r} selects {missing}, but the loss does not call "
+            "these layers, so their products would not run in 8 bits. Change layers= "
+            "so that it does not match them."
+        )
+
+
 def set_recipe(model: nnx.Module, recipe: EightBit) -> None:
-    """Makes the products of the selected layers run in 8 bits, in place."""
-    for layer in layers_in_eight_bits(model, recipe).values():
+    """Makes the products of the selected layers run in 8 bits, in place.
+
+    The recipe of a layer has the path of the layer as its ``layers``.
+    """
+    for path, layer in layers_in_eight_bits(model, recipe).items():
+        of_layer = replace(recipe, layers=path)
         if isinstance(layer, Dense | MoE):
-            layer.recipe = recipe
+            layer.recipe = of_layer
         else:
             # All methods of the layer use this attribute.
-            layer.dot_general = _dot_general_of(recipe)
+            layer.dot_general = _dot_general_of(of_layer)
 
 
 @cache  # equal models must have equal attributes, or JAX would trace them again

@@ -33,18 +33,19 @@ from nnx_parallel.plan.roofline import Assumptions, Range
 _PRODUCTS = ((4096, 1024, 4096), (8192, 4096, 14336), (8192, 8192, 28672))
 _PRODUCTS_CPU = ((256, 128, 512), (512, 512, 2048))
 _BYTES, _BYTES_CPU = 2**30, 2**26
-_SECONDS = 0.2  # of a measurement; a shorter one would measure the dispatch too
+_SECONDS = 0.2  # of a measurement; the dispatch would count in a shorter one
 _ROUNDS = 5
 
 
 def calibrate(
     devices: Sequence[Any] | None = None, *, cache: str | os.PathLike | None = None
 ) -> Assumptions:
-    """Measures and stores the attained shares of a device's figures in a minute.
+    """Measures which shares of its data sheet's speeds a device attains.
 
-    The device must be idle. Products are measured in bfloat16 (float32 on CPUs), for
-    three sizes of an MLP; memory with an elementwise operation and a norm; links, if
-    they join several devices, with gathers of two sizes. The worst and the best
+    The result is stored, and this takes a minute. The device must be idle. Products of
+    an MLP are measured in three sizes, in bfloat16 (float32 on CPUs). The memory is
+    measured with an elementwise operation and a norm. If fast links join several
+    devices, the links are measured with gathers of two sizes. The worst and the best
     measurement of each kind are the ends of the range. The network is not measured.
 
     Args:
@@ -67,8 +68,8 @@ def calibrate(
     hardware = hardware or hardware_of(devices[0])
     if hardware is None:
         raise PlanError(
-            f"plan has no figures of {devices[0].device_kind!r}, so shares of them "
-            f"cannot be measured. Known devices: {[*HARDWARE]}. Pass "
+            f"plan has no figures of {devices[0].device_kind!r}, so it cannot compare "
+            f"measurements with them. Known devices: {[*HARDWARE]}. Pass "
             "plan(topology=Topology(...), assumptions=Assumptions(...))."
         )
     is_cpu = hardware.platform == "cpu"

@@ -66,7 +66,8 @@ class RowCosts:
         width: Number of elements of the residual stream at one position.
         names: The names of values, for `Save`.
         scores: The largest array of attention scores, if there is one. Attention in
-            plain operations keeps it, and needs more of this size for its gradient.
+            plain operations keeps this array. The gradient of attention needs further
+            arrays of the same size.
         logits: The logits of `linear_cross_entropy`, if the loss calls it.
     """
 

@@ -149,7 +149,8 @@ class Estimate:
 
     def local_bytes(self, rows: Residual) -> float:
         """Returns the bytes of a residual on one device, for one microbatch."""
-        # Attention over a split sequence computes scores in blocks, and keeps none.
+        # Attention over a split sequence computes scores in blocks, and does not keep
+        # them.
         is_split = bool(self.layout.sequence_axes)
         if is_split and is_of_pairs(rows.dims, self.per_row.positions):
             return 0.0

@@ -213,7 +213,7 @@ def rank_remats(trainer: Any, batch: Any, player: str) -> dict[Remat, float]:
         player: The player whose step it is; empty without `Players`.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the step shows them
+        warnings.simplefilter("ignore")  # the step shows these warnings
         parts = Parts.of(trainer, batch)
         parts = parts.of_player(player) if player else parts
         devices = [*trainer.mesh.devices.flat]
@@ -223,7 +223,7 @@ def rank_remats(trainer: Any, batch: Any, player: str) -> dict[Remat, float]:
         levels: list[Remat] = [*get_args(Level)] if has_remat else ["none"]
         facts = Facts.of(parts, levels, platform)
         if parts.offload is not None and parts.offload.activations:
-            levels.remove("none")  # then block inputs are not kept
+            levels.remove("none")  # it does not keep the inputs of blocks separately
         where = Topology(hardware=hardware, num_devices=len(devices))
         state, own = parts.on(trainer.layout, parts.offload), own_candidate(parts)
         policies = [*levels, *(facts.saves if has_remat else ())]

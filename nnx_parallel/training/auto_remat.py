@@ -1,7 +1,7 @@
 """Chooses ``remat="auto"``: the policy that keeps the most values and fits into memory.
 
-Formulas rank the policies, and the compiler says what a step needs. Each compiled step
-corrects the formulas, so that two or three steps are compiled.
+Formulas rank the policies. The compiler reports the bytes of a step, and this figure
+corrects the formulas. So most searches compile two or three steps.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Best(NamedTuple):
 
 
 def start_best(search: Search, start: Callable[[Remat], tuple[Any, Program]]) -> Best:
-    """Compiles steps until the best policy is known. All processes must call this.
+    """Compiles steps until the best policy is found. All processes must call this.
 
     Args:
         search: The facts.

@@ -27,6 +27,7 @@ from nnx_parallel.data.rows import (
 from nnx_parallel.errors import LossError, ModelError, ParallelWarning, warn_user
 from nnx_parallel.layers.experts.moe import RouterState
 from nnx_parallel.layers.loss import LabelRange, observing_labels
+from nnx_parallel.layers.recipe import checking_layers
 from nnx_parallel.layers.stack.scan import Remat, check_remat, default_remat
 from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import (
@@ -82,7 +83,7 @@ class StepOptions:
     Attributes:
         num_microbatches: Number of parts of the batch. Their gradients are accumulated.
         remat: The values that the forward pass keeps, unless the model chooses them
-            itself. A step cannot be made before ``"auto"`` has been replaced.
+            itself. `Programs` replaces ``"auto"`` before a step is made.
         compiler_options: Options that override the library's `compiler_options`.
         skip: The rule that skips bad steps; ``None`` if a bad step ends the run.
     """
@@ -101,7 +102,7 @@ class StepOptions:
 
     @property
     def policy(self) -> Remat:
-        """The remat policy, which has replaced ``"auto"``."""
+        """The remat policy; it is never ``"auto"``."""
         assert self.remat != "auto", "Programs.start replaces 'auto'"
         return self.remat
 
@@ -240,7 +241,12 @@ def _compute(
                 texts = changes_by_microbatches(plan, loss, *arguments)
             for text in texts:
                 warn_user(text, ParallelWarning)
-        with noticing_idle_claims(plan.layout):
+        # A player's loss may leave out layers of other players.
+        recipe = None if plan.player else plan.precision.products
+        with (
+            noticing_idle_claims(plan.layout),
+            checking_layers(plan.model.copy(), recipe),
+        ):
             grads, variables, means = execution_of(plan).gradients(
                 plan, _forward(plan, loss, always), *arguments
             )

@@ -30,6 +30,7 @@ from nnx_parallel.layers.eight_bit import (
     Grouped,
     Quantised,
     eight_bit_ragged_dot,
+    note_layer,
     quantise_kernel,
 )
 from nnx_parallel.layers.experts.routing import is_equal
@@ -283,6 +284,7 @@ class Rounded(NamedTuple):
     @classmethod
     def of(cls, kernels: Kernels, recipe: EightBit) -> "Rounded":
         """Rounds kernels; their scales are ``(experts, 1, out)``."""
+        note_layer(recipe)
         each = kernels.up, kernels.gate, kernels.down
         kind = recipe.forward
         return cls(
@@ -293,7 +295,7 @@ class Rounded(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class InEightBits:
-    """How a device's experts are multiplied in 8 bits.
+    """The 8-bit kernels of a device's experts, and their recipe.
 
     Attributes:
         recipe: The dtypes of the products.
@@ -351,7 +353,7 @@ def _multiply(
     bias: Array | None,
 ) -> Array:
     """Multiplies each row by its expert's kernel, and adds the expert's bias."""
-    out: Any  # jax 0.10 gives a function with a custom gradient no type
+    out: Any  # in jax 0.10, functions with a custom gradient have no return type
     if call is None or rounded is None:
         out = jax.lax.ragged_dot(rows, kernel, sizes)
     else:

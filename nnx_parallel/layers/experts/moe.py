@@ -109,7 +109,7 @@ class MoE(nnx.Module):
         ((2, 6, 8), (2, 6), 24)
     """
 
-    recipe: EightBit | None = None  # set in the model that a loss gets
+    recipe: EightBit | None = None  # set by `set_recipe`
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
+from nnx_parallel.layers.eight_bit import QUANTISE
 from nnx_parallel.programs import (
     ClosedJaxpr,
     Eqns,
@@ -87,7 +88,7 @@ def _is_inlined(eqn: jex.JaxprEqn) -> bool:
 
 
 def _quantises(eqn: jex.JaxprEqn) -> bool:
-    return eqn.params.get("name") == "quantise_kernel"
+    return eqn.params.get("name") == QUANTISE
 
 
 def _run(

@@ -85,7 +85,7 @@ References:
 """
 
 OVERLAPPED = "overlapped_matmul"
-"""Checkpoint name of products that run as rings or in 8 bits, for remat policies."""
+"""Checkpoint name by which remat policies recognise products in rings and in 8 bits."""
 
 BLOCK_INPUT = "block_input"
 """Checkpoint name of the input of a block; this input can be kept in host memory."""
