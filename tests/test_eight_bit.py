@@ -397,6 +397,19 @@ def test_resumed_run_is_bit_for_bit_the_same(tmp_path: Any) -> None:
         other.fit([tokens(0)], 6)
 
 
+def test_evaluation_runs_in_8_bits_and_model_of_user_does_not() -> None:
+    eight, plain = (
+        make_trainer(precision, DataParallel(1))
+        for precision in (Precision.int8(compute=None), Precision())
+    )
+    batch = tokens(0)
+    of_user = float(next_token_loss(eight.model, batch).value)
+    expected = plain.evaluate([batch])["loss"]
+    assert of_user == pytest.approx(expected, rel=1e-6)
+    found = eight.evaluate([batch])["loss"]
+    assert 1e-6 < abs(found / expected - 1) < 1e-2
+
+
 def test_describe_shows_dtypes_of_products() -> None:
     notes = make_trainer(Precision.fp8("mlp"), DataParallel(1)).describe().notes
     assert notes == (
