@@ -35,6 +35,7 @@ class PathNames:
             array, and an array that the pairs match may have another rank.
 
     Raises:
+        RuleError: If a regex does not compile.
         SpecRankError: If all pairs that match an array have names for another rank.
 
     Warns:
@@ -54,7 +55,10 @@ class PathNames:
 
     def __init__(self, *pairs: tuple[str, Names], optional: bool = False) -> None:
         for regex, names in pairs:
-            check_regex("PathNames", regex)  # now, not when a model is named
+            # The import makes a long optional table, which few programs use. To compile
+            # its regexes costs 10 % of the import, so a call checks them.
+            if not optional:
+                check_regex("PathNames", regex)
             given = [name for name in names if name is not None]
             if isinstance(names, str) or len(set(given)) < len(given):
                 raise ValueError(
@@ -67,6 +71,8 @@ class PathNames:
 
     def __call__(self, model: Model) -> Model:
         """Writes the names into a model's metadata, and returns the model."""
+        for regex, _ in self.pairs:
+            check_regex("PathNames", regex)
         found: set[str] = set()
         misfits: list[tuple[ArrayInfo, list[Names]]] = []
         for path, variable in nnx.to_flat_state(nnx.state(model)):
