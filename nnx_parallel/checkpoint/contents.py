@@ -14,7 +14,14 @@ a checkpoint must provide the same base, bit for bit.
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import jax
@@ -306,7 +313,7 @@ def read_stored(
                 f"Group {name!r} has {len(arrays)} arrays; {size} were saved."
             )
         groups[name] = {
-            path: _abstract(array.shape, array.dtype, keys.get(path))
+            path: stored_array(array.shape, array.dtype, keys.get(path))
             for path, array in arrays.items()
         }
         for path, array in arrays.items():
@@ -344,10 +351,8 @@ def _check_chunks(path: str, array: Any) -> None:
             )
 
 
-def check_match(
-    stored: StoredCheckpoint, wanted: AbstractGroups, directory: str
-) -> None:
-    """Compares requested arrays with a checkpoint's arrays in ``directory``.
+def check_match(stored: StoredCheckpoint, wanted: AbstractGroups, where: str) -> None:
+    """Compares requested arrays with a checkpoint's arrays.
 
     Without this check, Orbax silently restores the saved layout or casts to another
     dtype. If shapes differ, Orbax does not name the arrays.
@@ -379,8 +384,9 @@ def check_match(
             else (", or restore only the weights: trainer.restore(weights_only=True)")
         )
         raise CheckpointMismatchError(
-            f"Checkpoint {stored.step} in '{directory}' differs from the requested "
-            "arrays:\n  " + "\n  ".join(lines) + "\nBuild the same model and optimizer"
+            f"{where} differs from the requested arrays:\n  "
+            + "\n  ".join(lines)
+            + "\nBuild the same model and optimizer"
             f"{weights}. Saved groups: {list(stored.groups)}."
         )
 
@@ -472,12 +478,14 @@ def spell(array: jax.ShapeDtypeStruct | jax.Array) -> str:
     return f"{array.dtype}[{','.join(map(str, array.shape))}]"
 
 
-def _abstract(
-    shape: tuple[int, ...], dtype: Any, key_impl: str | None
+def stored_array(
+    shape: Sequence[int], dtype: Any, key_impl: str | None
 ) -> jax.ShapeDtypeStruct:
+    """Returns an array by the shape and dtype of its stored words."""
+    shape = tuple(shape)
     if key_impl is None:
         return jax.ShapeDtypeStruct(shape, dtype)
-    # Orbax gives the shape of the key's words: (..., words).
+    # The shape of a key's words is (..., words).
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
     return jax.ShapeDtypeStruct(shape[:-1], key.dtype)
 

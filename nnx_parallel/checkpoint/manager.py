@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ from nnx_parallel.checkpoint.files import (
     set_aside,
 )
 from nnx_parallel.checkpoint.lock import DirectoryLock, lock_directory
+from nnx_parallel.checkpoint.memory import MemoryCopies, forget_copies
 from nnx_parallel.checkpoint.options import (
     BEST_RULE,
     Checkpoint,
@@ -61,6 +63,7 @@ from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
+    CheckpointReadError,
     CheckpointSaveError,
     ParallelWarning,
     ReplicaError,
@@ -97,6 +100,9 @@ class CheckpointManager:
         is_preempted: True once jax has announced a preemption, at the same step on all
             processes. The cause is a SIGTERM, which may have come before the fit could
             handle it.
+        copies_note: A line about the copies in memory, once `check_state` has found
+            that they fit; otherwise empty.
+        resumed_from: Text that says where `resume` found the state.
         report: Function that is called with a message once a checkpoint is on the disk
             and would survive a power cut.
 
@@ -123,12 +129,14 @@ class CheckpointManager:
         self.last_saved: int | None = None
         self.is_preempted = False
         self.report: Callable[[str], object] = str
+        self.copies_note = self.resumed_from = ""
         only_hashed = self.options is not None and self.options.frozen == "checksum"
         self._frozen = frozen if only_hashed else ()
         self._reader: CheckpointReader | None = None  # set once the directory is open
         self._orbax: ocp.training.Checkpointer | None = None
         self._lock: DirectoryLock | None = None
         self._save: BackgroundSave | None = None
+        self._copies: MemoryCopies | None = None
         self._has_warned_of_best = False
         self._interval_start: float | None = None
         self._has_remains = False  # a failed save left files in the directory
@@ -199,10 +207,34 @@ class CheckpointManager:
             self._reader = CheckpointReader(self.options, self.description)
         return self._reader, self._orbax
 
+    def _open_copies(self) -> MemoryCopies | None:
+        """Returns the copies in memory, or ``None`` if there are none."""
+        options = self.options
+        if options is None or options.memory_every is None:
+            return None
+        if self._copies is None:
+            self._open()
+            where, every = options.memory_directory, options.memory_every
+            self._copies = MemoryCopies(str(self.directory), where, every)
+        return self._copies
+
     @property
     def latest_step(self) -> int | None:
         """The newest saved step, or ``None``."""
         return None if self.options is None else max(self.saved.steps, default=None)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The newest step, saved or in memory, from which a run can continue."""
+        latest, copies = self.latest_step, self._open_copies()
+        found = copies and copies.find(self._last_listed)
+        return found.step if found else latest
+
+    @property
+    def _last_listed(self) -> int:
+        """The newest step in the directory, intact or not, or -1."""
+        reader, _ = self._open()
+        return max([*reader.steps, *reader.corrupt_steps], default=-1)
 
     def is_time(self) -> bool:
         """Returns True once for each interval of ``every``, when it has passed.
@@ -238,6 +270,37 @@ class CheckpointManager:
         every = self.options.every
         is_due = is_time if isinstance(every, timedelta) else step % every == 0
         return step > latest and (has_notice or is_due)
+
+    def is_copy_due(self, step: int) -> bool:
+        """Returns True if ``step`` must be copied into memory."""
+        every = self.options and self.options.memory_every
+        return bool(every) and step % every == 0
+
+    def copy(
+        self,
+        state: TrainState,
+        step: int,
+        progress: Mapping[str, Any],
+        metrics: Metrics,
+    ) -> None:
+        """Copies a state into memory; its arrays may be donated once this returns.
+
+        The arguments are the same as for `save`. A failure is a warning.
+
+        Raises:
+            ReplicaError: If the copy before this one has found copies that differ
+                between devices.
+        """
+        copies = self._open_copies()
+        assert copies is not None, "is_copy_due"
+        groups, base = split_base(to_groups(state), self._frozen)
+        check_groups(groups)
+        numbers = {name: float(x) for name, x in metrics.items()}
+        meta = {**self.description, **progress}
+        header = make_header(step, groups, meta, numbers, base)
+        hashed = {**groups, **({BASE: base} if base else {})}
+        checksums = start_checksums(hashed, "checksums of copies in memory")
+        copies.stage(groups, header, checksums, self._last_listed)
 
     def save(
         self,
@@ -488,6 +551,14 @@ class CheckpointManager:
         else:
             reader = self.saved
         wanted = to_groups(abstract)
+        self.resumed_from = f"in '{self.directory}'"
+        if not (read_only or self.options.resume):
+            forget_copies(str(self.directory))
+        copies = None if read_only else self._open_copies()
+        if copies is not None:
+            found = self._resume_copy(copies, reader, abstract, base)
+            if found is not None:
+                return found
         found = reader.restore_newest(wanted, base, quarantines=not read_only)
         if found is None:
             return None
@@ -497,9 +568,34 @@ class CheckpointManager:
             self.last_saved = int(state.step)
         return state, meta, notes
 
+    def _resume_copy(
+        self,
+        copies: MemoryCopies,
+        reader: CheckpointReader,
+        abstract: TrainState,
+        base: Base | None,
+    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
+        """Returns the newest state in memory, if it is later than the saved ones."""
+        if (found := copies.find(self._last_listed)) is None:
+            return None
+        stored, load = copies.describe(found), partial(copies.load, found)
+        try:
+            groups, meta = reader.restore_copy(stored, load, to_groups(abstract), base)
+        except CheckpointReadError as error:
+            warn_user(
+                f"The copy of step {found.step} in memory cannot be read: {error} The "
+                "run continues from storage."
+            )
+            return None
+        copies.use(found)
+        latest = max(reader.steps, default=None)
+        saved = "holds no step" if latest is None else f"holds step {latest}"
+        self.resumed_from = f"in memory; '{self.directory}' {saved}"
+        return from_groups(abstract, groups), meta, []
+
     def is_newest(self, step: int) -> bool:
         """Returns True if a fit would continue from ``step``, which was just read."""
-        return not self.saved.corrupt_steps and self.latest_step == step
+        return not self.saved.corrupt_steps and self.newest_step == step
 
     def set_aside(self, step: int) -> str:
         """Moves the steps after ``step`` into a directory; returns a message, or "".
@@ -513,6 +609,7 @@ class CheckpointManager:
         # The later steps are trained again, and then have to be saved again.
         self.last_saved = step
         later = sorted(x for x in steps if x > step)
+        forget_copies(str(self.directory))
         if not later:
             return ""
         aside = set_aside(saved.directory, step, later)
@@ -553,6 +650,8 @@ class CheckpointManager:
             arrays = jax.tree.leaves(groups)
             needed = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             check_space(self.directory, needed)
+            if (copies := self._open_copies()) is not None:
+                self.copies_note = copies.check_space(groups)
 
     def exit_message(self, step: int) -> str:
         """Returns the last message of a run that ends early, at ``step``."""
@@ -570,13 +669,18 @@ class CheckpointManager:
         # The other processes may never take part in that save. The next start deletes
         # its unfinished files.
         if jax.process_count() > 1:
-            self._reader = self._orbax = self._lock = self._save = None
+            if self._copies is not None:
+                self._copies.abandon()
+            self._reader = self._orbax = self._lock = self._save = self._copies = None
 
     def close(self) -> None:
         """Waits as `wait` does, and then closes the directory even after an error."""
         try:
             self.wait()
+            if self._copies is not None:
+                self._copies.close(saved=self.last_saved)
         finally:
+            self._copies = None
             orbax, is_pending = self._orbax, self._save is not None
             self._reader = self._orbax = self._save = None
             self.is_preempted = False  # the notice was for the fit that ends here

@@ -179,6 +179,7 @@ def is_of_other_player(
     return bool(is_named) and player in players and f"{player}/loss" not in metrics
 
 
+_OPTIONAL = ("keep_last", "keep_every", "memory_every")
 _CHOICES = {
     "best_mode": ("min", "max"),
     "frozen": ("save", "checksum"),
@@ -208,6 +209,13 @@ class Checkpoint:
             if the largest is. It must be given if the metric's name suggests that
             larger is better, as for an accuracy.
         num_best: Number of the best checkpoints that are kept.
+        memory_every: Number of steps between copies in the memory of machines, from
+            which a run resumes after a failure; ``None`` makes none. A part of the
+            state that only one machine holds is also sent to another machine. See
+            `nnx_parallel.checkpoint.memory`.
+        memory_directory: Directory for these copies, which must outlive a process, such
+            as a file system in memory. Environment variables in it (``$NAME``) may
+            differ between processes.
         asynchronous: True if a save returns before its files are written.
         resume: True if a fit continues from the latest checkpoint.
         frozen: Treatment of parameters that are not trained (``wrt=``). ``"save"``
@@ -239,6 +247,8 @@ class Checkpoint:
     keep_best: str | None = None
     best_mode: Literal["min", "max"] | None = None
     num_best: int = 1
+    memory_every: int | None = None
+    memory_directory: str = "/dev/shm"
     asynchronous: bool = True
     resume: bool = True
     frozen: Literal["save", "checksum"] = "save"
@@ -246,9 +256,9 @@ class Checkpoint:
     on_save_error: Literal["raise", "warn"] = "raise"
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep_last", "keep_every", "num_best"):
+        for name in ("every", "num_best", *_OPTIONAL):
             value = getattr(self, name)
-            if value is None and name in ("keep_last", "keep_every"):
+            if value is None and name in _OPTIONAL:
                 continue
             if name == "every" and isinstance(value, datetime.timedelta):
                 if value <= datetime.timedelta():
@@ -265,8 +275,8 @@ class Checkpoint:
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
-                    "least 1 (keep_last and keep_every may be None; the value of "
-                    "every may also be a datetime.timedelta)."
+                    f"least 1 ({', '.join(_OPTIONAL)} may be None; the value of every "
+                    "may also be a datetime.timedelta)."
                 )
         if not isinstance(self.keep_best, str | None):
             raise CheckpointError(

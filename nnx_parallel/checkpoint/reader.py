@@ -7,7 +7,7 @@ after it has restored an older one.
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import jax
@@ -58,6 +58,7 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.state import TrainState
 
+AbstractArrays = Mapping[str, jax.ShapeDtypeStruct]
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
 
 _STATE = {"model", "optimizer", "progress"}  # groups that every training state has
@@ -242,17 +243,11 @@ class CheckpointReader:
         step = self.find(step)
         where = f"Checkpoint {step} in '{self.directory}'"
         problem, stored, read = "", None, dict[str, Any]()
-        lent: dict[str, Any] = {}
+        lent: AbstractArrays = {}
         try:
             # All differences are found before any array is read.
             stored = self.describe(step)
-            if wanted.keys() >= _STATE:
-                wanted = self._adapt(stored, wanted)
-            present, lent = split_base(wanted, stored.base)
-            check_match(stored, present, self.directory)
-            if "model" in wanted:
-                check_base_shapes(stored, wanted["model"], where)
-            groups = {name: dict(group) for name, group in present.items() if group}
+            wanted, groups, lent = self._match(stored, wanted, where)
             with self._reading(step):
                 read = load(f"{self.directory}/{step}", groups)
         except CheckpointReadError as error:
@@ -264,9 +259,55 @@ class CheckpointReader:
         bad = [f"On process {i}: {text}" for i, text in enumerate(problems) if text]
         if bad or stored is None:
             raise CheckpointReadError("\n".join(bad))
+        # This comes after the exchange, because it gathers the checksums of the shards
+        # of all processes.
+        return self._complete(stored, wanted, read, lent, base, where)
+
+    def restore_copy(
+        self,
+        stored: StoredCheckpoint,
+        load: Callable[[dict[str, Any]], dict[str, Any]],
+        wanted: AbstractGroups,
+        base: Base | None = None,
+    ) -> Restored:
+        """Returns the arrays of a copy in memory, with the checks of `restore`.
+
+        Args:
+            stored: The contents of the copy.
+            load: Reads some of its arrays, on all processes.
+            wanted: The same as for `restore`.
+            base: The same as for `restore`.
+        """
+        where = f"The copy of step {stored.step} in memory"
+        wanted, groups, lent = self._match(stored, wanted, where)
+        return self._complete(stored, wanted, load(groups), lent, base, where)
+
+    def _match(
+        self, stored: StoredCheckpoint, wanted: AbstractGroups, where: str
+    ) -> tuple[AbstractGroups, dict[str, dict[str, Any]], AbstractArrays]:
+        """Checks the requested groups before any array is read.
+
+        Returns the groups to restore, the arrays to read, and the arrays of the base.
+        """
+        if wanted.keys() >= _STATE:
+            wanted = self._adapt(stored, wanted, where)
+        present, lent = split_base(wanted, stored.base)
+        check_match(stored, present, where)
+        if "model" in wanted:
+            check_base_shapes(stored, wanted["model"], where)
+        return wanted, {name: x for name, x in present.items() if x}, lent
+
+    def _complete(
+        self,
+        stored: StoredCheckpoint,
+        wanted: AbstractGroups,
+        read: dict[str, Any],
+        lent: AbstractArrays,
+        base: Base | None,
+        where: str,
+    ) -> Restored:
+        """Compares checksums, and adds the base and the empty groups."""
         with reading(where):
-            # This comes after the exchange, because it gathers the checksums of the
-            # shards of all processes.
             check_checksums(stored, read, where)
         if lent:
             own = same_base(stored, lent.keys(), base, where)
@@ -431,14 +472,13 @@ class CheckpointReader:
         return from_groups(state, groups)
 
     def _adapt(
-        self, stored: StoredCheckpoint, wanted: AbstractGroups
+        self, stored: StoredCheckpoint, wanted: AbstractGroups, where: str
     ) -> AbstractGroups:
         """Returns the groups of a state to read, after a check of the optimizer.
 
         If the checkpoint has no moving average but the run does, the average will start
         from the parameters.
         """
-        where = f"Checkpoint {stored.step} in '{self.directory}'"
         check_states(stored, self._description, where)
         if "ema" in stored.groups and "ema" not in wanted:
             warn_user(

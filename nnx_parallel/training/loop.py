@@ -228,6 +228,8 @@ class Loop:
             self._train()
         else:
             run.data.pass_over(self.data, self.num_steps, run.step)
+            if checkpoints.options and checkpoints.latest_step != run.step:
+                run.save()  # the last step was only in memory
             logger.message(f"All {self.num_steps} steps are done: nothing to train.")
         # The wait is inside the context of `_termination`. Outside this context, a
         # SIGTERM would end the save early.
@@ -323,13 +325,14 @@ class Loop:
                 # All processes must call `is_due` once in every step. Through these
                 # calls they agree on the step at which jax announces a preemption.
                 saves = checkpoints.is_due(step, is_time=item.saves)
+                copies = checkpoints.is_copy_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
                 # `_ends` is called only once: a signal between two calls would end the
                 # fit without a save.
                 ends = self._ends(step)
-                if saves or ends or self._evaluates(step):
-                    ends = self._pause(step, saves=saves)
+                if saves or copies or ends or self._evaluates(step):
+                    ends = self._pause(step, saves=saves, copies=copies)
                 if ends:
                     break
             else:
@@ -490,8 +493,10 @@ class Loop:
         is_due = self.eval_every and step % self.eval_every == 0
         return self.eval_data is not None and bool(is_due)
 
-    def _pause(self, step: int, *, saves: bool) -> bool:
+    def _pause(self, step: int, *, saves: bool, copies: bool = False) -> bool:
         """Evaluates and saves the newest step. Returns True if it is the fit's last.
+
+        With ``copies``, the step is also copied into memory, unless the fit ends.
 
         If a stop is requested during the save, the fit runs one more step, and saves
         that step too.
@@ -511,6 +516,8 @@ class Loop:
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
+        if copies and not ends:
+            self.run.copy(step)
         # The pause does not count towards the next step's time.
         self._recorder.restart_clock()
         if not ends:

@@ -347,15 +347,23 @@ class RunState:
         `CheckpointManager.save`.
         """
         step = self.step if step is None else step
+        progress, metrics = self._progress(step)
+        self.checkpoints.save(
+            self.state, step, progress, metrics, once=once, may_skip=may_skip
+        )
+
+    def copy(self, step: int) -> None:
+        """Copies this run into memory under a step."""
+        self.checkpoints.copy(self.state, step, *self._progress(step))
+
+    def _progress(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """Returns the position and the metrics to save; checks the state."""
         self._check_finite(step)
         # All processes exchange values in `to_json`, even if nothing is to be saved.
         progress: dict[str, Any] = {"position": self.data.to_json()}
         if states := states_of(self.callbacks):
             progress["callbacks"] = states
-        metrics = self.metrics if self.metrics.get("step") == step else {}
-        self.checkpoints.save(
-            self.state, step, progress, metrics, once=once, may_skip=may_skip
-        )
+        return progress, self.metrics if self.metrics.get("step") == step else {}
 
     def excuse_arrays(self) -> None:
         """Notes the arrays that are not finite when a fit begins.
@@ -475,7 +483,7 @@ class RunState:
         if state is not self._state:
             self._replace(state)
         self.is_fresh, self._read_step = False, None
-        done = f"Resumed from step {self.step} in '{own.directory}'."
+        done = f"Resumed from step {self.step} {own.resumed_from}."
         if has_first:
             done += " The weights that the Trainer had before this fit are not used."
         return "\n".join([*notes, done])
@@ -499,7 +507,7 @@ class RunState:
     def _check_assigned(self) -> None:
         """Raises an error if a fit would discard values assigned to `model`."""
         _ = self.state  # takes the assigned values
-        step = self.checkpoints.latest_step if self._is_assigned else None
+        step = self.checkpoints.newest_step if self._is_assigned else None
         if step is not None:
             raise CheckpointError(
                 "trainer.model was given new values before a fit that resumes from "
@@ -645,6 +653,8 @@ class RunState:
                 often = f"{every:,} steps"
             where = self.checkpoints.directory
             facts["checkpoints"] = f"'{where}', every {often} and at the end"
+        if note := self.checkpoints.copies_note:
+            facts["copies"] = note
         facts |= {name: x for name in ENVIRONMENT if (x := os.environ.get(name))}
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()

@@ -1,0 +1,817 @@
+"""Copies of the training state in the memory of machines, for fast restarts.
+
+A checkpoint on storage is made every few minutes, and a process that dies costs the
+steps since then. A copy in memory is made every few steps. It outlives its process, and
+a second copy on another machine outlives the machine:
+
+- A part of an array that several machines hold, as under data parallelism, needs no
+  second copy.
+- Any other part is sent to a neighbour, which is a process on another machine.
+
+At any moment a complete copy exists, because the files of a new copy replace the files
+of the copy before the last one. After a restart the processes agree on the newest step
+whose parts are all in memory somewhere. Each process reads the parts that its layout
+needs, from its own machine or from another one, so the number of processes may change.
+
+A copy is read only if it is intact, if this user wrote it with this format, and if it
+belongs to this run: the directory of checkpoints has a file with the run's identifier,
+and a copy names the newest checkpoint that was on storage at that time.
+"""
+
+import contextlib
+import itertools
+import os
+import secrets
+import shutil
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, lru_cache, partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from nnx_parallel.checkpoint.checksum import digest
+from nnx_parallel.checkpoint.contents import (
+    AbstractGroups,
+    Groups,
+    StoredCheckpoint,
+    check_header,
+    stored_array,
+)
+from nnx_parallel.checkpoint.copies import (
+    Bounds,
+    Buffer,
+    Copy,
+    Name,
+    Part,
+    check_index,
+    list_names,
+    overlap,
+    part_sizes,
+    parts_of,
+    places_of,
+    private_directory,
+    shape_of,
+    slices,
+    write_index,
+)
+from nnx_parallel.checkpoint.files import LiteralPath, read_json
+from nnx_parallel.distributed.agreement import allgather_object, reserve_allgather
+from nnx_parallel.distributed.peers import Peers
+from nnx_parallel.distributed.runtime import process_count, process_index
+from nnx_parallel.errors import (
+    CheckpointDirectoryError,
+    CheckpointFormatError,
+    CheckpointReadError,
+    ParallelError,
+    ReplicaError,
+    warn_user,
+)
+from nnx_parallel.precision import format_bytes
+from nnx_parallel.sharding.checksum import Checksums
+
+RUN = "memory_copies.json"
+"""File in the directory of checkpoints that identifies the run for its copies."""
+
+_THREADS = 8
+_FINISH_SECONDS = 60.0
+
+
+def forget_copies(directory: str) -> None:
+    """Makes all copies in memory of a run's steps unreadable, on all machines."""
+    if process_index() == 0:
+        (LiteralPath(directory) / RUN).unlink(missing_ok=True)
+
+
+def _identify_run(directory: str) -> str:
+    """Returns the identifier of the run in a directory, which process 0 may create."""
+    run, problem, path = "", "", LiteralPath(directory) / RUN
+    if process_index() == 0:
+        with contextlib.suppress(OSError, ValueError):
+            run = str(read_json(path).get("run", ""))
+        try:
+            if not run:
+                run = secrets.token_hex(16)
+                path.write_text(f'{{"run": "{run}"}}\n')
+        except OSError as error:
+            problem = str(error)
+    run, problem = allgather_object("run of copies in memory", [run, problem])[0]
+    if problem:
+        raise CheckpointDirectoryError(f"Cannot write '{path}': {problem}.")
+    return run
+
+
+def find_neighbours(machines: Sequence[Sequence[Any]]) -> list[int | None]:
+    """Returns the process that holds the second copies of each process.
+
+    Args:
+        machines: For each process, an identifier of its machine and identifiers of its
+            directory. Processes with the same identifiers see the same files.
+
+    Returns:
+        For each process, a process on another machine, or one that sees another
+        directory of the same machine, or ``None`` if all see the same files.
+
+    Example:
+        >>> find_neighbours([["a", 1], ["a", 1], ["b", 1], ["b", 1]])
+        [2, 3, 0, 1]
+        >>> find_neighbours([["a", 1], ["a", 1]])
+        [None, None]
+    """
+    keys = [tuple(key) for key in machines]
+    order = sorted(set(keys))
+    members = {key: [i for i, x in enumerate(keys) if x == key] for key in order}
+    found: list[int | None] = []
+    for process, key in enumerate(keys):
+        start = order.index(key)
+        later = [*order[start + 1 :], *order[:start]]
+        other = next((x for x in later if x[0] != key[0]), next(iter(later), None))
+        hosts = members[other] if other else []
+        rank = members[key].index(process)
+        found.append(hosts[rank % len(hosts)] if hosts else None)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _holders(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...]
+) -> dict[Bounds, tuple[int, ...]]:
+    """Returns the processes that hold each part of an array."""
+    found: dict[Bounds, set[int]] = defaultdict(set)
+    for device, index in sharding.devices_indices_map(shape).items():
+        found[_bounds(index, shape)].add(device.process_index)
+    return {bounds: tuple(sorted(x)) for bounds, x in sorted(found.items())}
+
+
+def _bounds(index: Iterable[slice], shape: tuple[int, ...]) -> Bounds:
+    return tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+
+
+def _words(x: Any) -> Any:
+    """Returns an array, or the uint32 words of random keys; also abstract."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.random.key_data(x)
+    plain = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    words = jax.eval_shape(jax.random.key_data, plain)
+    spec = P(*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)), None)
+    sharding = NamedSharding(x.sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=sharding)
+
+
+@dataclass
+class Found:
+    """A complete copy in memory, and the files that hold its parts.
+
+    Attributes:
+        step: Number of updates done.
+        attempt: Text that all files of the copy have in common.
+        holders: For each part, the machines and the names of the files that hold it.
+        copies: The files that this process can read, by name.
+        index: An index of the copy.
+        parts: Its parts.
+    """
+
+    step: int
+    attempt: str
+    holders: dict[int, list[tuple[int, Name]]]
+    copies: dict[Name, Copy]
+    index: dict[str, Any]
+    parts: list[Part]
+
+    def by_array(self) -> dict[tuple[str, str], list[tuple[int, Bounds]]]:
+        """Returns the numbers and bounds of the parts of each array."""
+        found = defaultdict[tuple[str, str], list[tuple[int, Bounds]]](list)
+        for number, part in enumerate(self.parts):
+            found[part.group, part.path].append((number, part.bounds))
+        return found
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A copy in progress on this process."""
+
+    name: Name
+    index: dict[str, Any]
+    sizes: list[int]
+    sent: list[int]  # numbers of the parts that the neighbour gets
+    checksums: Callable[[], Checksums]
+    exchange: Callable[[Any], list]
+    buffer: Buffer | None = None
+    error: Exception | None = None
+    problem: str = ""
+    has_ended: threading.Event = field(default_factory=threading.Event)
+
+
+class MemoryCopies:
+    """Makes, finds and reads the copies in memory of one run.
+
+    All processes make the same calls in the same order.
+
+    Args:
+        directory: Directory of the run's checkpoints, which exists.
+        memory_directory: Directory in the memory of a machine.
+        every: Number of steps between copies.
+
+    Attributes:
+        step: Step of the newest complete copy that this object made, or ``None``.
+
+    Raises:
+        CheckpointDirectoryError: On all processes, if a process cannot make the
+            directory.
+    """
+
+    def __init__(self, directory: str, memory_directory: str, every: int) -> None:
+        self.step: int | None = None
+        self._where, self.every = memory_directory, every
+        problem, key = "", "run-" + digest({"directory": directory})[:16]
+        root = Path(os.path.expandvars(memory_directory))
+        try:
+            user = private_directory(root / f"nnx_parallel-{os.getuid()}")
+            self._run = private_directory(user / key)
+        except OSError as error:
+            problem = str(error)
+        problems = allgather_object("directory of copies in memory", problem)
+        if bad := [f"On process {i}: {x}" for i, x in enumerate(problems) if x]:
+            raise CheckpointDirectoryError(
+                f"Cannot keep copies in memory: {'; '.join(bad)}. Choose a directory "
+                "in memory that this user may write: memory_directory=..."
+            )
+        self._id = _identify_run(directory)
+        self._buffers: dict[Name, Buffer] = {}
+        self._spare: list[Buffer] = []
+        self._staged: _Staged | None = None
+        self._newest: tuple[int, str] | None = None
+        self._found: tuple[Found | None] | None = None
+        self._served: dict[Name, Copy] = {}
+        self._lock = threading.Lock()  # for the two collections of buffers
+        self._has_old = True
+        self._peers = Peers(self._answer, self._identify())
+        self._machines = [tuple(x) for x in self._peers.facts]
+        order = sorted(set(self._machines))
+        self._machine = [order.index(x) for x in self._machines]
+        self._neighbours = find_neighbours(self._peers.facts)
+
+    def _identify(self) -> list[Any]:
+        """Returns identifiers of this machine and of the directory."""
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        found = self._run.stat()
+        return [boot.read_text() if boot.exists() else "", found.st_dev, found.st_ino]
+
+    # How the files are laid out.
+
+    def _local(self, machine: int | None = None) -> list[int]:
+        """Returns the processes on a machine, by default on this one."""
+        mine = self._machine[process_index()] if machine is None else machine
+        return [i for i, x in enumerate(self._machine) if x == mine]
+
+    @property
+    def _is_first(self) -> bool:
+        """True if this process deletes and lists the files of its machine."""
+        return self._local()[0] == process_index()
+
+    def _divide(self, words: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+        """Returns the parts of all arrays, with the processes that store them."""
+        found = []
+        for group, path, x in _walk(words):
+            for bounds, processes in _holders(x.sharding, x.shape).items():
+                first: dict[int, int] = {}
+                for process in processes:
+                    first.setdefault(self._machine[process], process)
+                owners = tuple(sorted(first.values()))
+                is_sent = len(owners) == 1 and self._neighbours[owners[0]] is not None
+                found.append(Part(group, path, bounds, owners, is_sent))
+        return found
+
+    def bytes_of(self, groups: AbstractGroups) -> list[int]:
+        """Returns the bytes that each process keeps in the memory of its machine."""
+        words = _all_words(groups)
+        parts = self._divide(words)
+        sizes = part_sizes(parts, _arrays(words))
+        found = [0] * process_count()
+        for owner, holder in enumerate(self._neighbours):
+            for is_second in (False, True):
+                numbers = _numbers(parts, owner, is_second=is_second)
+                _, size = places_of(numbers, sizes)
+                keeper = holder if is_second else owner
+                if keeper is not None:
+                    found[keeper] += 2 * size  # the newest two copies
+        return found
+
+    def check_space(self, groups: AbstractGroups) -> str:
+        """Checks that two copies fit, and returns a line that says what they take.
+
+        Raises:
+            CheckpointDirectoryError: On all processes, if a machine has too little
+                memory for them.
+        """
+        needed = self.bytes_of(groups)
+        mine = sum(needed[i] for i in self._local())
+        held = sum(x.stat().st_size for x in self._run.iterdir() if x.is_file())
+        free = shutil.disk_usage(self._run).free + held
+        for process, left in enumerate(allgather_object("free memory", free - mine)):
+            if left < 0:
+                total = sum(needed[i] for i in self._local(self._machine[process]))
+                raise CheckpointDirectoryError(
+                    f"The copies in memory take {format_bytes(total)} on the machine "
+                    f"of process {process}, and '{self._where}' has only "
+                    f"{format_bytes(total + left)}. Give it more memory (docker run "
+                    "--shm-size, or an emptyDir with medium: Memory on Kubernetes), "
+                    "choose another memory_directory, or leave memory_every out."
+                )
+        count = len(set(self._machine))
+        second = (
+            f"with second copies on a neighbour, {count} machines"
+            if any(x.is_sent for x in self._divide(_all_words(groups)))
+            else f"{count} machines hold every part"
+            if count > 1
+            else "on one machine: they survive a process, but not the machine"
+        )
+        most = format_bytes(max(needed))
+        return (
+            f"every {self.every:,} steps in '{self._where}', {most} a process, {second}"
+        )
+
+    # How a copy is made.
+
+    def stage(
+        self,
+        groups: Groups,
+        header: dict[str, Any],
+        checksums: Callable[[], Checksums],
+        saved: int,
+    ) -> None:
+        """Copies arrays into memory; they may be donated once this returns.
+
+        The second copies are sent in the background. If the last copy is still in
+        progress, nothing is copied. A failure is a warning, and training goes on.
+
+        Args:
+            groups: Arrays by group and path.
+            header: Header of a checkpoint of this state.
+            checksums: Waits for the checksums of the arrays.
+            saved: The newest step on storage, or -1.
+        """
+        running = self._staged is not None and not self._staged.has_ended.is_set()
+        attempt = secrets.token_hex(8)
+        states = allgather_object("copies in memory", [running, attempt])
+        if any(running for running, _ in states):
+            warn_user(
+                f"Step {header['step']} is not copied into memory, because the copy "
+                "before it is still in progress. Use a larger memory_every."
+            )
+            return
+        self._report()
+        self._release()
+        if self._has_old:
+            # The copy that the run resumed from goes once there is a newer one.
+            self._has_old = self.step is None
+            self._delete_old()
+        me, step = process_index(), int(header["step"])
+        words = _all_words(groups)
+        parts = self._divide(words)
+        arrays = _arrays(words)
+        index = {
+            "run": self._id,
+            "saved": saved,
+            "header": header,
+            "arrays": arrays,
+            "parts": [[x.group, x.path, x.bounds, x.owners, x.is_sent] for x in parts],
+        }
+        staged = _Staged(
+            name=Name(step, states[0][1], me, False),
+            index=index,
+            sizes=part_sizes(parts, arrays),
+            sent=_numbers(parts, me, is_second=True),
+            checksums=checksums,
+            exchange=reserve_allgather("copy in memory"),
+        )
+        numbers = _numbers(parts, me, is_second=False)
+        try:
+            self._fill(staged, parts, words, numbers)
+        except OSError as error:
+            staged.error = error
+        self._staged = staged
+        threading.Thread(
+            target=self._finish,
+            args=(staged, numbers),
+            name="nnx_parallel.memory",
+            daemon=True,
+        ).start()
+
+    def _fill(
+        self,
+        staged: _Staged,
+        parts: Sequence[Part],
+        words: Groups,
+        numbers: Sequence[int],
+    ) -> None:
+        offsets, size = places_of(numbers, staged.sizes)
+        buffer = staged.buffer = self._take(staged.name, size)
+        shards: dict[tuple[str, str], dict[Bounds, Any]] = {}
+
+        def copy(number: int) -> None:
+            part = parts[number]
+            data = shards[part.group, part.path][part.bounds]
+            start = offsets[number]
+            target = buffer.bytes[start : start + staged.sizes[number]]
+            source = np.asarray(data)
+            np.copyto(target.view(source.dtype).reshape(source.shape), source)
+
+        for number in numbers:
+            group, path = parts[number].group, parts[number].path
+            if (group, path) not in shards:
+                x = words[group][path]
+                shards[group, path] = {
+                    _bounds(s.index, x.shape): s.data for s in x.addressable_shards
+                }
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(copy, numbers))
+
+    def _take(self, name: Name, size: int) -> Buffer:
+        """Returns a buffer of a size, which is a spare one if possible."""
+        with self._lock:
+            found = next((x for x in self._spare if x.size == size), None)
+            if found is None:
+                return Buffer(self._run / f"{name.stem}.part", size)
+            self._spare.remove(found)
+            return found
+
+    def _finish(self, staged: _Staged, numbers: Sequence[int]) -> None:
+        """Completes a copy in the background, on a thread of each process."""
+        try:
+            # All processes take part in this exchange, even after a problem.
+            staged.index["checksums"] = staged.checksums()
+            if staged.error is None:
+                self._complete(staged, numbers)
+        except Exception as error:  # any error, because the others wait below
+            staged.error = staged.error or error
+        try:
+            mine = staged.error and f"process {process_index()}: {staged.error}"
+            staged.problem = next(filter(None, staged.exchange(mine)), "")
+        except ParallelError as error:
+            staged.problem = str(error)
+        step, attempt = staged.name[:2]
+        if not staged.problem:
+            self.step, self._newest = step, (step, attempt)
+        self._delete_except(self._newest)
+        staged.has_ended.set()
+
+    def _complete(self, staged: _Staged, numbers: Sequence[int]) -> None:
+        """Writes the index of this process's file, and sends the second copies."""
+        buffer, me = staged.buffer, process_index()
+        assert buffer is not None
+        places = _places(buffer.bytes, numbers, staged.sizes)
+        self._publish(staged.name, buffer, {**staged.index, "places": places})
+        holder = self._neighbours[me]
+        if staged.sent and holder is not None:
+            offsets, size = places_of(staged.sent, staged.sizes)
+            second = {i: [offsets[int(i)], places[i][1]] for i in map(str, staged.sent)}
+            index = {**staged.index, "places": second}
+            arrays = (
+                memoryview(buffer.bytes)[start : start + staged.sizes[i]]
+                for i in staged.sent
+                for start in [places[str(i)][0]]
+            )
+            name = staged.name._replace(is_second=True)
+            request = {"op": "hold", "name": name, "size": size, "index": index}
+            self._peers.ask(holder, request, arrays)
+
+    def _publish(self, name: Name, buffer: Buffer, index: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._buffers[name] = buffer
+        buffer.rename(self._run / f"{name.stem}.data")
+        write_index(self._run, name, index)
+
+    def _hold(self, request: dict[str, Any], connection: Connection) -> None:
+        """Receives the second copy of another process."""
+        name, index = Name(*request["name"]), request["index"]
+        parts = parts_of(index["parts"])
+        sizes = part_sizes(parts, index["arrays"])
+        # All arrays are received, even if there is no memory for them, because the next
+        # request comes after them.
+        try:
+            buffer, problem = self._take(name, int(request["size"])), None
+        except OSError as error:
+            buffer, problem = None, error
+        for number, (start, _) in index["places"].items():
+            if buffer is None:
+                connection.recv_bytes()
+                continue
+            end = start + sizes[int(number)]
+            connection.recv_bytes_into(memoryview(buffer.bytes)[start:end])
+        if buffer is None:
+            raise problem or OSError("no memory")
+        found = _places(buffer.bytes, [*map(int, index["places"])], sizes)
+        if found != index["places"]:
+            raise ValueError("the parts that arrived have other checksums")
+        self._publish(name, buffer, index)
+
+    def _delete_except(self, kept: tuple[int, str] | None) -> None:
+        """Deletes the copies of this object, except one; their memory is used again."""
+        with self._lock:
+            for name, buffer in list(self._buffers.items()):
+                if name[:2] != kept:
+                    # Without its index, a file is not read.
+                    (self._run / f"{name.stem}.json").unlink(missing_ok=True)
+                    del self._buffers[name]
+                    buffer.rename(self._run / f"spare-{secrets.token_hex(8)}.part")
+                    self._spare.append(buffer)
+
+    def _delete_old(self) -> None:
+        """Deletes files of earlier processes, except the copy that the run began with.
+
+        No process writes until all machines have done so.
+        """
+        if self._is_first:
+            kept = "{}-{}".format(*self._newest) if self._newest else None
+            for path in _with_indexes_first(self._run):
+                if path.name.partition(".")[0] != kept:
+                    path.unlink(missing_ok=True)
+        allgather_object("deletion of old copies", None)
+
+    def _report(self) -> None:
+        """Warns if the last copy failed; raises ``ReplicaError`` if devices differ."""
+        staged, self._staged = self._staged, None
+        if staged is None or not staged.problem:
+            return
+        if isinstance(staged.error, ReplicaError):
+            raise staged.error
+        warn_user(
+            f"Step {staged.name.step} could not be copied into memory "
+            f"({staged.problem.rstrip('.')}). Training goes on."
+        )
+
+    # How a copy is found and read.
+
+    def find(self, after: int) -> Found | None:
+        """Returns the newest complete and intact copy, or ``None``.
+
+        The result is the same on all processes, and is kept for later calls.
+
+        Args:
+            after: The newest step on storage, or -1. Earlier copies are not needed.
+        """
+        if self._found is None:
+            names = list(list_names(self._run)) if self._is_first else []
+            seen = allgather_object("copies found", names)
+            files = defaultdict[tuple[int, str], list[tuple[int, Name]]](list)
+            for process, theirs in enumerate(seen):
+                for name in itertools.starmap(Name, theirs):
+                    files[name[:2]].append((self._machine[process], name))
+            newest = sorted((x for x in files if x[0] > after), reverse=True)
+            tries = (self._check(*x, files[x], after) for x in newest)
+            self._found = (next((x for x in tries if x is not None), None),)
+        return self._found[0]
+
+    def _check(
+        self, step: int, attempt: str, files: list[tuple[int, Name]], after: int
+    ) -> Found | None:
+        """Returns a copy if all of its parts are intact in some file."""
+        me = process_index()
+        local = self._local()
+        here = [name for machine, name in files if machine == self._machine[me]]
+        copies: dict[Name, Copy] = {}
+        for name in here:
+            with contextlib.suppress(OSError, ValueError, CheckpointFormatError):
+                copy = Copy(self._run, name)
+                check_header(copy.header, step, "The copy")
+                if copy.index["run"] == self._id and copy.index["saved"] <= after:
+                    copies[name] = copy
+        # The processes of a machine divide its files among them.
+        mine = here[local.index(me) :: len(local)]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            damaged = pool.map(
+                lambda x: copies[x].damaged() if x in copies else None, mine
+            )
+            checked = [[name, bad] for name, bad in zip(mine, damaged, strict=True)]
+        results = allgather_object("checked copies", checked)
+        bad = {
+            (self._machine[process], Name(*name)): parts
+            for process, found in enumerate(results)
+            for name, parts in found
+        }
+        index = next(iter(copies.values())).index if copies else None
+        found = None
+        if index is not None:
+            found = Found(step, attempt, {}, copies, index, parts_of(index["parts"]))
+            found.holders = _find_holders(found.parts, files, bad)
+        missing = found and sum(not x for x in found.holders.values())
+        counts = allgather_object("missing parts", missing)
+        present = [i for i, count in enumerate(counts) if count is not None]
+        if not present or any(counts[i] for i in present):
+            return None
+        if found is None:
+            found = self._ask_for_index(present[0], files, bad)
+        return found
+
+    def _ask_for_index(
+        self,
+        process: int,
+        files: list[tuple[int, Name]],
+        bad: Mapping[tuple[int, Name], list[int] | None],
+    ) -> Found:
+        """Returns a copy of which this machine has no file."""
+        machine = self._machine[process]
+        name = next(x for at, x in files if at == machine and bad[at, x] is not None)
+        reply, _ = self._peers.ask(process, {"op": "index", "name": name})
+        index = check_index(reply["index"])
+        parts = parts_of(index["parts"])
+        holders = _find_holders(parts, files, bad)
+        return Found(name.step, name.attempt, holders, {}, index, parts)
+
+    def describe(self, found: Found) -> StoredCheckpoint:
+        """Returns the contents of a copy, without its arrays."""
+        header = check_header(found.index["header"], found.step, "The copy in memory")
+        keys = header["keys"]
+        return StoredCheckpoint(
+            step=found.step,
+            groups={
+                name: {
+                    path: stored_array(shape, jnp.dtype(dtype), keys[name].get(path))
+                    for path, (dtype, shape) in found.index["arrays"][name].items()
+                }
+                for name in header["sizes"]
+            },
+            checksums=found.index["checksums"],
+            meta=header["meta"],
+            metrics=header["metrics"],
+            base=header.get("base", {}),
+        )
+
+    def load(self, found: Found, wanted: AbstractGroups) -> dict[str, Any]:
+        """Returns the arrays of a copy in the requested layout.
+
+        Raises:
+            CheckpointReadError: On all processes, if a process cannot read a part.
+        """
+        problem, read = "", dict[str, Any]()
+        by_array = found.by_array()
+        try:
+            for group, path, x in _walk(wanted):
+                parts = by_array[group, path]
+                array = self._assemble(found, parts, _words(x))
+                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                    impl = found.index["header"]["keys"][group][path]
+                    array = jax.random.wrap_key_data(array, impl=impl)
+                read.setdefault(group, {})[path] = array
+        except (OSError, ValueError, ParallelError) as error:
+            problem = str(error)
+        # A process that has read its parts may still be asked for parts.
+        problems = allgather_object("read copies", problem)
+        if bad := [f"On process {i}: {x}" for i, x in enumerate(problems) if x]:
+            raise CheckpointReadError("; ".join(bad))
+        return read
+
+    def _assemble(
+        self, found: Found, parts: Sequence[tuple[int, Bounds]], wanted: Any
+    ) -> jax.Array:
+        """Makes an array from the parts that this process needs."""
+
+        @cache  # several devices may hold the same part
+        def read(bounds: Bounds) -> np.ndarray:
+            target = np.empty(shape_of(bounds), wanted.dtype)
+            for number, part in parts:
+                if (both := overlap(bounds, part)) is not None:
+                    source = self._read(found, number, both, wanted.dtype)
+                    target[slices(both, bounds)] = source
+            return target
+
+        shape = wanted.shape
+        return jax.make_array_from_callback(
+            shape, wanted.sharding, lambda index: read(_bounds(index or (), shape))
+        )
+
+    def _read(
+        self, found: Found, number: int, bounds: Bounds, dtype: Any
+    ) -> np.ndarray:
+        """Returns elements of a part, from this machine if it has them."""
+        holders = found.holders[number]
+        part = found.parts[number].bounds
+        for _, name in (x for x in holders if x[0] == self._machine[process_index()]):
+            if name in found.copies:
+                return found.copies[name].read(number)[slices(bounds, part)]
+        machine, name = holders[process_index() % len(holders)]
+        hosts = self._local(machine)
+        request = {"op": "read", "name": name, "part": number, "bounds": bounds}
+        reply, (data,) = self._peers.ask(hosts[process_index() % len(hosts)], request)
+        if zlib.crc32(data) != reply["crc"]:
+            raise ValueError("a part arrived with another checksum")
+        return np.frombuffer(data, dtype).reshape(shape_of(bounds))
+
+    def _answer(
+        self, request: dict[str, Any], connection: Connection
+    ) -> tuple[dict[str, Any], list[memoryview]]:
+        """Answers a request of another process."""
+        if request["op"] == "hold":
+            self._hold(request, connection)
+            return {}, []
+        name = Name(*request["name"])
+        if (copy := self._served.get(name)) is None:
+            copy = self._served[name] = Copy(self._run, name)
+        if request["op"] == "index":
+            return {"index": copy.index}, []
+        number, bounds = int(request["part"]), [(a, b) for a, b in request["bounds"]]
+        part = copy.read(number)[slices(tuple(bounds), copy.parts[number].bounds)]
+        data = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        return {"crc": zlib.crc32(data)}, [data]
+
+    def use(self, found: Found) -> None:
+        """Keeps a copy, which the run resumed from, until there is a newer one."""
+        self._newest = found.step, found.attempt
+        self._release()
+
+    def _release(self) -> None:
+        """Lets go of the files that were found, so that their memory can be freed."""
+        self._found, self._served = None, {}
+
+    def close(self, *, saved: int | None) -> None:
+        """Ends the copies; deletes them if ``saved`` is no earlier step on storage.
+
+        All processes close the copies with the same ``saved``, but none waits for the
+        others, except for a copy in progress.
+        """
+        if self._staged is not None:
+            self._staged.has_ended.wait(_FINISH_SECONDS)
+        self.abandon()
+        if saved is not None and (self._newest is None or saved >= self._newest[0]):
+            for path in _with_indexes_first(self._run):
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another process was faster
+                self._run.rmdir()
+
+    def abandon(self) -> None:
+        """Ends this object, and leaves the copies for the next start."""
+        self._release()
+        self._peers.close()
+
+
+def _with_indexes_first(directory: Path) -> list[Path]:
+    """Returns the files to delete: without its index, a file is not read."""
+    found = directory.iterdir() if directory.exists() else ()
+    return sorted(found, key=lambda path: path.suffix != ".json")
+
+
+def _walk(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    for group in sorted(groups):
+        for path in sorted(groups[group]):
+            yield group, path, groups[group][path]
+
+
+def _all_words(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: {p: _words(x) for p, x in g.items()} for name, g in groups.items()}
+
+
+def _arrays(words: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """Returns the dtype and shape of each array, as JSON values."""
+    found: dict[str, dict[str, list[Any]]] = {name: {} for name in words}
+    for group, path, x in _walk(words):
+        found[group][path] = [x.dtype.name, list(x.shape)]
+    return found
+
+
+def _numbers(parts: Sequence[Part], owner: int, *, is_second: bool) -> list[int]:
+    """Returns the numbers of the parts that a file holds."""
+    stored = partial(Part.stored_by, owner=owner, is_second=is_second)
+    return [i for i, part in enumerate(parts) if stored(part)]
+
+
+def _places(
+    data: np.ndarray, numbers: Sequence[int], sizes: Sequence[int]
+) -> dict[str, list[int]]:
+    """Returns the offset and checksum of each part in a file, as JSON values."""
+    offsets, _ = places_of(numbers, sizes)
+    view = memoryview(data)
+    parts = (view[start : start + sizes[i]] for i, start in offsets.items())
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sums = pool.map(zlib.crc32, parts)
+        return {str(i): [offsets[i], x] for i, x in zip(offsets, sums, strict=True)}
+
+
+def _find_holders(
+    parts: Sequence[Part],
+    files: Sequence[tuple[int, Name]],
+    bad: Mapping[tuple[int, Name], list[int] | None],
+) -> dict[int, list[tuple[int, Name]]]:
+    """Returns the intact files that hold each part, with their machines."""
+    found: dict[int, list[tuple[int, Name]]] = {}
+    for number, part in enumerate(parts):
+        found[number] = [
+            (machine, name)
+            for machine, name in files
+            if part.stored_by(name.owner, is_second=name.is_second)
+            and (damaged := bad.get((machine, name))) is not None
+            and number not in damaged
+        ]
+    return found
