@@ -31,6 +31,7 @@ NAMES = {
     "eight_bit": "a GPT trained in 8 bits, and TPU steps (--full); compiled, not run",
     "muon": "FLOPs and bytes of Muon over the least, and Optax's; compiled, not run",
     "faults": "a run killed at random moments, --rounds times",
+    "copies": "machines of a run with copies in memory die, --rounds times",
     "integrity": "the cost of checksums, checks and asynchronous saves",
     "verification": "injected faults that verify and replays name, and their cost",
     "pipeline": "pipeline schedules: simulated, compiled and measured",

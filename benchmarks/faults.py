@@ -29,8 +29,8 @@ from nnx_parallel.distributed import PEER_LOST, PREEMPTED
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "worker.py"
 STEPS_PER_SIGNAL = 40
-_START_SECONDS = 240
-_END_SECONDS = 60
+START_SECONDS = 240
+END_SECONDS = 60
 # One of several processes ends with an exit code, not by the signal.
 _CODES = {
     signal.SIGINT: {-signal.SIGINT, 128 + signal.SIGINT},
@@ -81,19 +81,19 @@ def soak(
     """
     draw = random.Random(seed)
     num_steps = STEPS_PER_SIGNAL * (num_signals + 1)
-    with tempfile.TemporaryDirectory() as name, closing(_Starter()) as starter:
+    with tempfile.TemporaryDirectory() as name, closing(Starter()) as starter:
         directory = Path(name)
         whole = _settings(num_steps, directory / "whole.json", None)
         options = {"directory": str(directory / "run"), "every": 5}
         ended = _settings(num_steps, directory / "ended.json", options)
         with starter.run(whole, processes, directory) as run:
-            run.end({0}, _START_SECONDS)
+            run.end({0}, START_SECONDS)
         num_mid_save = 0
         for _ in range(num_signals):
             with starter.run(ended, processes, directory) as run:
                 num_mid_save += _signal(run, directory / "run", draw, number)
         with starter.run(ended, processes, directory) as run:
-            run.end({0}, _START_SECONDS)
+            run.end({0}, START_SECONDS)
         expected, found = (
             json.loads(Path(s["out"]).read_text())["fsdp"]["digest"]
             for s in (whole, ended)
@@ -117,14 +117,15 @@ def _settings(num_steps: int, out: Path, checkpoint: dict | None) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class _Run:
+class Run:
     """The processes of a run, and the files with their output."""
 
-    starter: _Starter
+    starter: Starter
     pids: list[int]
     outputs: list[Path]
 
     def text(self) -> str:
+        """Returns the output of all processes."""
         return "".join(path.read_text(errors="replace") for path in self.outputs)
 
     def codes(self) -> list[int | None]:
@@ -179,7 +180,7 @@ worker.main()
 """
 
 
-class _Starter:
+class Starter:
     """Starts processes of the worker script without waiting for its imports."""
 
     def __init__(self) -> None:
@@ -205,19 +206,22 @@ class _Starter:
         return json.loads(self._process.stdout.readline())
 
     def code(self, pid: int) -> int | None:
+        """Returns the exit code of a process, or ``None`` if it is alive."""
         return self._ask(pid)
 
     def close(self) -> None:
+        """Ends this object's process."""
         self._process.kill()
         self._process.communicate()
 
     @contextmanager
     def run(
         self, settings: dict[str, Any], processes: int, directory: Path
-    ) -> Iterator[_Run]:
+    ) -> Iterator[Run]:
+        """Starts the processes of a run; kills those that are alive at the end."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        run = _Run(self, [], [directory / f"output{i}" for i in range(processes)])
+        run = Run(self, [], [directory / f"output{i}" for i in range(processes)])
         try:
             for i, output in enumerate(run.outputs):
                 variables = {
@@ -239,11 +243,11 @@ class _Starter:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals) -> int:
+def _signal(run: Run, where: Path, draw: random.Random, number: signal.Signals) -> int:
     """Sends a signal after some steps; returns 1 if a save was in progress."""
     log = where / "metrics.jsonl"
     wanted = _num_logged(log) + draw.randrange(1, 3 * STEPS_PER_SIGNAL // 4)
-    deadline = time.monotonic() + _START_SECONDS
+    deadline = time.monotonic() + START_SECONDS
     while _num_logged(log) < wanted:
         is_over = time.monotonic() > deadline
         if is_over or run.codes() != [None] * len(run.pids):
@@ -252,7 +256,7 @@ def _signal(run: _Run, where: Path, draw: random.Random, number: signal.Signals)
     time.sleep(draw.uniform(0, 0.03))
     victim = draw.randrange(len(run.pids))
     os.kill(run.pids[victim], number)
-    found = run.end(_CODES.get(number, {-signal.SIGKILL, PEER_LOST}), _END_SECONDS)
+    found = run.end(_CODES.get(number, {-signal.SIGKILL, PEER_LOST}), END_SECONDS)
     if number == signal.SIGKILL:
         if found[victim] != -signal.SIGKILL:
             raise RuntimeError(f"It ended before its kill: {run.text()}")

@@ -74,6 +74,9 @@ from nnx_parallel.sharding.checksum import start_checksums
 from nnx_parallel.state import TrainState
 
 
+_AFRESH = "Nothing is saved on storage, so the run begins afresh."
+
+
 class CheckpointManager:
     """Saves the training state of one run, and resumes from it.
 
@@ -102,7 +105,8 @@ class CheckpointManager:
             handle it.
         copies_note: A line about the copies in memory, once `check_state` has found
             that they fit; otherwise empty.
-        resumed_from: Text that says where `resume` found the state.
+        resumed_from: Text that says where `resume` found the state, or why a run with
+            copies in memory begins afresh.
         report: Function that is called with a message once a checkpoint is on the disk
             and would survive a power cut.
 
@@ -560,9 +564,12 @@ class CheckpointManager:
             if found is not None:
                 return found
         found = reader.restore_newest(wanted, base, quarantines=not read_only)
+        lost = copies.notes if copies is not None else []
         if found is None:
+            self.resumed_from = "\n".join([*lost, _AFRESH]) if lost else ""
             return None
         (groups, meta), notes = found
+        notes = [*notes, *lost]
         state = from_groups(abstract, groups)
         if not read_only:
             self.last_saved = int(state.step)
@@ -591,7 +598,7 @@ class CheckpointManager:
         latest = max(reader.steps, default=None)
         saved = "holds no step" if latest is None else f"holds step {latest}"
         self.resumed_from = f"in memory; '{self.directory}' {saved}"
-        return from_groups(abstract, groups), meta, []
+        return from_groups(abstract, groups), meta, copies.notes
 
     def is_newest(self, step: int) -> bool:
         """Returns True if a fit would continue from ``step``, which was just read."""

@@ -129,7 +129,7 @@ def find_neighbours(machines: Sequence[Sequence[Any]]) -> list[int | None]:
         [None, None]
     """
     keys = [tuple(key) for key in machines]
-    order = sorted(set(keys))
+    order = list(dict.fromkeys(keys))
     members = {key: [i for i, x in enumerate(keys) if x == key] for key in order}
     found: list[int | None] = []
     for process, key in enumerate(keys):
@@ -226,6 +226,7 @@ class MemoryCopies:
 
     Attributes:
         step: Step of the newest complete copy that this object made, or ``None``.
+        notes: A line for each later copy that `find` has passed over.
 
     Raises:
         CheckpointDirectoryError: On all processes, if a process cannot make the
@@ -234,6 +235,7 @@ class MemoryCopies:
 
     def __init__(self, directory: str, memory_directory: str, every: int) -> None:
         self.step: int | None = None
+        self.notes: list[str] = []
         self._where, self.every = memory_directory, every
         problem, key = "", "run-" + digest({"directory": directory})[:16]
         root = Path(os.path.expandvars(memory_directory))
@@ -258,9 +260,8 @@ class MemoryCopies:
         self._lock = threading.Lock()  # for the two collections of buffers
         self._has_old = True
         self._peers = Peers(self._answer, self._identify())
-        self._machines = [tuple(x) for x in self._peers.facts]
-        order = sorted(set(self._machines))
-        self._machine = [order.index(x) for x in self._machines]
+        order = list(dict.fromkeys(map(tuple, self._peers.facts)))
+        self._machine = [order.index(tuple(x)) for x in self._peers.facts]
         self._neighbours = find_neighbours(self._peers.facts)
 
     def _identify(self) -> list[Any]:
@@ -354,8 +355,9 @@ class MemoryCopies:
     ) -> None:
         """Copies arrays into memory; they may be donated once this returns.
 
-        The second copies are sent in the background. If the last copy is still in
-        progress, nothing is copied. A failure is a warning, and training goes on.
+        The second copies are sent in the background. If the copy before this one is
+        still in progress, the call waits for it, so that no copy is left out. A failure
+        is a warning, and training goes on.
 
         Args:
             groups: Arrays by group and path.
@@ -363,15 +365,9 @@ class MemoryCopies:
             checksums: Waits for the checksums of the arrays.
             saved: The newest step on storage, or -1.
         """
-        running = self._staged is not None and not self._staged.has_ended.is_set()
-        attempt = secrets.token_hex(8)
-        states = allgather_object("copies in memory", [running, attempt])
-        if any(running for running, _ in states):
-            warn_user(
-                f"Step {header['step']} is not copied into memory, because the copy "
-                "before it is still in progress. Use a larger memory_every."
-            )
-            return
+        if self._staged is not None:
+            self._staged.has_ended.wait()
+        attempt = allgather_object("copies in memory", secrets.token_hex(8))[0]
         self._report()
         self._release()
         if self._has_old:
@@ -390,7 +386,7 @@ class MemoryCopies:
             "parts": [[x.group, x.path, x.bounds, x.owners, x.is_sent] for x in parts],
         }
         staged = _Staged(
-            name=Name(step, states[0][1], me, False),
+            name=Name(step, attempt, me, False),
             index=index,
             sizes=part_sizes(parts, arrays),
             sent=_numbers(parts, me, is_second=True),
@@ -611,6 +607,11 @@ class MemoryCopies:
         counts = allgather_object("missing parts", missing)
         present = [i for i, count in enumerate(counts) if count is not None]
         if not present or any(counts[i] for i in present):
+            lost = f"{counts[present[0]]} parts" if present else "all parts"
+            self.notes.append(
+                f"The copy of step {step} in memory is not used: {lost} are missing or "
+                "damaged on all machines, or belong to another run."
+            )
             return None
         if found is None:
             found = self._ask_for_index(present[0], files, bad)

@@ -478,7 +478,7 @@ class RunState:
             notes = [*notes, *self._changes_since(meta)]
             self._go_on(meta)
         else:
-            return ""
+            return own.resumed_from
         warn_of_changes(self.plan, state)
         if state is not self._state:
             self._replace(state)

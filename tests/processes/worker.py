@@ -5,6 +5,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -37,6 +38,7 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.checkpoint import orbax_compat
+from nnx_parallel.checkpoint.memory import MemoryCopies
 from nnx_parallel.distributed import messages, runtime
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.sharding.nnx_arrays import flatten_pure
@@ -203,6 +205,22 @@ class Fault(Callback):
             trainer.state = dataclasses.replace(state, params=params)
 
 
+def break_copies(settings: Settings) -> None:
+    """Kills this process in the middle of a copy in memory, or while it reads one."""
+    fault = active_fault(settings)
+    place = {"in_copy": "_publish", "in_read": "_read"}.get(fault.get("kind", ""))
+    if place is None:
+        return
+    original, calls = getattr(MemoryCopies, place), itertools.count(1)
+
+    def die(*args: Any) -> Any:
+        if next(calls) == fault["call"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    setattr(MemoryCopies, place, die)
+
+
 def die_in_save(directory: str) -> None:
     """Kills this process when a save has made its directory."""
     while not Path(directory).exists():
@@ -281,6 +299,7 @@ def digest(trainer: Trainer) -> str:
 def run(settings: Settings) -> dict[str, Any]:
     """Trains under each strategy; returns losses and digest by the strategy's name."""
     found: dict[str, Any] = {}
+    break_copies(settings)
     for name in settings.strategies:
         trainer = make_trainer(settings, STRATEGIES[name]())
         history = trainer.fit(Batches(settings, *trainer.data_share), settings.steps)

@@ -1,0 +1,219 @@
+"""``python -m benchmarks copies`` ends a run with copies in memory many times.
+
+Each process has a directory of its own, so it counts as a machine of its own. Copies
+are made every 5 steps, and checkpoints every 200. In half of the rounds, a process is
+killed at a random moment. In the others a machine loses its memory too, or two
+neighbours do, or a process dies in the middle of a copy or of a restart. At the end
+every parameter must equal the parameter of an undisturbed run, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults import END_SECONDS, START_SECONDS, Run, Starter
+from benchmarks.timing import Table
+from nnx_parallel.distributed import PEER_LOST
+
+COPY_EVERY, SAVE_EVERY, PROCESSES = 5, 200, 4
+STEPS_PER_ROUND = 24
+_MEMORY = "/dev/shm"
+_LOSES_BOTH = "two neighbours"
+_KINDS = {  # shares of the rounds
+    "a process": 50,
+    "a machine": 20,
+    "two neighbours": 10,
+    "in a copy": 10,
+    "in a restart": 10,
+}
+# After the death of a process, Gloo may find data of a later collective in another one,
+# and abort it.
+_KILLED = {-signal.SIGKILL, PEER_LOST, -signal.SIGABRT}
+
+
+def measure(rounds: int = 100) -> Table:
+    """Ends a run a number of times.
+
+    Args:
+        rounds: Number of rounds; 100 or a divisor of it.
+    """
+    count = f"{PROCESSES} processes"
+    table = Table(f"{rounds} deaths of a run of {count} with copies in memory")
+    for name, figure in soak(rounds, seed=0).items():
+        table.add(name, figure)
+    return table
+
+
+@dataclass
+class _Run:
+    """A run that is ended again and again, and what each restart cost.
+
+    Attributes:
+        lost: Steps that were done again, by the kind of death.
+        seconds: Time from the start of the processes to their first step.
+        from_storage: Number of starts that read a checkpoint.
+    """
+
+    directory: Path
+    starter: Starter
+    draw: random.Random
+    num_steps: int
+    lost: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    seconds: list[float] = field(default_factory=list)
+    from_storage: int = 0
+
+    @property
+    def log(self) -> Path:
+        """The file of metrics."""
+        return self.directory / "run" / "metrics.jsonl"
+
+    def settings(self, fault: dict[str, Any]) -> dict[str, Any]:
+        """Returns settings of the worker."""
+        checkpoint = {
+            "directory": str(self.directory / "run"),
+            "every": SAVE_EVERY,
+            "memory_every": COPY_EVERY,
+            "memory_directory": f"{self.directory}/memory/$NNX_PARALLEL_PROCESS_ID",
+        }
+        whole = whole_settings(self.num_steps, self.directory / "ended.json")
+        return whole | {"checkpoint": checkpoint, "fault": fault}
+
+    def train(self, kind: str, before: str) -> None:
+        """Starts the processes after a death, and ends them by the next one.
+
+        Args:
+            kind: How they end.
+            before: How they ended before, or an empty text.
+        """
+        victims = [self.draw.randrange(PROCESSES)]
+        if kind == "two neighbours":
+            victims.append((victims[0] + 1) % PROCESSES)
+        call = self.draw.randrange(1, 9)
+        fault = {"process": victims[0], "call": call}
+        in_copy = fault | {"kind": "in_copy"} if kind == "in a copy" else {}
+        reached = last_step(self.log)
+        with self.start(in_copy) as run:
+            self.resume(run, before, reached)
+            if in_copy:
+                run.end(_KILLED, START_SECONDS)
+            else:
+                self._kill(run, victims)
+        if kind in ("a machine", "two neighbours"):
+            for victim in victims:
+                shutil.rmtree(self.directory / "memory" / str(victim))
+        if kind == "in a restart":
+            with self.start(fault | {"kind": "in_read"}) as run:
+                run.end(_KILLED, START_SECONDS)
+
+    def start(self, fault: dict[str, Any]) -> Any:
+        """Starts the processes, with a fault in one of them."""
+        return self.starter.run(self.settings(fault), PROCESSES, self.directory)
+
+    def resume(self, run: Run, before: str, reached: int) -> None:
+        """Waits for the first step, and notes what the death before it has cost."""
+        if not before:
+            return
+        start, pattern = time.monotonic(), r"step +(\d+)/\d+ · loss"
+        wait_for(run, lambda: re.search(pattern, run.text()) is not None)
+        first, text = re.search(pattern, run.text()), run.text()
+        assert first is not None
+        is_copy = "in memory; " in text
+        self.seconds.append(time.monotonic() - start)
+        self.lost[before].append(reached - int(first[1]) + 1)
+        self.from_storage += not is_copy
+        if before == _LOSES_BOTH and not is_copy and "is not used" not in text:
+            raise RuntimeError(f"It does not say that parts are lost: {text}")
+
+    def _kill(self, run: Run, victims: list[int]) -> None:
+        """Kills processes after some steps."""
+        wanted = last_step(self.log) + self.draw.randrange(1, STEPS_PER_ROUND)
+        wait_for(run, lambda: last_step(self.log) >= wanted)
+        time.sleep(self.draw.uniform(0, 0.05))
+        for victim in victims:
+            os.kill(run.pids[victim], signal.SIGKILL)
+        run.end(_KILLED, END_SECONDS)
+
+
+def soak(rounds: int, seed: int) -> dict[str, Any]:
+    """Ends a run at random moments, and compares it with an undisturbed one.
+
+    Raises:
+        RuntimeError: If a process hangs, or ends in an undocumented way.
+    """
+    draw = random.Random(seed)
+    shares = ([name] * max(1, rounds * x // 100) for name, x in _KINDS.items())
+    kinds = [*itertools.chain(*shares)]
+    draw.shuffle(kinds)
+    num_steps = (STEPS_PER_ROUND + COPY_EVERY) * (len(kinds) + 1)
+    with (
+        tempfile.TemporaryDirectory(dir=_MEMORY) as name,
+        closing(Starter()) as starter,
+    ):
+        directory, run = Path(name), _Run(Path(name), starter, draw, num_steps)
+        whole = whole_settings(num_steps, directory / "whole.json")
+        with starter.run(whole, PROCESSES, directory) as started:
+            started.end({0}, START_SECONDS)
+        for before, kind in zip(["", *kinds], kinds, strict=False):
+            run.train(kind, before)
+        reached = last_step(run.log)
+        with run.start({}) as started:
+            run.resume(started, kinds[-1], reached)
+            started.end({0}, START_SECONDS)
+        expected, found = (
+            json.loads((directory / x).read_text())["fsdp"]["digest"]
+            for x in ("whole.json", "ended.json")
+        )
+        left = [*(directory / "memory").rglob("*.*")]
+    in_memory = [x for kind, n in run.lost.items() for x in n if kind != _LOSES_BOTH]
+    return {
+        "deaths": len(kinds),
+        "steps": num_steps,
+        "digest of the undisturbed run": expected[:16],
+        "digest of the run that was ended": found[:16],
+        "equal": found == expected,
+        "starts from storage": run.from_storage,
+        **{f"most steps lost, {name}": max(run.lost[name]) for name in _KINDS},
+        "most steps lost, without two neighbours": max(in_memory),
+        "seconds from a start to its first step, median": round(
+            statistics.median(run.seconds), 2
+        ),
+        "files left in memory": len(left),
+    }
+
+
+def last_step(log: Path) -> int:
+    """Returns the newest step in a file of metrics, or 0."""
+    try:
+        found = re.findall(rb'"step": ?(\d+)[^\n]*"loss"', log.read_bytes())
+    except FileNotFoundError:
+        return 0
+    return int(found[-1]) if found else 0
+
+
+def whole_settings(num_steps: int, out: Path) -> dict[str, Any]:
+    """Returns settings of the worker for an undisturbed run."""
+    return {"model": "wide", "steps": num_steps, "num_rows": 16, "out": str(out)}
+
+
+def wait_for(run: Run, condition: Callable[[], bool]) -> None:
+    """Waits until a condition holds; raises ``RuntimeError`` if a process ends."""
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        if time.monotonic() > deadline or run.codes() != [None] * len(run.pids):
+            raise RuntimeError(f"The run ended or hangs: {run.text()}")
+        time.sleep(0.002)
