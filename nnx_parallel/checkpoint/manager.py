@@ -73,7 +73,6 @@ from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.checksum import start_checksums
 from nnx_parallel.state import TrainState
 
-
 _AFRESH = "Nothing is saved on storage, so the run begins afresh."
 
 
@@ -238,7 +237,10 @@ class CheckpointManager:
     def _last_listed(self) -> int:
         """The newest step in the directory, intact or not, or -1."""
         reader, _ = self._open()
-        return max([*reader.steps, *reader.corrupt_steps], default=-1)
+        found = [*reader.steps, *reader.corrupt_steps]
+        if self._save is not None and self._save.is_saved:
+            found.append(self._save.step)
+        return max(found, default=-1)
 
     def is_time(self) -> bool:
         """Returns True once for each interval of ``every``, when it has passed.

@@ -111,6 +111,11 @@ class BackgroundSave(logging.Filter):
             self._logged = error
         return hide_log(record)
 
+    @property
+    def is_saved(self) -> bool:
+        """True if the step is saved, even if `join` was not called yet."""
+        return self._has_ended.is_set() and self.error is None
+
     def join(self, *, patiently: bool) -> None:
         """Waits until the save has ended; calls `check` if not ``patiently``."""
         # The loop sees a failure that is logged while Orbax waits at its barrier.

@@ -1,0 +1,374 @@
+"""Copies in memory: what a run resumes from, and what it never reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from nnx_parallel import (
+    FSDP,
+    Callback,
+    Checkpoint,
+    Composite,
+    DataParallel,
+    Strategy,
+    TensorParallel,
+    Trainer,
+)
+from nnx_parallel.checkpoint.checksum import digest
+from nnx_parallel.checkpoint.contents import to_groups
+from nnx_parallel.checkpoint.copies import overlap, shape_of, slices
+from nnx_parallel.checkpoint.memory import RUN, find_neighbours
+from nnx_parallel.errors import (
+    CheckpointDirectoryError,
+    CheckpointError,
+    CheckpointMismatchError,
+    NonFiniteLossError,
+)
+from nnx_parallel.layers.dense import named
+
+STEPS, EVERY, DEATH = 12, 4, 9
+COPIED, SAVED = 8, 6  # the newest copy and checkpoint before the death
+LAYOUTS: dict[str, Callable[[], Strategy]] = {
+    "fsdp": lambda: FSDP(4, min_size=0),
+    "tensor": lambda: TensorParallel(2),
+    "both": lambda: Composite(FSDP(2, min_size=0), TensorParallel(2)),
+    "data": lambda: DataParallel(2),
+}
+
+
+class Model(nnx.Module):
+    """An MLP with dropout, whose random state is a part of the training state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        up, down = (
+            named(nnx.initializers.lecun_normal(), *names)
+            for names in (("embed", "mlp"), ("mlp", "embed"))
+        )
+        self.up = nnx.Linear(8, 16, kernel_init=up, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.down = nnx.Linear(16, 8, kernel_init=down, rngs=rngs)
+
+
+def loss(model: Any, batch: Any) -> jax.Array:
+    hidden = model.dropout(nnx.relu(model.up(batch["x"])))
+    return ((model.down(hidden) - batch["x"]) ** 2).mean()
+
+
+BATCHES = [
+    {"x": rows}
+    for rows in np.random.default_rng(0).normal(size=(STEPS, 8, 8)).astype(np.float32)
+]
+
+
+class Death(Callback):
+    """Ends a fit as a crash would, without a save."""
+
+    def __init__(self, step: int | None) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if step == self.step:
+            raise RuntimeError("the process dies")
+
+
+class Run:
+    """Runs that share a directory of checkpoints and a directory in memory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.messages = root, list[str]()
+        self.directory, self.memory = root / "run", root / "memory"
+
+    def trainer(
+        self, layout: str = "fsdp", death: int | None = None, **options: Any
+    ) -> Trainer:
+        strategy = LAYOUTS[layout]()
+        count = int(np.prod([size or 1 for size in strategy.axis_sizes.values()]))
+        given = {"every": 100, "memory_every": EVERY, "memory_directory": self.memory}
+        given |= options.pop("checkpoint", {})
+        given["memory_directory"] = str(given["memory_directory"])
+        return Trainer(
+            options.pop("model", lambda rngs: Model(rngs)),
+            options.pop("optimizer", optax.adam(1e-2)),
+            loss,
+            strategy=strategy,
+            devices=jax.devices()[:count],
+            ema_decay=0.9,
+            callbacks=options.pop("callbacks", (Death(death),)),
+            checkpoint=Checkpoint(self.directory, **given),
+            loggers=(),
+            **options,
+        )
+
+    def fit(self, layout: str = "fsdp", **options: Any) -> tuple[int, Trainer]:
+        """Trains to the end; returns the step that it began with."""
+        trainer = self.trainer(layout, **options)
+        history = trainer.fit(BATCHES, STEPS)
+        return STEPS - len(history["loss"]), trainer
+
+    def die(self, layout: str = "fsdp", **options: Any) -> None:
+        with pytest.raises(RuntimeError, match="the process dies"):
+            self.trainer(layout, death=DEATH, **options).fit(BATCHES, STEPS)
+
+    def files(self, pattern: str = "*") -> list[Path]:
+        return sorted(x for x in self.memory.rglob(pattern) if x.is_file())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def death(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
+    """A run that died at step 9, and its files: a save of step 6, a copy of step 8."""
+    root = tmp_path_factory.mktemp("dead")
+    run, kept = Run(root / "run"), root / "kept"
+    run.die(checkpoint={"every": SAVED, "asynchronous": False})
+    shutil.copytree(run.root, kept)
+    return run, kept
+
+
+@pytest.fixture
+def dead(death: tuple[Run, Path]) -> Run:
+    """The run as it died."""
+    run, kept = death
+    shutil.rmtree(run.root)
+    shutil.copytree(kept, run.root)
+    return run
+
+
+def arrays(trainer: Trainer) -> list[bytes]:
+    state = trainer.state
+    leaves = jax.tree.leaves((state.params, state.ema, state.opt_state))
+    return [np.asarray(x).tobytes() for x in leaves]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_run_resumes_from_memory_under_each_layout(layout: str, run: Run) -> None:
+    whole = Run(run.root / "whole")
+    _, expected = whole.fit()
+    run.die()
+    assert not list(run.directory.glob("[0-9]*"))  # nothing is on storage
+    first, found = run.fit(layout)
+    assert first == COPIED
+    if layout == "fsdp":
+        assert arrays(found) == arrays(expected)
+    else:
+        for path in ("params", "ema"):
+            a, b = (jax.tree.leaves(getattr(x.state, path)) for x in (found, expected))
+            for one, other in zip(a, b, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_newer_of_memory_and_storage_is_read(dead: Run) -> None:
+    assert dead.fit()[0] == COPIED
+    assert not dead.files()  # nothing is left after the last save
+
+
+def test_storage_is_read_if_it_is_newer(dead: Run) -> None:
+    dead.trainer(checkpoint={"memory_every": None}).fit(BATCHES, 10)
+    first, _ = dead.fit(checkpoint={"every": 1})
+    assert first == 10
+
+
+DAMAGES: dict[str, Callable[[Run], Any]] = {
+    "a bit of an array": lambda run: flip(run.files("*.data")[0], 70),
+    "the last bit": lambda run: flip(run.files("*.data")[0], end_of_parts(run) - 1),
+    "a digit of the index": lambda run: digit(run.files("*.json")[0]),
+    "half of the arrays": lambda run: halve(run.files("*.data")[0]),
+    "half of the index": lambda run: halve(run.files("*.json")[0]),
+    "no arrays": lambda run: run.files("*.data")[0].unlink(),
+    "a link": lambda run: link(run.files("*.data")[0]),
+    "another version": lambda run: edit(run.files("*.json")[0], {"version": 0}),
+    "another run": lambda run: (run.directory / RUN).write_text('{"run": "another"}'),
+    "no run": lambda run: (run.directory / RUN).unlink(),
+    "files of others": lambda run: run.files("*.data")[0].chmod(0o666),
+    "an index of others": lambda run: run.files("*.json")[0].chmod(0o622),
+    "another step": lambda run: rename(run.files("*.json")[0], "8-", "11-"),
+}
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 4
+    path.write_bytes(content)
+
+
+def end_of_parts(run: Run) -> int:
+    index = json.loads(run.files("*.json")[0].read_text())
+    number, (start, _) = max(index["places"].items(), key=lambda item: item[1][0])
+    group, path, bounds, *_ = index["parts"][int(number)]
+    dtype = np.dtype(index["arrays"][group][path][0])
+    return start + math.prod(b - a for a, b in bounds) * dtype.itemsize
+
+
+def halve(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def digit(path: Path) -> None:
+    path.write_text(re.sub(r'"saved": \d+', '"saved": 5', path.read_text()))
+
+
+def edit(path: Path, change: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def link(path: Path) -> None:
+    other = path.with_name("elsewhere")
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def rename(path: Path, old: str, new: str) -> None:
+    for each in path.parent.iterdir():
+        each.rename(each.with_name(each.name.replace(old, new)))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_or_foreign_copy_is_not_read(name: str, dead: Run) -> None:
+    DAMAGES[name](dead)
+    trainer = dead.trainer()
+    text = str(trainer._run.resume())  # pyright: ignore[reportPrivateUsage]
+    assert trainer.step == SAVED
+    # A copy of another run is not this run's loss.
+    assert "is not used" in text
+    assert f"Resumed from step {SAVED} in '{dead.directory}'." in text
+
+
+def test_copy_is_not_read_after_checkpoints_were_removed(dead: Run) -> None:
+    shutil.rmtree(dead.directory / str(SAVED))
+    assert dead.fit()[0] == 0
+
+
+def test_fresh_run_does_not_read_copies(dead: Run) -> None:
+    shutil.rmtree(dead.directory / str(SAVED))
+    edit_saved(dead)
+    first, _ = dead.fit(checkpoint={"resume": False})
+    assert first == 0
+
+
+def edit_saved(run: Run) -> None:
+    """Makes the copy look as if nothing had been on storage."""
+    path = run.files("*.json")[0]
+    index = json.loads(path.read_text()) | {"saved": -1}
+    path.write_text(json.dumps(index | {"digest": digest(index)}))
+
+
+def test_rewound_run_does_not_read_later_copies(dead: Run) -> None:
+    trainer = dead.trainer()
+    trainer.restore(SAVED, rewind=True)
+    assert dead.fit()[0] == SAVED
+
+
+def test_other_model_raises(dead: Run) -> None:
+    def model(rngs: nnx.Rngs) -> nnx.Module:
+        found = Model(rngs)
+        found.down = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+        return found
+
+    message = "The copy of step 8 in memory differs from the requested arrays"
+    with pytest.raises(CheckpointMismatchError, match=message):
+        dead.fit(model=model)
+    assert len(dead.files("*.data")) == 1  # nothing is deleted
+
+
+def test_memory_is_as_stated(run: Run) -> None:
+    class Sizes(Callback):
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            found = run.files("*.data") + run.files("*.part")
+            taken.append(sum(x.stat().st_size for x in found))
+            copies = trainer._run.checkpoints._open_copies()
+            stated.append(copies.bytes_of(to_groups(trainer._run.plan.abstract)))
+
+    taken, stated = [], []
+    trainer = run.trainer(checkpoint={"memory_every": 1}, callbacks=(Sizes(),))
+    trainer.fit(BATCHES, STEPS)
+    assert [max(taken)] == stated[0] == stated[-1]
+
+
+def test_state_that_is_not_finite_is_not_copied(run: Run) -> None:
+    with pytest.raises(NonFiniteLossError, match=r"Step 4: not finite.*not saved"):
+        run.fit(optimizer=optax.sgd(lambda step: jnp_nan_after(step)))
+    assert not run.files("*.json")
+
+
+def jnp_nan_after(step: Any) -> Any:
+    return jax.numpy.where(step < EVERY - 1, 0.1, np.nan)
+
+
+def test_finished_run_is_saved_from_memory(dead: Run) -> None:
+    trainer = dead.trainer()
+    trainer.fit(BATCHES, COPIED)
+    assert (dead.directory / str(COPIED)).is_dir()
+    assert not dead.files()
+
+
+def test_too_little_memory_raises(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A checkpoint fits, but two copies do not.
+    free = shutil.disk_usage(run.root)._replace(free=6000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(CheckpointDirectoryError, match=r"has only 5.859 KiB.*shm-size"):
+        run.fit()
+
+
+def test_directory_that_others_can_open_raises(run: Run) -> None:
+    directory = run.memory / f"nnx_parallel-{os.getuid()}"
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    with pytest.raises(CheckpointDirectoryError, match=r"can be opened by other users"):
+        run.fit()
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5])
+def test_invalid_intervals_raise(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(f"memory_every={value}")):
+        Checkpoint("/tmp/run", memory_every=value)
+
+
+def test_neighbours_are_on_other_machines() -> None:
+    assert find_neighbours([["a", 1], ["b", 1], ["c", 1]]) == [1, 2, 0]
+    # Two directories on one machine are no machines, but better than none.
+    assert find_neighbours([["a", 1], ["a", 2], ["b", 1]]) == [2, 2, 0]
+    assert find_neighbours([["a", 1], ["a", 2]]) == [1, 0]
+    assert find_neighbours([["a", 1], ["a", 1], ["b", 1]]) == [2, 2, 0]
+    assert find_neighbours([["a", 1]]) == [None]
+
+
+def test_parts_of_one_division_fill_parts_of_another() -> None:
+    rng = np.random.default_rng(0)
+    whole = rng.normal(size=(12, 10))
+    for _ in range(20):
+        found, wanted = (
+            [((a, b), (c, d)) for a, b in cuts(rng, 12) for c, d in cuts(rng, 10)]
+            for _ in range(2)
+        )
+        for target in wanted:
+            read = np.full(shape_of(target), np.nan)
+            for part in found:
+                if (both := overlap(target, part)) is not None:
+                    source = whole[slices(part, ((0, 12), (0, 10)))]
+                    read[slices(both, target)] = source[slices(both, part)]
+            np.testing.assert_array_equal(
+                read, whole[slices(target, ((0, 12), (0, 10)))]
+            )
+
+
+def cuts(rng: np.random.Generator, size: int) -> list[tuple[int, int]]:
+    inner = sorted(rng.choice(np.arange(1, size), rng.integers(0, 4), replace=False))
+    edges = [0, *map(int, inner), size]
+    return list(itertools.pairwise(edges))
