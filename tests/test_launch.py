@@ -5,11 +5,19 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nnx_parallel.cli.launch import Failure, Job, cause_of, is_stuck, launch
+from nnx_parallel.cli.launch import (
+    Failure,
+    Job,
+    cause_of,
+    count_processes,
+    is_stuck,
+    launch,
+)
 from nnx_parallel.distributed.causes import (
     CAUSE,
     Cause,
@@ -208,6 +216,26 @@ def test_repeated_failure_ends_restarts(
             f"{reason}. It is not started again."
         )
         assert done.stderr.splitlines()[-1] == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([], 4),
+        ([1000], 4),  # all processes try again
+        ([1000, 5], 3),  # a machine is missing
+        ([1000, 5, 5], 2),
+        ([1000, 5, 5, 5], 2),
+        ([1000, 5, 1000], 4),  # perhaps it is back
+        ([5], 4),  # a mistake in the script is not a missing machine
+        ([5, 5], 3),
+    ],
+)
+def test_restart_with_fewer_processes(seconds: list[float], expected: int) -> None:
+    failures = [failed("exit code 1", None, 1, x) for x in seconds]
+    job = Job(command=("train.py",), num_processes=4, min_processes=2)
+    assert count_processes(job, failures) == expected
+    assert count_processes(replace(job, min_processes=None), failures) == 4
 
 
 def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:

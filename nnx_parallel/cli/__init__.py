@@ -51,11 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _read_after_script(commands["launch"], options, rest)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes must be at least 1 and --max-restarts at least 0")
+    least = options.min_processes
+    if least is not None and not 1 <= least <= options.processes:
+        parser.error("--min-processes must be from 1 to --processes")
+    if least is not None and options.print:
+        parser.error(
+            "--min-processes works only if this launcher starts the processes, without "
+            "--print"
+        )
     job = Job(
         command=(options.script, *options.arguments),
         num_processes=options.processes,
         devices_per_process=options.devices_per_process,
         max_restarts=options.max_restarts,
+        min_processes=options.min_processes,
         cpu=options.cpu,
         host=options.host,
     )
@@ -207,6 +216,8 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("--devices-per-process", type=int, metavar="K", help=of_each)
     restarts = "restarts of all processes after a failure (default: %(default)s)"
     add("--max-restarts", type=int, default=0, metavar="R", help=restarts)
+    fewer = "if a restart fails within a minute, try it with fewer, but at least M"
+    add("--min-processes", type=int, metavar="M", help=fewer)
     add("--cpu", action="store_true", help="simulate the devices on CPU")
     host = "address of the coordinator (default: %(default)s, for this machine only)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)

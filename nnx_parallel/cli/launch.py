@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
@@ -64,6 +64,9 @@ class Job:
         devices_per_process: Devices of each process; ``None`` leaves them to JAX.
         max_restarts: Number of times that all processes are started again after a
             failure.
+        min_processes: Fewest processes of a restart. A restart that fails within a
+            minute is followed by one with a process fewer; a later failure, by one with
+            all processes. ``None`` means that all processes are needed.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
     """
@@ -72,6 +75,7 @@ class Job:
     num_processes: int
     devices_per_process: int | None = None
     max_restarts: int = 0
+    min_processes: int | None = None
     cpu: bool = False
     host: str = "127.0.0.1"
 
@@ -109,10 +113,11 @@ def launch(job: Job) -> int:
     Raises:
         MeshShapeError: If the visible devices are fewer than the processes need.
     """
-    code = 0
+    code, whole = 0, job
     failures: list[Failure] = []
     with _forwarded_signals() as (received, receivers):
-        for restart in range(job.max_restarts + 1):
+        for restart in range(whole.max_restarts + 1):
+            job = replace(whole, num_processes=count_processes(whole, failures))
             with (
                 tempfile.TemporaryDirectory() as directory,
                 _processes(job, restart, directory) as processes,
@@ -126,7 +131,8 @@ def launch(job: Job) -> int:
                 files = [_file(directory, i) for i in range(job.num_processes)]
                 pids = [process.pid for process in processes]
                 cause = cause_of(files, pids, index, code)
-                failure = Failure(cause, time.monotonic() - start)
+                seconds = time.monotonic() - start
+                failure = Failure(cause, seconds, job.num_processes)
             if code == 0 or received:
                 return code
             code = cause.code if code == 1 else code
@@ -139,19 +145,37 @@ def launch(job: Job) -> int:
                 _write(sys.stderr, "launch", text)
                 return code
             if left := job.max_restarts - restart:
-                text = f"Starting all processes again ({left} restarts left)."
+                count = count_processes(whole, failures)
+                who = "all" if count == whole.num_processes else count
+                text = f"Starting {who} processes again ({left} restarts left)."
                 _write(sys.stderr, "launch", text)
     return code
 
 
+def count_processes(job: Job, failures: Sequence["Failure"]) -> int:
+    """Returns the number of processes for the next start.
+
+    A machine or a device that is missing makes each start fail soon.
+    """
+    early = itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])
+    missing = sum(1 for _ in early)
+    # The first start of a run may fail for any reason, so all processes try again.
+    missing -= 0 < missing == len(failures)
+    fewest = job.min_processes or job.num_processes
+    return max(fewest, job.num_processes - missing)
+
+
 class Failure(NamedTuple):
-    """A failure of all processes, and the seconds that they ran before."""
+    """A failure of all processes, the seconds that they ran, and their number."""
 
     cause: Cause
     seconds: float
+    num_processes: int = 1
 
     def is_like(self, other: "Failure") -> bool:
         """Returns True if two runs failed at the same step for the same reason."""
+        if self.num_processes != other.num_processes:
+            return False
         if self.cause.kind != other.cause.kind or self.cause.step != other.cause.step:
             return False
         if self.cause.step is not None:

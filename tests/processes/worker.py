@@ -61,7 +61,7 @@ MODELS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "gpt": lambda rngs: GPT(CONFIG, rngs=rngs),
     "linear": lambda rngs: nnx.Linear(8, 8, rngs=rngs),
     "wide": lambda rngs: nnx.Sequential(
-        nnx.Linear(8, 512, rngs=rngs), nnx.Linear(512, 8, rngs=rngs)
+        nnx.Linear(8, 768, rngs=rngs), nnx.Linear(768, 8, rngs=rngs)
     ),
 }
 
