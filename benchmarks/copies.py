@@ -23,16 +23,24 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
 from benchmarks.faults import END_SECONDS, START_SECONDS, Run, Starter
 from benchmarks.timing import Table
+from nnx_parallel import Callback, Checkpoint, Trainer
 from nnx_parallel.distributed import PEER_LOST
 
 COPY_EVERY, SAVE_EVERY, PROCESSES = 5, 200, 4
 STEPS_PER_ROUND = 24
 _MEMORY = "/dev/shm"
+_ROWS = 2048
 _LOSES_BOTH = "two neighbours"
 _KINDS = {  # shares of the rounds
     "a process": 50,
@@ -54,9 +62,73 @@ def measure(rounds: int = 100) -> Table:
     """
     count = f"{PROCESSES} processes"
     table = Table(f"{rounds} deaths of a run of {count} with copies in memory")
-    for name, figure in soak(rounds, seed=0).items():
+    for name, figure in {**cost(), **soak(rounds, seed=0)}.items():
         table.add(name, figure)
     return table
+
+
+class _Clock(Callback):
+    """Notes when steps end."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.ends.append(time.monotonic())
+
+
+def cost(rounds: int = 3, width: int = 4736) -> dict[str, Any]:
+    """Measures what copies of 1 GiB cost a run of one process on one device.
+
+    Fits with a copy every 20 steps alternate with fits without copies.
+    """
+    rng = np.random.default_rng(0)
+    batches = [{"x": rng.normal(size=(_ROWS, width)).astype(np.float32)}] * 45
+    blocked: list[float] = []
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    num_bytes = 0
+
+    def loss(model: Any, batch: Any) -> Any:
+        return ((model(batch["x"]) - batch["x"]) ** 2).mean()
+
+    for number in range(2 * rounds):
+        has_copies, clock = number % 2 == 0, _Clock()
+        with tempfile.TemporaryDirectory(dir=_MEMORY) as directory:
+            checkpoint = Checkpoint(
+                directory, memory_every=20, memory_directory=directory
+            )
+            trainer = Trainer(
+                lambda rngs: nnx.Sequential(
+                    *[nnx.Linear(width, width, rngs=rngs) for _ in range(4)]
+                ),
+                optax.adam(1e-4),
+                loss,
+                devices=jax.devices()[:1],
+                callbacks=(clock,),
+                checkpoint=checkpoint if has_copies else None,
+                loggers=(),
+            )
+            run: Any = trainer._run  # pyright: ignore[reportPrivateUsage]
+            run.copy = partial(_timed, run.copy, blocked)
+            trainer.fit(batches, len(batches))
+            num_bytes = sum(x.nbytes for x in jax.tree.leaves(trainer.state))
+        seconds[has_copies].append((clock.ends[41] - clock.ends[1]) / 40)
+    plain, copied = (statistics.median(seconds[x]) for x in (False, True))
+    return {
+        "GiB of state": round(num_bytes / 2**30, 3),
+        "seconds of a step without copies": round(plain, 3),
+        "seconds of a step with a copy every 20 steps": round(copied, 3),
+        "seconds that a copy stops the steps, first": round(max(blocked), 3),
+        "seconds that a copy stops the steps, median": round(
+            statistics.median(blocked), 3
+        ),
+    }
+
+
+def _timed(call: Callable[[int], None], seconds: list[float], step: int) -> None:
+    start = time.monotonic()
+    call(step)
+    seconds.append(time.monotonic() - start)
 
 
 @dataclass
