@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -20,17 +19,19 @@ from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
     Callback,
     Checkpoint,
     Composite,
     DataParallel,
+    Offload,
     Strategy,
     TensorParallel,
     Trainer,
 )
 from nnx_parallel.checkpoint.checksum import digest
 from nnx_parallel.checkpoint.contents import to_groups
-from nnx_parallel.checkpoint.copies import overlap, shape_of, slices
+from nnx_parallel.checkpoint.copies import overlap, read_layout, shape_of, slices
 from nnx_parallel.checkpoint.memory import RUN, find_neighbours
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -174,6 +175,32 @@ def test_run_resumes_from_memory_under_each_layout(layout: str, run: Run) -> Non
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"frozen": "checksum"}], ids=["saved", "named"]
+)
+def test_frozen_parameters(options: dict[str, Any], run: Run) -> None:
+    """Parameters that are only named by checksum are not in the copies."""
+    given = {"wrt": nnx.All(nnx.Param, nnx.PathContains("down")), "checkpoint": options}
+    whole = Run(run.root / "whole")
+    _, expected = whole.fit(**given)
+    run.die(**given)
+    arrays_of = json.loads(run.files("*.json")[0].read_text())["header"]["arrays"]
+    assert ("up.kernel" in arrays_of["model"]) == (not options)
+    first, found = run.fit(**given)
+    assert first == COPIED
+    assert arrays(found) == arrays(expected)
+
+
+def test_state_in_host_memory_is_copied(run: Run) -> None:
+    whole = Run(run.root / "whole")
+    given: dict[str, Any] = {"backend": Backend(offload=Offload(optimizer=True))}
+    _, expected = whole.fit(**given)
+    run.die(**given)
+    first, found = run.fit(**given)
+    assert first == COPIED
+    assert arrays(found) == arrays(expected)
+
+
 def test_newer_of_memory_and_storage_is_read(dead: Run) -> None:
     assert dead.fit()[0] == COPIED
     assert not dead.files()  # nothing is left after the last save
@@ -211,9 +238,7 @@ def flip(path: Path, position: int) -> None:
 def end_of_parts(run: Run) -> int:
     index = json.loads(run.files("*.json")[0].read_text())
     number, (start, _) = max(index["places"].items(), key=lambda item: item[1][0])
-    group, path, bounds, *_ = index["parts"][int(number)]
-    dtype = np.dtype(index["arrays"][group][path][0])
-    return start + math.prod(b - a for a, b in bounds) * dtype.itemsize
+    return start + read_layout(index["layout"]).sizes[int(number)]
 
 
 def halve(path: Path) -> None:

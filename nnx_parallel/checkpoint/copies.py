@@ -11,16 +11,19 @@ machine.
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from nnx_parallel.checkpoint.checksum import digest
@@ -35,8 +38,7 @@ _INDEX = {
     "saved": int,
     "header": dict,
     "checksums": {"*": {"*": int}},
-    "arrays": {"*": {"*": list}},
-    "parts": list,
+    "layout": str,
     "places": {"*": list},
 }
 
@@ -60,12 +62,6 @@ class Part(NamedTuple):
     bounds: Bounds
     owners: tuple[int, ...]
     is_sent: bool
-
-    def stored_by(self, owner: int, *, is_second: bool) -> bool:
-        """Returns True if a file holds the part: an owner's file, or its second one."""
-        if is_second:
-            return self.is_sent and self.owners[0] == owner
-        return owner in self.owners
 
 
 class Name(NamedTuple):
@@ -157,23 +153,81 @@ class Buffer:
             self._map.close()
 
 
-def parts_of(values: Iterable[Sequence[Any]]) -> list[Part]:
-    """Returns the parts that an index lists as JSON values."""
-    return [
-        Part(group, path, tuple((a, b) for a, b in bounds), tuple(owners), bool(sent))
-        for group, path, bounds, owners, sent in values
-    ]
+class Layout:
+    """The arrays of a copy, and the parts into which the strategy has divided them.
+
+    Many arrays are divided in the same way, so the text has each division only once.
+
+    Args:
+        text: What `spell` returns.
+
+    Attributes:
+        text: The given text.
+        arrays: The dtype and the shape of each array, by group and path.
+        parts: All parts. Indexes refer to them by number.
+        sizes: Bytes of each part.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text, self.arrays = text, dict[str, dict[str, tuple[Any, list[int]]]]()
+        self.parts: list[Part] = []
+        self.sizes: list[int] = []
+        self._stored = defaultdict[tuple[int, bool], list[int]](list)
+        content = json.loads(text)
+        divisions = [
+            [
+                (tuple((a, b) for a, b in x), tuple(owners), sent)
+                for x, owners, sent in y
+            ]
+            for y in content["divisions"]
+        ]
+        for group, path, dtype, shape, number in content["arrays"]:
+            array = jnp.dtype(dtype), shape
+            self.arrays.setdefault(group, {})[path] = array
+            for bounds, owners, is_sent in divisions[number]:
+                self._add(Part(group, path, bounds, owners, is_sent), array[0])
+
+    def _add(self, part: Part, dtype: np.dtype) -> None:
+        number = len(self.parts)
+        self.parts.append(part)
+        self.sizes.append(math.prod(shape_of(part.bounds)) * dtype.itemsize)
+        for owner in part.owners:
+            self._stored[owner, False].append(number)
+        if part.is_sent:
+            self._stored[part.owners[0], True].append(number)
+
+    def numbers(self, owner: int, *, is_second: bool) -> list[int]:
+        """Returns the numbers of the parts in a file: an owner's, or its second one."""
+        return self._stored.get((owner, is_second), [])
+
+    def bytes_of(self, owner: int, *, is_second: bool) -> int:
+        """Returns the size of such a file."""
+        numbers = self.numbers(owner, is_second=is_second)
+        return places_of(numbers, self.sizes)[1]
 
 
-def part_sizes(
-    parts: Sequence[Part], arrays: Mapping[str, Mapping[str, Sequence[Any]]]
-) -> list[int]:
-    """Returns the bytes of each part; ``arrays`` has a dtype for each array."""
-    return [
-        int(np.prod(shape_of(x.bounds), dtype=np.int64))
-        * jax.numpy.dtype(arrays[x.group][x.path][0]).itemsize
-        for x in parts
-    ]
+@lru_cache(maxsize=4)  # all files of a copy have the same layout
+def read_layout(text: str) -> Layout:
+    """Returns the layout of a text; raises ``ValueError`` if it is not a layout."""
+    try:
+        return Layout(text)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"The layout of a copy cannot be read: {error}.") from None
+
+
+def spell(
+    arrays: Iterable[tuple[str, str, str, Sequence[int], Any]],
+    divide: Callable[[Any], list[Any]],
+) -> str:
+    """Returns the text of a layout.
+
+    Args:
+        arrays: Group, path, dtype and shape of each array, and a key of its division.
+        divide: Returns bounds, owners and ``is_sent`` of the parts, for a key.
+    """
+    numbers: dict[Any, int] = {}
+    spelt = [[*rest, numbers.setdefault(key, len(numbers))] for *rest, key in arrays]
+    return json.dumps({"arrays": spelt, "divisions": [*map(divide, numbers)]})
 
 
 def places_of(
@@ -201,13 +255,16 @@ class Copy:
         path = f"{name.stem}.json"
         with open(open_private(directory, path), "rb") as file:
             self.index = check_index(parse_object(file.read(MAX_BYTES), path))
-        self.header = self.index["header"]
-        self.parts = parts_of(self.index["parts"])
-        self.sizes = part_sizes(self.parts, self.index["arrays"])
+        self.header, self.layout = (
+            self.index["header"],
+            read_layout(self.index["layout"]),
+        )
         self.places = {int(i): (x[0], x[1]) for i, x in self.index["places"].items()}
         with open(open_private(directory, self.path.name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            ends = [start + self.sizes[i] for i, (start, _) in self.places.items()]
+            ends = [
+                start + self.layout.sizes[i] for i, (start, _) in self.places.items()
+            ]
             if min((x for x, _ in self.places.values()), default=0) < 0 or (
                 max(ends, default=0) > size
             ):
@@ -216,18 +273,19 @@ class Copy:
 
     def read(self, number: int) -> np.ndarray:
         """Returns a part as an array that refers to the file."""
-        start, part = self.places[number][0], self.parts[number]
-        dtype = jax.numpy.dtype(self.index["arrays"][part.group][part.path][0])
-        stored = np.frombuffer(self._map, np.uint8, self.sizes[number], start)
+        start, part = self.places[number][0], self.layout.parts[number]
+        dtype, _ = self.layout.arrays[part.group][part.path]
+        size = self.layout.sizes[number]
+        stored = np.frombuffer(self._map, np.uint8, size, start)
         return stored.view(dtype).reshape(shape_of(part.bounds))
 
     def damaged(self) -> list[int]:
         """Returns the numbers of the parts whose bytes have another checksum."""
+        found, sizes = memoryview(self._map), self.layout.sizes
         return [
             number
             for number, (start, crc) in self.places.items()
-            if zlib.crc32(memoryview(self._map)[start : start + self.sizes[number]])
-            != crc
+            if zlib.crc32(found[start : start + sizes[number]]) != crc
         ]
 
 

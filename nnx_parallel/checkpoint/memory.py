@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -52,17 +52,17 @@ from nnx_parallel.checkpoint.copies import (
     Bounds,
     Buffer,
     Copy,
+    Layout,
     Name,
-    Part,
     check_index,
     list_names,
     overlap,
-    part_sizes,
-    parts_of,
     places_of,
     private_directory,
+    read_layout,
     shape_of,
     slices,
+    spell,
     write_index,
 )
 from nnx_parallel.checkpoint.files import LiteralPath, read_json
@@ -180,7 +180,6 @@ class Found:
         holders: For each part, the machines and the names of the files that hold it.
         copies: The files that this process can read, by name.
         index: An index of the copy.
-        parts: Its parts.
     """
 
     step: int
@@ -188,12 +187,16 @@ class Found:
     holders: dict[int, list[tuple[int, Name]]]
     copies: dict[Name, Copy]
     index: dict[str, Any]
-    parts: list[Part]
+
+    @property
+    def layout(self) -> Layout:
+        """The arrays and their parts."""
+        return read_layout(self.index["layout"])
 
     def by_array(self) -> dict[tuple[str, str], list[tuple[int, Bounds]]]:
         """Returns the numbers and bounds of the parts of each array."""
         found = defaultdict[tuple[str, str], list[tuple[int, Bounds]]](list)
-        for number, part in enumerate(self.parts):
+        for number, part in enumerate(self.layout.parts):
             found[part.group, part.path].append((number, part.bounds))
         return found
 
@@ -204,8 +207,7 @@ class _Staged:
 
     name: Name
     index: dict[str, Any]
-    sizes: list[int]
-    sent: list[int]  # numbers of the parts that the neighbour gets
+    layout: Layout
     checksums: Callable[[], Checksums]
     exchange: Callable[[Any], list]
     buffer: Buffer | None = None
@@ -282,32 +284,35 @@ class MemoryCopies:
         """True if this process deletes and lists the files of its machine."""
         return self._local()[0] == process_index()
 
-    def _divide(self, words: Mapping[str, Mapping[str, Any]]) -> list[Part]:
+    def _layout(self, words: Mapping[str, Mapping[str, Any]]) -> Layout:
         """Returns the parts of all arrays, with the processes that store them."""
-        found = []
-        for group, path, x in _walk(words):
-            for bounds, processes in _holders(x.sharding, x.shape).items():
+
+        def divide(key: tuple[jax.sharding.Sharding, tuple[int, ...]]) -> list[Any]:
+            found = []
+            for bounds, processes in _holders(*key).items():
                 first: dict[int, int] = {}
                 for process in processes:
                     first.setdefault(self._machine[process], process)
-                owners = tuple(sorted(first.values()))
+                owners = sorted(first.values())
                 is_sent = len(owners) == 1 and self._neighbours[owners[0]] is not None
-                found.append(Part(group, path, bounds, owners, is_sent))
-        return found
+                found.append([bounds, owners, is_sent])
+            return found
+
+        arrays = (
+            (group, path, x.dtype.name, x.shape, (x.sharding, x.shape))
+            for group, path, x in _walk(words)
+        )
+        return read_layout(spell(arrays, divide))
 
     def bytes_of(self, groups: AbstractGroups) -> list[int]:
         """Returns the bytes that each process keeps in the memory of its machine."""
-        words = _all_words(groups)
-        parts = self._divide(words)
-        sizes = part_sizes(parts, _arrays(words))
+        layout = self._layout(_all_words(groups))
         found = [0] * process_count()
         for owner, holder in enumerate(self._neighbours):
-            for is_second in (False, True):
-                numbers = _numbers(parts, owner, is_second=is_second)
-                _, size = places_of(numbers, sizes)
-                keeper = holder if is_second else owner
-                if keeper is not None:
-                    found[keeper] += 2 * size  # the newest two copies
+            # The newest two copies are kept.
+            found[owner] += 2 * layout.bytes_of(owner, is_second=False)
+            if holder is not None:
+                found[holder] += 2 * layout.bytes_of(owner, is_second=True)
         return found
 
     def check_space(self, groups: AbstractGroups) -> str:
@@ -329,12 +334,13 @@ class MemoryCopies:
                     f"of process {process}, and '{self._where}' has only "
                     f"{format_bytes(total + left)}. Give it more memory (docker run "
                     "--shm-size, or an emptyDir with medium: Memory on Kubernetes), "
-                    "choose another memory_directory, or leave memory_every out."
+                    "choose another memory_directory, or leave memory_every out. Runs "
+                    f"that were given up may have left files in '{self._run.parent}'."
                 )
         count = len(set(self._machine))
         second = (
             f"with second copies on a neighbour, {count} machines"
-            if any(x.is_sent for x in self._divide(_all_words(groups)))
+            if any(x.is_sent for x in self._layout(_all_words(groups)).parts)
             else f"{count} machines hold every part"
             if count > 1
             else "on one machine: they survive a process, but not the machine"
@@ -376,62 +382,41 @@ class MemoryCopies:
             self._delete_old()
         me, step = process_index(), int(header["step"])
         words = _all_words(groups)
-        parts = self._divide(words)
-        arrays = _arrays(words)
-        index = {
-            "run": self._id,
-            "saved": saved,
-            "header": header,
-            "arrays": arrays,
-            "parts": [[x.group, x.path, x.bounds, x.owners, x.is_sent] for x in parts],
-        }
-        staged = _Staged(
+        layout = self._layout(words)
+        head = {"run": self._id, "saved": saved, "header": header}
+        staged = self._staged = _Staged(
             name=Name(step, attempt, me, False),
-            index=index,
-            sizes=part_sizes(parts, arrays),
-            sent=_numbers(parts, me, is_second=True),
+            index={**head, "layout": layout.text},
+            layout=layout,
             checksums=checksums,
             exchange=reserve_allgather("copy in memory"),
         )
-        numbers = _numbers(parts, me, is_second=False)
         try:
-            self._fill(staged, parts, words, numbers)
+            self._fill(staged, words)
         except OSError as error:
             staged.error = error
-        self._staged = staged
         threading.Thread(
-            target=self._finish,
-            args=(staged, numbers),
-            name="nnx_parallel.memory",
-            daemon=True,
+            target=self._finish, args=(staged,), name="nnx_parallel.memory", daemon=True
         ).start()
 
-    def _fill(
-        self,
-        staged: _Staged,
-        parts: Sequence[Part],
-        words: Groups,
-        numbers: Sequence[int],
-    ) -> None:
-        offsets, size = places_of(numbers, staged.sizes)
+    def _fill(self, staged: _Staged, words: Groups) -> None:
+        """Copies the parts that this process stores into a buffer."""
+        layout, (*_, me, _) = staged.layout, staged.name
+        numbers = layout.numbers(me, is_second=False)
+        offsets, size = places_of(numbers, layout.sizes)
         buffer = staged.buffer = self._take(staged.name, size)
-        shards: dict[tuple[str, str], dict[Bounds, Any]] = {}
+
+        @cache
+        def shards(group: str, path: str) -> dict[Bounds, Any]:
+            x = words[group][path]
+            return {_bounds(s.index, x.shape): s.data for s in x.addressable_shards}
 
         def copy(number: int) -> None:
-            part = parts[number]
-            data = shards[part.group, part.path][part.bounds]
-            start = offsets[number]
-            target = buffer.bytes[start : start + staged.sizes[number]]
-            source = np.asarray(data)
+            part, start = layout.parts[number], offsets[number]
+            source = np.asarray(shards(part.group, part.path)[part.bounds])
+            target = buffer.bytes[start : start + layout.sizes[number]]
             np.copyto(target.view(source.dtype).reshape(source.shape), source)
 
-        for number in numbers:
-            group, path = parts[number].group, parts[number].path
-            if (group, path) not in shards:
-                x = words[group][path]
-                shards[group, path] = {
-                    _bounds(s.index, x.shape): s.data for s in x.addressable_shards
-                }
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(copy, numbers))
 
@@ -444,13 +429,13 @@ class MemoryCopies:
             self._spare.remove(found)
             return found
 
-    def _finish(self, staged: _Staged, numbers: Sequence[int]) -> None:
+    def _finish(self, staged: _Staged) -> None:
         """Completes a copy in the background, on a thread of each process."""
         try:
             # All processes take part in this exchange, even after a problem.
             staged.index["checksums"] = staged.checksums()
             if staged.error is None:
-                self._complete(staged, numbers)
+                self._complete(staged)
         except Exception as error:  # any error, because the others wait below
             staged.error = staged.error or error
         try:
@@ -461,24 +446,28 @@ class MemoryCopies:
         step, attempt = staged.name[:2]
         if not staged.problem:
             self.step, self._newest = step, (step, attempt)
+        elif staged.buffer is not None:
+            with self._lock:
+                self._buffers.setdefault(staged.name, staged.buffer)
         self._delete_except(self._newest)
         staged.has_ended.set()
 
-    def _complete(self, staged: _Staged, numbers: Sequence[int]) -> None:
+    def _complete(self, staged: _Staged) -> None:
         """Writes the index of this process's file, and sends the second copies."""
-        buffer, me = staged.buffer, process_index()
+        buffer, layout, me = staged.buffer, staged.layout, process_index()
         assert buffer is not None
-        places = _places(buffer.bytes, numbers, staged.sizes)
+        numbers = layout.numbers(me, is_second=False)
+        places = _places(buffer.bytes, numbers, layout.sizes)
         self._publish(staged.name, buffer, {**staged.index, "places": places})
-        holder = self._neighbours[me]
-        if staged.sent and holder is not None:
-            offsets, size = places_of(staged.sent, staged.sizes)
-            second = {i: [offsets[int(i)], places[i][1]] for i in map(str, staged.sent)}
+        holder, sent = self._neighbours[me], layout.numbers(me, is_second=True)
+        if sent and holder is not None:
+            offsets, size = places_of(sent, layout.sizes)
+            second = {str(i): [offsets[i], places[str(i)][1]] for i in sent}
             index = {**staged.index, "places": second}
+            data, starts = memoryview(buffer.bytes), [places[str(i)][0] for i in sent]
             arrays = (
-                memoryview(buffer.bytes)[start : start + staged.sizes[i]]
-                for i in staged.sent
-                for start in [places[str(i)][0]]
+                data[start : start + layout.sizes[i]]
+                for i, start in zip(sent, starts, strict=True)
             )
             name = staged.name._replace(is_second=True)
             request = {"op": "hold", "name": name, "size": size, "index": index}
@@ -493,14 +482,14 @@ class MemoryCopies:
     def _hold(self, request: dict[str, Any], connection: Connection) -> None:
         """Receives the second copy of another process."""
         name, index = Name(*request["name"]), request["index"]
-        parts = parts_of(index["parts"])
-        sizes = part_sizes(parts, index["arrays"])
+        sizes = read_layout(index["layout"]).sizes
         # All arrays are received, even if there is no memory for them, because the next
         # request comes after them.
+        buffer, problem = None, OSError("it has no memory for the second copy")
         try:
-            buffer, problem = self._take(name, int(request["size"])), None
+            buffer = self._take(name, int(request["size"]))
         except OSError as error:
-            buffer, problem = None, error
+            problem = error
         for number, (start, _) in index["places"].items():
             if buffer is None:
                 connection.recv_bytes()
@@ -508,9 +497,11 @@ class MemoryCopies:
             end = start + sizes[int(number)]
             connection.recv_bytes_into(memoryview(buffer.bytes)[start:end])
         if buffer is None:
-            raise problem or OSError("no memory")
+            raise problem
         found = _places(buffer.bytes, [*map(int, index["places"])], sizes)
         if found != index["places"]:
+            with self._lock:
+                self._spare.append(buffer)
             raise ValueError("the parts that arrived have other checksums")
         self._publish(name, buffer, index)
 
@@ -601,8 +592,8 @@ class MemoryCopies:
         index = next(iter(copies.values())).index if copies else None
         found = None
         if index is not None:
-            found = Found(step, attempt, {}, copies, index, parts_of(index["parts"]))
-            found.holders = _find_holders(found.parts, files, bad)
+            holders = _find_holders(read_layout(index["layout"]), files, bad)
+            found = Found(step, attempt, holders, copies, index)
         missing = found and sum(not x for x in found.holders.values())
         counts = allgather_object("missing parts", missing)
         present = [i for i, count in enumerate(counts) if count is not None]
@@ -628,20 +619,19 @@ class MemoryCopies:
         name = next(x for at, x in files if at == machine and bad[at, x] is not None)
         reply, _ = self._peers.ask(process, {"op": "index", "name": name})
         index = check_index(reply["index"])
-        parts = parts_of(index["parts"])
-        holders = _find_holders(parts, files, bad)
-        return Found(name.step, name.attempt, holders, {}, index, parts)
+        holders = _find_holders(read_layout(index["layout"]), files, bad)
+        return Found(name.step, name.attempt, holders, {}, index)
 
     def describe(self, found: Found) -> StoredCheckpoint:
         """Returns the contents of a copy, without its arrays."""
         header = check_header(found.index["header"], found.step, "The copy in memory")
-        keys = header["keys"]
+        keys, arrays = header["keys"], found.layout.arrays
         return StoredCheckpoint(
             step=found.step,
             groups={
                 name: {
-                    path: stored_array(shape, jnp.dtype(dtype), keys[name].get(path))
-                    for path, (dtype, shape) in found.index["arrays"][name].items()
+                    path: stored_array(shape, dtype, keys[name].get(path))
+                    for path, (dtype, shape) in arrays.get(name, {}).items()
                 }
                 for name in header["sizes"]
             },
@@ -699,7 +689,7 @@ class MemoryCopies:
     ) -> np.ndarray:
         """Returns elements of a part, from this machine if it has them."""
         holders = found.holders[number]
-        part = found.parts[number].bounds
+        part = found.layout.parts[number].bounds
         for _, name in (x for x in holders if x[0] == self._machine[process_index()]):
             if name in found.copies:
                 return found.copies[name].read(number)[slices(bounds, part)]
@@ -724,7 +714,9 @@ class MemoryCopies:
         if request["op"] == "index":
             return {"index": copy.index}, []
         number, bounds = int(request["part"]), [(a, b) for a, b in request["bounds"]]
-        part = copy.read(number)[slices(tuple(bounds), copy.parts[number].bounds)]
+        part = copy.read(number)[
+            slices(tuple(bounds), copy.layout.parts[number].bounds)
+        ]
         data = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
         return {"crc": zlib.crc32(data)}, [data]
 
@@ -774,20 +766,6 @@ def _all_words(groups: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     return {name: {p: _words(x) for p, x in g.items()} for name, g in groups.items()}
 
 
-def _arrays(words: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[Any]]]:
-    """Returns the dtype and shape of each array, as JSON values."""
-    found: dict[str, dict[str, list[Any]]] = {name: {} for name in words}
-    for group, path, x in _walk(words):
-        found[group][path] = [x.dtype.name, list(x.shape)]
-    return found
-
-
-def _numbers(parts: Sequence[Part], owner: int, *, is_second: bool) -> list[int]:
-    """Returns the numbers of the parts that a file holds."""
-    stored = partial(Part.stored_by, owner=owner, is_second=is_second)
-    return [i for i, part in enumerate(parts) if stored(part)]
-
-
 def _places(
     data: np.ndarray, numbers: Sequence[int], sizes: Sequence[int]
 ) -> dict[str, list[int]]:
@@ -801,18 +779,16 @@ def _places(
 
 
 def _find_holders(
-    parts: Sequence[Part],
+    layout: Layout,
     files: Sequence[tuple[int, Name]],
     bad: Mapping[tuple[int, Name], list[int] | None],
 ) -> dict[int, list[tuple[int, Name]]]:
     """Returns the intact files that hold each part, with their machines."""
-    found: dict[int, list[tuple[int, Name]]] = {}
-    for number, part in enumerate(parts):
-        found[number] = [
-            (machine, name)
-            for machine, name in files
-            if part.stored_by(name.owner, is_second=name.is_second)
-            and (damaged := bad.get((machine, name))) is not None
-            and number not in damaged
-        ]
+    found: dict[int, list[tuple[int, Name]]] = {i: [] for i in range(len(layout.parts))}
+    for file in files:
+        if (damaged := bad.get(file)) is not None:
+            _, name = file
+            numbers = layout.numbers(name.owner, is_second=name.is_second)
+            for number in {*numbers}.difference(damaged):
+                found[number].append(file)
     return found
