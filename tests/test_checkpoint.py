@@ -28,6 +28,7 @@ from nnx_parallel.checkpoint import (
 )
 from nnx_parallel.checkpoint.checksum import PendingChecksums, read_checksums
 from nnx_parallel.checkpoint.files import PART
+from nnx_parallel.checkpoint.options import superseded_steps
 from nnx_parallel.checkpoint.orbax_compat import open_directory
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -319,6 +320,28 @@ def test_retention_keeps_selected_steps(tmp_path, rules, kept, best, is_restarte
     names = [path.name for path in tmp_path.iterdir()]
     assert sorted(int(name) for name in names if name.isdigit()) == kept
     manager.close()
+
+
+def test_first_save_of_each_interval_is_kept():
+    options = Checkpoint("run", keep_last=2, keep_every=timedelta(hours=1))
+    minutes = {1: 5, 2: 50, 3: 61, 4: 119, 5: 121, 6: 122, 7: 130}
+    times = {step: minute * 60 * 10**9 for step, minute in minutes.items()}
+    metrics = {step: {} for step in [*times, 8]}
+    # The times of steps 8 and 3 are unknown: 8 is being saved, and 3 cannot be read.
+    del times[3]
+    assert superseded_steps(options, metrics, times) == [2, 6]
+
+
+def test_saves_are_kept_by_time(tmp_path):
+    rules = {"keep_last": 1, "keep_every": timedelta(microseconds=1)}
+    with CheckpointManager(Checkpoint(tmp_path, **rules)) as manager:
+        for step in (1, 2, 3):
+            manager.save_groups(step, weights(step), {})
+        assert manager.saved.steps == [1, 2, 3]
+    rules = {"keep_last": 1, "keep_every": timedelta(days=36500)}
+    with CheckpointManager(Checkpoint(tmp_path, **rules)) as manager:
+        manager.save_groups(4, weights(4), {})
+        assert manager.saved.steps == [1, 4]
 
 
 def test_repeated_or_descending_step_raises(options):
@@ -615,6 +638,7 @@ def test_unsavable_values_raise(options):
     [
         ({"every": 0}, "Checkpoint(every=0) must be a whole number of at least 1"),
         ({"every": timedelta()}, "must be longer than 0."),
+        ({"keep_every": timedelta(-1)}, "must be longer than 0."),
         (
             {"every": timedelta(minutes=10), "keep_every": 1000},
             "Checkpoint(keep_every=1000) counts steps, and every=datetime.timedelta(",

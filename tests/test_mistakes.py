@@ -88,8 +88,8 @@ ONE = (
 )
 SEEDS = "It must be an integer of 32 bits: from -2147483648 to 2147483647."
 POSITIVE = (
-    "must be a whole number of at least 1 (keep_last and keep_every may be None; the "
-    "value of every may also be a datetime.timedelta)."
+    "must be a whole number of at least 1 (keep_last, keep_every, memory_every may be "
+    "None; every and keep_every may also be a datetime.timedelta)."
 )
 OPTIMIZER = (
     "Pass an Optax transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or "

@@ -104,6 +104,7 @@ class CheckpointManager:
             handle it.
         copies_note: A line about the copies in memory, once `check_state` has found
             that they fit; otherwise empty.
+        copied_step: The step of the copy in memory that `resume` has read, or ``None``.
         resumed_from: Text that says where `resume` found the state, or why a run with
             copies in memory begins afresh.
         report: Function that is called with a message once a checkpoint is on the disk
@@ -133,6 +134,7 @@ class CheckpointManager:
         self.is_preempted = False
         self.report: Callable[[str], object] = str
         self.copies_note = self.resumed_from = ""
+        self.copied_step: int | None = None
         only_hashed = self.options is not None and self.options.frozen == "checksum"
         self._frozen = frozen if only_hashed else ()
         self._reader: CheckpointReader | None = None  # set once the directory is open
@@ -467,7 +469,9 @@ class CheckpointManager:
         found = saved.metrics() if ranks else {x: {} for x in saved.steps}
         # A step of another program is not a step of this run, so it cannot be its best.
         ours = {k: v for k, v in found.items() if k not in saved.listing.foreign}
-        return superseded_steps(saved.options, {**ours, step: metrics})
+        is_time = isinstance(saved.options.keep_every, timedelta)
+        times = saved.times() if is_time else None
+        return superseded_steps(saved.options, {**ours, step: metrics}, times)
 
     def wait(self) -> None:
         """Waits until the save in progress is on disk.
@@ -597,6 +601,7 @@ class CheckpointManager:
             )
             return None
         copies.use(found)
+        self.copied_step = found.step
         latest = max(reader.steps, default=None)
         saved = "holds no step" if latest is None else f"holds step {latest}"
         self.resumed_from = f"in memory; '{self.directory}' {saved}"

@@ -179,6 +179,7 @@ def is_of_other_player(
     return bool(is_named) and player in players and f"{player}/loss" not in metrics
 
 
+_TIMES = ("every", "keep_every")
 _OPTIONAL = ("keep_last", "keep_every", "memory_every")
 _CHOICES = {
     "best_mode": ("min", "max"),
@@ -202,7 +203,9 @@ class Checkpoint:
             A time is tested when a batch is read. Batches are read ahead, so this save
             comes two or three steps late.
         keep_last: Number of the newest checkpoints that are kept; ``None`` keeps all.
-        keep_every: Saved steps that are multiples of this number are never deleted.
+        keep_every: Saved steps that are multiples of this number are never deleted. If
+            it is a ``datetime.timedelta``, the first save in each such interval is
+            never deleted; intervals are counted from 1970-01-01 UTC.
         keep_best: Name of the metric by which the best checkpoints are kept.
             Checkpoints without a finite value of it never count as best.
         best_mode: ``"min"`` (the default) if the smallest value is the best, ``"max"``
@@ -243,7 +246,7 @@ class Checkpoint:
     directory: str | os.PathLike[str] = dataclasses.field(kw_only=False)
     every: int | datetime.timedelta = 1000
     keep_last: int | None = 3
-    keep_every: int | None = None
+    keep_every: int | datetime.timedelta | None = None
     keep_best: str | None = None
     best_mode: Literal["min", "max"] | None = None
     num_best: int = 1
@@ -260,23 +263,23 @@ class Checkpoint:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            if name == "every" and isinstance(value, datetime.timedelta):
+            if isinstance(value, datetime.timedelta) and name in _TIMES:
                 if value <= datetime.timedelta():
                     raise CheckpointError(
                         f"Checkpoint({name}={value!r}) must be longer than 0."
                     )
-                if self.keep_every is not None:
+                if isinstance(self.keep_every, int):
                     raise CheckpointError(
                         f"Checkpoint(keep_every={self.keep_every}) counts steps, and "
-                        f"{name}={value!r} saves any step. Use a number of steps for "
-                        f"{name}, or keep_last or keep_best."
+                        f"{name}={value!r} saves any step. Use a duration for both, or "
+                        "a number of steps for both."
                     )
                 continue
             if not isinstance(value, int) or value < 1:
                 raise CheckpointError(
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
-                    f"least 1 ({', '.join(_OPTIONAL)} may be None; the value of every "
-                    "may also be a datetime.timedelta)."
+                    f"least 1 ({', '.join(_OPTIONAL)} may be None; every and "
+                    "keep_every may also be a datetime.timedelta)."
                 )
         if not isinstance(self.keep_best, str | None):
             raise CheckpointError(
@@ -340,8 +343,15 @@ def best_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]
     return sorted(finite, key=lambda step: (scores[step], -step))
 
 
-def superseded_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> list[int]:
+def superseded_steps(
+    options: Checkpoint,
+    metrics: Mapping[int, Metrics],
+    times: Mapping[int, int] | None = None,
+) -> list[int]:
     """Returns the saved steps that no rule keeps; ``metrics`` has all saved steps.
+
+    ``times`` has the time of each save in nanoseconds since 1970, for ``keep_every``.
+    The time of the newest save may be missing.
 
     Orbax has such rules too, but they are not used. Its ``BestN`` reads a separate
     metrics file and orders NaN arbitrarily. While there are at most ``n`` steps it
@@ -351,6 +361,12 @@ def superseded_steps(options: Checkpoint, metrics: Mapping[int, Metrics]) -> lis
     steps = sorted(metrics)
     kept = set(steps if options.keep_last is None else steps[-options.keep_last :])
     kept |= set(best_steps(options, metrics)[: options.num_best])
-    if options.keep_every is not None:
-        kept |= {step for step in steps if step % options.keep_every == 0}
+    every = options.keep_every
+    if isinstance(every, datetime.timedelta):
+        length, first = int(every.total_seconds() * 1e9), dict[int, int]()
+        for step, time in sorted((times or {}).items()):
+            first.setdefault(time // length, step)
+        kept |= {*first.values(), *steps[-1:], *(set(steps) - (times or {}).keys())}
+    elif every is not None:
+        kept |= {step for step in steps if step % every == 0}
     return [step for step in steps if step not in kept]

@@ -93,6 +93,7 @@ class CheckpointReader:
         self.directory = str(self.options.directory)
         self._description = dict(description or {})
         self._metrics: dict[int, Metrics] = {}  # for steps that were read or saved
+        self._times: dict[int, int] = {}
         self._rules: dict[int, object] = {}  # the `best_rule` of each step
         check_readable(self.directory)
         self._listing: Listing | None = self._list()
@@ -140,6 +141,19 @@ class CheckpointReader:
                     self._metrics[step] = header["metrics"]
                     self._rules[step] = header["meta"].get(BEST_RULE)
         return {step: self._metrics.get(step, {}) for step in steps}
+
+    def times(self) -> dict[int, int]:
+        """The time of each save, in nanoseconds since 1970; the same on all processes.
+
+        Steps that cannot be read are missing.
+        """
+        for step in self.steps:
+            if step not in self._times:
+                with contextlib.suppress(CheckpointReadError), self._reading(step):
+                    path = LiteralPath(self.directory) / str(step)
+                    found = read_step_metadata(path)["commit_timestamp_nsecs"]
+                    self._times[step] = int(found or 0)
+        return {step: self._times[step] for step in self.steps if step in self._times}
 
     @property
     def best_step(self) -> int | None:

@@ -227,10 +227,7 @@ class Loop:
         elif run.step < self.num_steps:
             self._train()
         else:
-            run.data.pass_over(self.data, self.num_steps, run.step)
-            if checkpoints.options and checkpoints.latest_step != run.step:
-                run.save()  # the last step was only in memory
-            logger.message(f"All {self.num_steps} steps are done: nothing to train.")
+            self._pass_over()
         # The wait is inside the context of `_termination`. Outside this context, a
         # SIGTERM would end the save early.
         checkpoints.wait()
@@ -243,6 +240,13 @@ class Loop:
             logger.message(f"Stopped at step {run.step}: {self._stop_reason}")
         if self._stop_reason in _SIGNALS:
             logger.message(checkpoints.exit_message(run.step))
+
+    def _pass_over(self) -> None:
+        """Ends a fit that has no steps to train."""
+        run = self.run
+        run.data.pass_over(self.data, self.num_steps, run.step)
+        run.save_last()
+        self._logger.message(f"All {self.num_steps} steps are done: nothing to train.")
 
     def _summarise(self) -> None:
         """Logs the steps, the time, the best evaluation and where the run is saved."""
@@ -325,14 +329,13 @@ class Loop:
                 # All processes must call `is_due` once in every step. Through these
                 # calls they agree on the step at which jax announces a preemption.
                 saves = checkpoints.is_due(step, is_time=item.saves)
-                copies = checkpoints.is_copy_due(step)
                 if checkpoints.is_preempted:
                     self._termination.is_requested = True
                 # `_ends` is called only once: a signal between two calls would end the
                 # fit without a save.
                 ends = self._ends(step)
-                if saves or copies or ends or self._evaluates(step):
-                    ends = self._pause(step, saves=saves, copies=copies)
+                if saves or ends or self._pauses(step):
+                    ends = self._pause(step, saves=saves)
                 if ends:
                     break
             else:
@@ -489,14 +492,18 @@ class Loop:
     def _ends(self, step: int) -> bool:
         return step == self.num_steps or self._stop_reason is not None
 
+    def _pauses(self, step: int) -> bool:
+        """Returns True if a step is evaluated, or copied into memory."""
+        return self.run.checkpoints.is_copy_due(step) or self._evaluates(step)
+
     def _evaluates(self, step: int) -> bool:
         is_due = self.eval_every and step % self.eval_every == 0
         return self.eval_data is not None and bool(is_due)
 
-    def _pause(self, step: int, *, saves: bool, copies: bool = False) -> bool:
+    def _pause(self, step: int, *, saves: bool) -> bool:
         """Evaluates and saves the newest step. Returns True if it is the fit's last.
 
-        With ``copies``, the step is also copied into memory, unless the fit ends.
+        If a copy in memory is due, the step is copied too, unless the fit ends.
 
         If a stop is requested during the save, the fit runs one more step, and saves
         that step too.
@@ -516,7 +523,7 @@ class Loop:
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
             self.run.save(step, may_skip=not ends)
-        if copies and not ends:
+        if self.run.checkpoints.is_copy_due(step) and not ends:
             self.run.copy(step)
         # The pause does not count towards the next step's time.
         self._recorder.restart_clock()

@@ -352,6 +352,11 @@ class RunState:
             self.state, step, progress, metrics, once=once, may_skip=may_skip
         )
 
+    def save_last(self) -> None:
+        """Saves a run that has no steps left, if its last step is only in memory."""
+        if self.checkpoints.copied_step == self.step:
+            self.save()
+
     def copy(self, step: int) -> None:
         """Copies this run into memory under a step."""
         self.checkpoints.copy(self.state, step, *self._progress(step))
