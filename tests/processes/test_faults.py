@@ -472,8 +472,8 @@ def test_sigterm_to_single_process_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("slow_reads", "it reads a batch in 0.05"),
-        ("slow_callback", "it spends between two steps 0.05"),
+        ("slow_reads", r"it reads a batch in 0\.\d+ s, the others"),
+        ("slow_callback", r"it spends between two steps 0\.\d+ s, the others"),
         ("none", None),
     ],
 )
@@ -489,4 +489,4 @@ def test_slow_process_is_named(tmp_path: Path, kind: str, text: str | None) -> N
     else:  # once, although the processes compare their times twice
         (line,) = found
         assert "process 1 (host " in line
-        assert text in line
+        assert re.search(text, line)
