@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import jax
 
@@ -14,6 +15,7 @@ from nnx_parallel.checkpoint.files import (
     UNFINISHED,
     LiteralPath,
     is_deleted,
+    is_url,
     printable,
     read_step_metadata,
 )
@@ -26,6 +28,7 @@ from nnx_parallel.errors import (
     CheckpointUnavailableError,
     ParallelError,
 )
+from nnx_parallel.loggers.goodput import read_account
 from nnx_parallel.precision import array_bytes, format_bytes
 
 
@@ -82,6 +85,8 @@ def _show(
             _write(f"  '{name}': later steps, set aside when the run was rewound")
     if newest is not None:
         _describe(newest, arrays=arrays)
+    if not is_url(saved.directory):
+        _show_goodput(directory / "metrics.jsonl")
     return 1 if num_damaged else 0
 
 
@@ -164,6 +169,17 @@ def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
         ]
         if arrays:
             _write(aligned(rows, indent="    "))
+
+
+def _show_goodput(path: LiteralPath) -> None:
+    if not os.path.lexists(path):
+        return
+    try:
+        text = read_account(Path(path)).table()
+    except (OSError, ValueError) as error:
+        text = f"goodput: unknown, because '{path}' cannot be read: {error}"
+    if text:
+        _write(text)
 
 
 def _write(text: str) -> None:

@@ -37,6 +37,8 @@ class PlacedBatch(Position, Generic[T]):
     Attributes:
         batch: The batch as ``place`` returned it.
         wait_seconds: Seconds that the consumer waited for this batch.
+        read_seconds: Seconds in which the batch was read, without the wait for the
+            batches of other processes.
         stop_reason: Why all processes stop before this batch; ``batch`` is then
             ``None``.
         saves: True if the step of this batch is saved, because the interval between
@@ -45,6 +47,7 @@ class PlacedBatch(Position, Generic[T]):
 
     batch: T
     wait_seconds: float = 0.0
+    read_seconds: float = 0.0
     stop_reason: str | None = None
     saves: bool = False
 
@@ -205,7 +208,9 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
         # These variables cover the batches since the last used batch.
         dropped, marks, saves = list[Read](), list[Mark | None](), False
         while num_used != self.limit:
+            began = time.perf_counter()
             read = cursor.take()
+            read_seconds = time.perf_counter() - began
             if self._keeps:
                 read = read._replace(batch=jax.tree.map(_freeze, read.batch))
             batch = self.smaller.resize(read.batch)
@@ -241,7 +246,12 @@ class PrefetchIterator(Iterator[PlacedBatch[T]]):
             )
             # The placed batch gets no local name here, because this frame would keep
             # its device memory until the next batch is read.
-            yield PlacedBatch(batch=self.place(batch), saves=saves, **vars(place))
+            yield PlacedBatch(
+                batch=self.place(batch),
+                saves=saves,
+                read_seconds=read_seconds,
+                **vars(place),
+            )
             saves = False
 
     def _keep(self, mark: Mark | None, reads: list[Read]) -> None:

@@ -21,8 +21,9 @@ import jax
 from nnx_parallel.errors import LogFileError, suggests_names, warn_user
 from nnx_parallel.files import open_regular, parse_object
 from nnx_parallel.loggers.console import ConsoleLogger
+from nnx_parallel.loggers.goodput import MAX_LINE_BYTES, Account
 
-_MAX_LINE_BYTES = 16 * 2**20
+_RESTART = "NNX_PARALLEL_RESTART"  # the launcher sets it to the number of restarts
 
 
 class Logger(Protocol):
@@ -93,6 +94,19 @@ class LoggerGroup:
             if configure := getattr(logger, "configure", None):
                 self._call(logger, configure, config)
 
+    def account(
+        self, step: int, seconds: Mapping[str, float], *, has_ended: bool = False
+    ) -> None:
+        """Passes a fit's seconds by part to the loggers that account for them."""
+        for logger in self._active():
+            if isinstance(logger, JSONLinesLogger):
+                self._call(logger, logger.account, step, seconds, has_ended)
+
+    def goodput(self) -> str:
+        """Returns a line about the run's wall time, or "" if it would not be useful."""
+        found = (x.goodput() for x in self._active() if isinstance(x, JSONLinesLogger))
+        return next(filter(None, found), "")
+
     def message(self, text: str) -> None:
         """Sends the text to each logger; only one of them prints it."""
         loggers = self._active()
@@ -149,6 +163,9 @@ class JSONLinesLogger:
     atomic replacement of the file. A run that starts from step 0 renames an older file
     to ``<stem>.1<suffix>``, or to the next free number.
 
+    Some lines have the seconds of a fit by part, under ``seconds``, and the seconds of
+    all earlier fits, under ``before``. `goodput` adds them up, also over removed lines.
+
     Args:
         path: The file, often ``metrics.jsonl``; its directory is created if needed.
 
@@ -171,14 +188,16 @@ class JSONLinesLogger:
         self.path = Path(path)
         self._file: io.FileIO | None = None
         self._step = 0
+        self._account, self._is_accounted = Account(), False
 
     def start(self, *, first_step: int, num_steps: int) -> None:
         """Opens the file, without lines after ``first_step`` that a dead run wrote."""
         self.finish()
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._account, self._is_accounted = Account(), False
         try:
             if os.path.lexists(self.path):
-                _cut_lines(self.path, first_step)
+                self._account = _cut_lines(self.path, first_step)
             # The file is not buffered, so a killed process loses no logged step.
             self._file = io.FileIO(self.path, "a", opener=open_regular)
         except ValueError as error:
@@ -200,13 +219,33 @@ class JSONLinesLogger:
         """Writes one line with the text under ``message``, at the last logged step."""
         self._write({"message": text})
 
+    def account(
+        self, step: int, seconds: Mapping[str, float], has_ended: bool = False
+    ) -> None:
+        """Writes one line with the seconds of this fit by part, except the steps."""
+        self._step = step
+        line: dict[str, Any] = {"seconds": _rounded(seconds)}
+        if not self._is_accounted:
+            called = time.time() - sum(seconds.values())
+            line["before"] = _rounded(self._account.next_before(called))
+        if has_ended:
+            line["ended"] = True
+        self._account.read(self._write(line))
+        self._is_accounted = True
+
+    def goodput(self) -> str:
+        """Returns a line about the run's wall time, or "" if it would not be useful."""
+        account = self._account
+        is_useful = self._is_accounted and account.is_worth_a_line()
+        return account.line() if is_useful else ""
+
     def finish(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    def _write(self, values: Mapping[str, Any]) -> None:
+    def _write(self, values: Mapping[str, Any]) -> dict[str, Any]:
         if self._file is None:
             raise RuntimeError("The logger is not open. Call `start` before `log`.")
         line = {"step": self._step, "time": round(time.time(), 3), **values}
@@ -220,6 +259,7 @@ class JSONLinesLogger:
             # resumed run would take it for a line of another program.
             self._file.truncate(size)
             raise
+        return line
 
 
 def _json_number(value: float) -> float | str:
@@ -229,21 +269,36 @@ def _json_number(value: float) -> float | str:
     return number if math.isfinite(number) else json.dumps(number)
 
 
-def _cut_lines(path: Path, last_step: int) -> None:
-    """Removes the lines after a step. For step 0, renames the file instead."""
-    is_kept = [step <= last_step for step, _ in _steps_and_lines(path)]
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(x, 3) for name, x in seconds.items()}
+
+
+def _cut_lines(path: Path, last_step: int) -> Account:
+    """Removes the lines after a step. For step 0, renames the file instead.
+
+    Returns the account of all lines.
+    """
+    account, is_kept, productive = Account(), list[bool](), 0.0
+    for found, _ in _parsed_lines(path):
+        is_kept.append(found["step"] <= last_step)
+        account.read(found)
+        if is_kept[-1]:
+            productive = account.productive_seconds
+    account.repeat_from(last_step, productive)
     if last_step == 0 and is_kept:
         names = (f"{path.stem}.{i}{path.suffix}" for i in itertools.count(1))
         free = (x for x in map(path.with_name, names) if not os.path.lexists(x))
         path.rename(next(free))
-    elif not all(is_kept):
+        # Only the launcher knows that this is the same run, which died before a save.
+        return account if os.environ.get(_RESTART, "0") != "0" else Account()
+    if not all(is_kept):
         # A new file is renamed over the old file, so that after a crash one of the two
         # files is complete.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with os.fdopen(descriptor, "wb") as file:
-                lines = _steps_and_lines(path)
-                file.writelines(line for step, line in lines if step <= last_step)
+                lines = _parsed_lines(path)
+                file.writelines(x for found, x in lines if found["step"] <= last_step)
                 file.flush()
                 os.fsync(descriptor)
         except OSError:
@@ -251,21 +306,26 @@ def _cut_lines(path: Path, last_step: int) -> None:
             raise
         os.chmod(temporary, path.stat().st_mode)  # `mkstemp` lets only the owner read
         os.replace(temporary, path)
+    return account
 
 
-def _steps_and_lines(path: Path) -> Iterator[tuple[float, bytes]]:
-    """Yields each line and its step, which is infinity for a line torn by a crash."""
+def _parsed_lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yields the object and the bytes of each line.
+
+    The step of a line that a crash has torn is infinity.
+    """
     with open(path, "rb", opener=open_regular) as file:
-        lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
+        lines = iter(lambda: file.readline(MAX_LINE_BYTES), b"")
         for number, line in enumerate(lines, start=1):
             # A torn line may not be JSON, but it can only be the last line.
-            is_torn = not line.endswith(b"\n") and len(line) < _MAX_LINE_BYTES
-            yield (math.inf if is_torn else _line_step(path, number, line)), line
+            is_torn = not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES
+            yield {"step": math.inf} if is_torn else _parse(path, number, line), line
 
 
-def _line_step(path: Path, number: int, line: bytes) -> int:
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        return int(parse_object(line, path)["step"])
+        found = parse_object(line, path)
+        return found | {"step": int(found["step"])}
     except (ValueError, TypeError, KeyError) as error:
         raise LogFileError(
             f"Line {number} of '{path}' is {line[:40]!r}. JSONLinesLogger appends only "

@@ -5,7 +5,7 @@ import copy
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax
 
 from nnx_parallel.data.batches import BatchAgreement, data_share
 from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
-from nnx_parallel.data.prefetch import PrefetchIterator, check_data
+from nnx_parallel.data.prefetch import PlacedBatch, PrefetchIterator, check_data
 from nnx_parallel.data.reading import Cursor
 from nnx_parallel.data.rows import (
     LastBatch,
@@ -47,6 +47,7 @@ from nnx_parallel.training.diagnostics import (
     shapes_of,
 )
 from nnx_parallel.training.evaluation import Programs
+from nnx_parallel.training.goodput import Stragglers, WallTime
 from nnx_parallel.training.history import History
 from nnx_parallel.training.recorder import Recorder, Throughput, Tracer, Values
 from nnx_parallel.training.run_state import RunState
@@ -82,6 +83,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._is_alone = jax.process_count() == 1
+        self._wall, self._stragglers = WallTime(), Stragglers()
         check_data(self.data)
         check_last_batch(self.last_batch)
         self.eval_every = check_evaluation(self.eval_data, self.eval_every)
@@ -230,7 +232,7 @@ class Loop:
             self._pass_over()
         # The wait is inside the context of `_termination`. Outside this context, a
         # SIGTERM would end the save early.
-        checkpoints.wait()
+        self._wait_for_save()
         self._summarise()
         if not self._is_alone and self._agreed_stop is None:
             # After the last batch, any process may have received a request to stop.
@@ -248,10 +250,19 @@ class Loop:
         run.save_last()
         self._logger.message(f"All {self.num_steps} steps are done: nothing to train.")
 
+    def _wait_for_save(self) -> None:
+        with self._wall.measure("saves"):
+            self.run.checkpoints.wait()
+
     def _summarise(self) -> None:
         """Logs the steps, the time, the best evaluation and where the run is saved."""
+        if self._began is None:
+            return
+        # The time until the next start counts, except after a stop that was asked for.
+        has_ended = self._stop_reason != SIGTERM
+        self._logger.account(self.run.step, self._wall.seconds, has_ended=has_ended)
         # After a signal, the last message reports the signal instead.
-        if self._began is None or self._stop_reason in _SIGNALS:
+        if self._stop_reason in _SIGNALS:
             return
         first_step, start = self._began
         run, options = self.run, self.run.checkpoints.options
@@ -270,6 +281,8 @@ class Loop:
             saved,
         ]
         self._logger.message(" ".join(filter(None, parts)))
+        if goodput := self._logger.goodput():
+            self._logger.message(goodput)
 
     def _report_save(self, text: str) -> None:
         if self._stop_reason not in _SIGNALS:  # the last message reports signals
@@ -277,13 +290,15 @@ class Loop:
 
     def _train(self) -> None:
         self._began = self.run.step, time.monotonic()
+        self._wall.note_start()
+        self._logger.account(self.run.step, self._wall.seconds)
         self.run.excuse_arrays()
         self._run_steps()
         if skipped := self._recorder.skip_message():
             self._logger.message(skipped)
 
     def _run_steps(self) -> None:
-        run, recorder, checkpoints = self.run, self._recorder, self.run.checkpoints
+        run, checkpoints = self.run, self.run.checkpoints
         step = first_step = run.step
         check_every = self.faults.check_replicas_every
         with (
@@ -303,12 +318,12 @@ class Loop:
                     break
                 if step == first_step:
                     # The compile time must not count towards the step's time or limit.
-                    self._compile(item.batch)
+                    self._compile(item)
                     # Before this line, Ctrl-C may end the fit at once: nothing is lost.
                     self._termination.defers = True
-                count_step()
-                note_step(step + 1)
-                with self._tracer.step(step, run.state), self._explaining_memory():
+                else:
+                    self._note_times(item)
+                with self._beginning(step):
                     # This is one statement, so no variable refers to the donated state.
                     run.state, metrics = self._run_step(step, item.batch)
                 step += 1
@@ -323,9 +338,8 @@ class Loop:
                 if check_every and step % check_every == 0:
                     # The check comes before the hooks, so no hook saves unequal copies.
                     check_replicas(run.state, step)
-                with self._explaining_memory():
-                    # `push` waits for an earlier step, whose hooks may stop the fit.
-                    recorder.push(step, metrics, item.wait_seconds, self._player(step))
+                # This waits for an earlier step, whose hooks may stop the fit.
+                self._push(step, metrics, item.wait_seconds)
                 # All processes must call `is_due` once in every step. Through these
                 # calls they agree on the step at which jax announces a preemption.
                 saves = checkpoints.is_due(step, is_time=item.saves)
@@ -343,6 +357,39 @@ class Loop:
                 if step > first_step:
                     self._pause(step, saves=False)
             self._tracer.stop(run.state)
+
+    @contextlib.contextmanager
+    def _beginning(self, step: int) -> Iterator[None]:
+        """Makes a context in which a step is dispatched."""
+        count_step()
+        note_step(step + 1)
+        with (
+            self._tracer.step(step, self.run.state),
+            self._explaining_memory(),
+            self._wall.dispatching(),
+        ):
+            yield
+
+    def _push(self, step: int, metrics: Metrics, wait_seconds: float) -> None:
+        with self._explaining_memory():
+            self._wall.measure_step(metrics)
+            self._recorder.push(step, metrics, wait_seconds, self._player(step))
+        if self._wall.is_due() and (row := self._recorder.last_row()):
+            self._logger.account(int(row["step"]), self._wall.seconds)
+
+    def _note_times(self, item: PlacedBatch[Batch]) -> None:
+        """Counts the wait for a batch, and compares the processes' times rarely."""
+        recorder, wall = self._recorder, self._wall
+        wall.note_wait(item.wait_seconds, is_idle=recorder.is_idle())
+        if not self._is_alone:
+            slow = self._stragglers.note(
+                read_seconds=item.read_seconds,
+                wait_seconds=item.wait_seconds,
+                dispatch_seconds=wall.dispatch_seconds,
+                blocked_seconds=recorder.blocked_seconds,
+            )
+            for text in slow:
+                self._logger.message(text)
 
     def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
         """Runs a step, with a replay if one is due."""
@@ -414,9 +461,17 @@ class Loop:
             run.data.note = ""
         return placed
 
-    def _compile(self, batch: Batch) -> None:
+    def _compile(self, item: PlacedBatch[Batch]) -> None:
+        """Measures the start of the fit, and compiles the steps of all players."""
+        self._wall.note_first_wait(item.wait_seconds)
+        with self._wall.measure("compile"):
+            self._compile_steps(item.batch)
+        seconds = self._wall.seconds
+        self._recorder.add_once(compile_seconds=seconds["compile"])
+        self._logger.account(self.run.step, seconds)
+
+    def _compile_steps(self, batch: Batch) -> None:
         """Compiles the steps of all players, after checks that processes agree."""
-        start = time.perf_counter()
         self._first_batch = batch
         agree_on_batch(batch)
         facts = {"batch": shapes_of(batch), "num_rows": count_rows(batch)}
@@ -442,7 +497,6 @@ class Loop:
                 # these steps differ, so FLOP/s would be wrong.
                 throughput = replace(throughput, hardware_flops=None)
             self._recorder.throughput = throughput
-        self._recorder.add_once(compile_seconds=time.perf_counter() - start)
 
     def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
         """Counts the model's FLOPs, and lets go of the first batch later.
@@ -517,14 +571,18 @@ class Loop:
             self.run.metrics = self._recorder.last_row()
             ranks = saves and self.run.checkpoints.ranks_by_eval
             if ranks or self._evaluates(step) or self._ends(step):
-                self._evaluate(step)
+                with self._wall.measure("evaluation"):
+                    self._evaluate(step)
         # `_ends` is called after the evaluation, because its hooks may stop the fit.
         # Then this step is saved.
         ends = self._ends(step)
         if (saves or ends) and self.run.checkpoints.options:
-            self.run.save(step, may_skip=not ends)
+            with self._wall.measure("saves"):
+                self.run.save(step, may_skip=not ends)
         if self.run.checkpoints.is_copy_due(step) and not ends:
-            self.run.copy(step)
+            with self._wall.measure("saves"):
+                self.run.copy(step)
+        self._logger.account(step, self._wall.seconds)
         # The pause does not count towards the next step's time.
         self._recorder.restart_clock()
         if not ends:

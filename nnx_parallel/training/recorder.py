@@ -194,6 +194,7 @@ class Recorder:
         step_seconds: Durations of the last 8 steps, without evaluations, saves and slow
             callbacks.
         bad_step: The step whose loss or gradients ended the run, or 0.
+        blocked_seconds: Seconds in which `flush` waited for the end of steps.
     """
 
     logger: LoggerGroup
@@ -216,7 +217,7 @@ class Recorder:
         self._num_untimed = 0  # steps in flight whose durations are not known
         # Durations since the last call that was excluded; the first may be excluded.
         self._num_timed = self.step_seconds.maxlen or 0
-        self.bad_step = 0
+        self.bad_step, self.blocked_seconds = 0, 0.0
         self._extra: dict[str, float] = {}
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
@@ -247,8 +248,10 @@ class Recorder:
         """Waits for all steps in flight except the newest ``num_behind``."""
         while len(self._in_flight) > num_behind:
             step, metrics, wait_seconds, player = self._in_flight.popleft()
+            start = time.perf_counter()
             row = {name: float(x) for name, x in metrics.items() if not x.ndim}
             # The clock is read after `float`, which waits for the end of the step.
+            self.blocked_seconds += time.perf_counter() - start
             row |= self._timing(wait_seconds) | self._extra
             self._extra = {}
             self._check(step, row, player)
@@ -268,6 +271,11 @@ class Recorder:
             start = time.perf_counter()
             self.on_step(step, row)
             self._exclude(time.perf_counter() - start)
+
+    def is_idle(self) -> bool:
+        """Returns True if all steps that have been dispatched are done."""
+        newest: Any = self._in_flight[-1][1].values() if self._in_flight else ()
+        return all(value.is_ready() for value in newest)
 
     def _exclude(self, seconds: float) -> None:
         """Excludes a call from the durations of steps, if it took longer than a step.

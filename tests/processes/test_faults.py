@@ -467,3 +467,26 @@ def test_sigterm_to_single_process_saves(tmp_path: Path) -> None:
     )
     assert done.returncode == PREEMPTED, done.stderr
     assert "resume with the same command" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("slow_reads", r"it reads a batch in 0\.\d+ s, the others"),
+        ("slow_callback", r"it spends between two steps 0\.\d+ s, the others"),
+        ("none", None),
+    ],
+)
+def test_slow_process_is_named(tmp_path: Path, kind: str, text: str | None) -> None:
+    fault = {"kind": kind, "process": 1, "seconds": 0.05, "step": 99}
+    settings = break_process(kind, steps=66)
+    saved = {"directory": str(tmp_path / "run"), "every": 1000}
+    ended = launch(settings | {"fault": fault, "checkpoint": saved})
+    assert ended.code == 0, ended.text
+    found = [x for x in ended.text.splitlines() if "All processes wait for" in x]
+    if text is None:
+        assert found == []
+    else:  # once, although the processes compare their times twice
+        (line,) = found
+        assert "process 1 (host " in line
+        assert re.search(text, line)

@@ -133,6 +133,8 @@ class Batches:
             rows = tokens if fault.get("kind") == "global" else tokens[self._rows]
             if fault.get("kind") == "alike":
                 rows = tokens[:4]
+            if fault.get("kind") == "slow_reads":
+                time.sleep(fault["seconds"])
             if fault.get("kind") == "stuck" and step == fault["slow_step"]:
                 time.sleep(SLOW_SECONDS)
             if fault.get("kind") == "shape":
@@ -166,6 +168,8 @@ class Fault(Callback):
             threading.Thread(target=die_in_save, args=(saved,), daemon=True).start()
 
     def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        if self._fault.get("kind") == "slow_callback":
+            time.sleep(self._fault["seconds"])
         if self._fault.get("kind") == "talk":
             print("says", step)  # noqa: T201
         if step == self._fault.get("heal_at"):
