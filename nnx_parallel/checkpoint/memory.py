@@ -333,8 +333,8 @@ class MemoryCopies:
                     f"The copies in memory take {format_bytes(total)} on the machine "
                     f"of process {process}, and '{self._where}' has only "
                     f"{format_bytes(total + left)}. Give it more memory (docker run "
-                    "--shm-size, or an emptyDir with medium: Memory on Kubernetes), "
-                    "choose another memory_directory, or leave memory_every out. Runs "
+                    "--shm-size), choose another memory_directory, or leave "
+                    "memory_every out. Runs "
                     f"that were given up may have left files in '{self._run.parent}'."
                 )
         count = len(set(self._machine))
