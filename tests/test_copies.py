@@ -32,7 +32,7 @@ from nnx_parallel import (
 from nnx_parallel.checkpoint.checksum import digest
 from nnx_parallel.checkpoint.contents import to_groups
 from nnx_parallel.checkpoint.copies import overlap, read_layout, shape_of, slices
-from nnx_parallel.checkpoint.memory import RUN, find_neighbours
+from nnx_parallel.checkpoint.memory import RUN, MemoryCopies, find_neighbours
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
@@ -273,6 +273,23 @@ def test_damaged_or_foreign_copy_is_not_read(name: str, dead: Run) -> None:
     # A copy of another run is not this run's loss.
     assert "is not used" in text
     assert f"Resumed from step {SAVED} in '{dead.directory}'." in text
+
+
+def test_no_bit_flip_is_read(dead: Run) -> None:
+    index, data = dead.files("*.json")[0], dead.files("*.data")[0]
+    stored = json.loads(index.read_text())
+    sizes = read_layout(stored["layout"]).sizes
+    parts = [(start, sizes[int(i)]) for i, (start, _) in stored["places"].items()]
+    rng = np.random.default_rng(0)
+    for path in [index] * 30 + [data] * 30:
+        position = int(rng.integers(path.stat().st_size))
+        is_used = path == index or any(a <= position < a + n for a, n in parts)
+        flip(path, position)
+        copies = MemoryCopies(str(dead.directory), str(dead.memory), EVERY)
+        found = copies.find(SAVED)
+        copies.abandon()
+        assert (found is None) == is_used, (path.suffix, position)
+        flip(path, position)
 
 
 def test_copy_is_not_read_after_checkpoints_were_removed(dead: Run) -> None:
