@@ -509,17 +509,25 @@ def explain_non_finite(
     # parameters are the cause.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
-    found = _nan_in(batch)
-    cause = f" The step's batch has {found}." if found else ""
+    arrays = f"All arrays are finite at step {step}, the last step done."
+    if bad:
+        arrays = (
+            f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
+            f"({len(bad)} arrays)."
+        )
+    if found := _nan_in(batch):
+        return (
+            f"The step's batch has {found}. Remove NaN from the data, or leave such "
+            f"steps out with SkipSteps. {arrays} {kept}"
+        )
     if not bad:
         return (
-            f"All arrays are finite at step {step}, the last step done. {kept} Check "
-            f"the batch of the bad step, and how the loss uses it.{cause}"
+            f"{arrays} {kept} Check the batch of the bad step, and how the loss uses "
+            "it."
         )
     return (
-        f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
-        f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
-        f"optax.clip_by_global_norm, or look at the batches of these steps.{cause}"
+        f"{arrays} {kept} Lower the learning rate, clip with "
+        "optax.clip_by_global_norm, or look at the batches of these steps."
     )
 
 
