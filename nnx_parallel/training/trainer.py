@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from flax import nnx
@@ -40,6 +40,7 @@ from nnx_parallel.training.arguments import (
 from nnx_parallel.training.auto_remat import rank_remats
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import (
+    ShownStep,
     check_length,
     check_model,
     check_seed,
@@ -374,7 +375,11 @@ class Trainer:
         Reading this number waits for the previous step. ``(state, batch, "critic")``
         runs a step of a given player. ``lower`` and ``trace`` take the same arguments.
         """
-        return self._programs.train_step
+        return self._shown_step
+
+    @cached_property
+    def _shown_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        return ShownStep(self._programs.train_step)
 
     @property
     def players(self) -> Players | None:
