@@ -436,7 +436,7 @@ class Loop:
                 # these steps differ, so FLOP/s would be wrong.
                 throughput = replace(throughput, hardware_flops=None)
             self._recorder.throughput = throughput
-        self._recorder.add_once(compile_seconds=time.perf_counter() - start)
+        self._recorder.add_compilation(time.perf_counter() - start)
 
     def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
         """Counts the model's FLOPs, and lets go of the first batch later.
