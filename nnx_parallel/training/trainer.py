@@ -74,8 +74,25 @@ _METHODS = {
         "fit(...), which resumes from the newest step in Trainer(checkpoint=...)",
     ),
     "predict_step": "predict(data, function)",
+    "summary": "describe()",
+    "train_on_batch": "train_step(trainer.state, trainer.shard_batch(batch)), which "
+    "returns the new state and the metrics. Assign the state to trainer.state",
 }
 """Methods of other libraries' trainers, and ours with the same purpose."""
+
+_WEIGHTS = "from nnx_parallel.weights import"
+
+_REMEDIES = {name: f"Call trainer.{call}." for name, call in _METHODS.items()} | {
+    "compile": "Its step is compiled at the first call of fit. Pass the optimizer and "
+    "the loss to the Trainer: Trainer(model, optimizer, loss).",
+    "save_pretrained": f"Write {_WEIGHTS} save_pretrained, and call "
+    "save_pretrained(directory, trainer.eval_model).",
+    "push_to_hub": f"Write {_WEIGHTS} push_to_hub, and call "
+    "push_to_hub('org/model', trainer.eval_model).",
+    "state_dict": "Read trainer.state, which has parameters, optimizer state and step, "
+    "or nnx.state(trainer.model) for the weights.",
+}
+"""Methods of other libraries' trainers, and what to do here instead."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -274,10 +291,8 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Raises an error that names our method for a method of another library."""
-        if name in _METHODS:
-            raise AttributeError(
-                f"A Trainer has no method {name!r}. Call trainer.{_METHODS[name]}."
-            )
+        if name in _REMEDIES:
+            raise AttributeError(f"A Trainer has no method {name!r}. {_REMEDIES[name]}")
         # If a property has failed, this raises its error again.
         return object.__getattribute__(self, name)
 
