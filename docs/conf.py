@@ -53,7 +53,7 @@ html_title = "nnx_parallel"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_favicon = "_static/logo.svg"
-html_extra_path = ["_build/extra"]  # tutorials to download
+html_extra_path = ["_build/extra"]  # tutorials and examples to download
 html_theme_options = {
     "logo": {
         "text": f"nnx_parallel {release}",
@@ -105,6 +105,7 @@ def _sources_hash() -> str:
 
 
 frame.copy_tutorials()
+frame.copy_examples()
 nb_custom_formats = {".py": "frame.read_tutorial"}
 # Scripts of the site are not pages.
 exclude_patterns += ["*.py"]

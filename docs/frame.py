@@ -1,4 +1,4 @@
-"""A Sphinx extension: descriptions for search engines, and tutorials to download.
+"""A Sphinx extension: descriptions for search engines, and files to download.
 
 It also cleans up the generated API pages.
 """
@@ -43,10 +43,36 @@ def copy_tutorials() -> None:
             f"<span>{before}{RUNTIME % file.stem}</span></p>\n"
         )
         # Only code cells are keys of the cache, and this changes no code cell.
-        (sources / file.name).write_text(f"{head}{title}#\n{links}{rest}")
+        text = f"{head}{title}#\n{links}{link_examples(rest, '../')}"
+        (sources / file.name).write_text(text)
         shutil.copyfile(file, downloads / file.name)
         notebook = jupytext.read(file, fmt="py:percent")
         jupytext.write(notebook, downloads / f"{file.stem}.ipynb")
+
+
+def copy_examples() -> None:
+    """Copies the example scripts that pages link for download."""
+    shutil.rmtree(EXTRA / "examples", ignore_errors=True)
+    (EXTRA / "examples").mkdir(parents=True)
+    for file in sorted((DOCS.parent / "examples").glob("*.py")):
+        shutil.copyfile(file, EXTRA / "examples" / file.name)
+
+
+def link_examples(text: str, root: str) -> str:
+    """Turns names such as `examples/text.py` in Markdown into links for download.
+
+    Args:
+        text: Markdown.
+        root: Path from the page to the root of the site, such as ``"../"``.
+    """
+    link = rf'<a href="{root}\1" download><code>\1</code></a>'
+    return re.sub(r"`(examples/\w+\.py)`", link, text)
+
+
+def link_page(app: Sphinx, page: str, source: list[str]) -> None:
+    """Links the example scripts in a page."""
+    if not page.startswith("tutorials/"):  # their copies have the links
+        source[0] = link_examples(source[0], "../" * page.count("/"))
 
 
 def read_tutorial(text: str) -> NotebookNode:
@@ -167,6 +193,7 @@ def describe_pictures(app: Sphinx, document: nodes.document, page: str) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connects everything."""
     app.connect("source-read", summarize)
+    app.connect("source-read", link_page)
     app.connect("doctree-resolved", fill_runtimes)
     app.connect("doctree-resolved", call_attributes_so)
     app.connect("doctree-resolved", describe_pictures)

@@ -25,6 +25,8 @@ from nnx_parallel import (
     Composite,
     DataParallel,
     ExpertParallel,
+    Player,
+    Players,
     Trainer,
 )
 from nnx_parallel.checkpoint.options import check_space
@@ -127,7 +129,11 @@ def test_wrong_values_in_late_batch_are_named(wrong: dict, message: str) -> None
     message = f"The step's batch has {message}"
     with pytest.raises(NonFiniteLossError, match=re.escape(message)) as found:
         make_trainer(loss=optax_loss).fit(data, 10)
-    assert str(found.value).startswith("Step 7: loss nan")
+    text = str(found.value)
+    assert text.startswith("Step 7: loss nan")
+    # The cause comes before the arrays that it has made NaN.
+    assert message in text.partition("Not finite at step")[0]
+    assert "Lower the learning rate" not in text
 
 
 def test_error_in_loss_names_shapes_and_model() -> None:
@@ -255,10 +261,40 @@ def jax_filtering(mode: str) -> Iterator[None]:
         jax.config.update("jax_traceback_filtering", before)
 
 
-def test_traceback_of_own_error_keeps_frames() -> None:
+def test_traceback_of_own_error_has_only_users_frames() -> None:
+    trainer = make_trainer(loss=lambda model, batch: model(batch["x"]))
     with pytest.raises(LossError) as found:
-        make_trainer(loss=lambda model, batch: model(batch["x"])).fit([BATCH], 1)
-    assert files_in_trace(found.value)[-1] != __file__
+        trainer.fit([BATCH], 1)
+    assert files_in_trace(found.value) == [__file__]
+    with pytest.raises(BatchShapeError) as found:
+        trainer.shard_batch({"x": np.ones((7, 4), np.float32)})
+    assert files_in_trace(found.value) == [__file__]
+    with pytest.raises(LossError) as found, jax_filtering("off"):
+        trainer.fit([BATCH], 1)
+    assert len(files_in_trace(found.value)) > 3
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_error_in_step_of_custom_loop_is_shown_like_error_of_fit(
+    num_losses: int,
+) -> None:
+    wide = {"x": np.ones((16, 9), np.float32), "y": np.zeros(16, np.int32)}
+    player = Player(optax.sgd(0.1), optax_loss, nnx.Param)
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "loss": optax_loss}
+    if num_losses > 1:
+        options = {"optimizer": Players(a=player, b=player), "loss": None}
+    trainer = make_trainer(**options)
+    batch = trainer.shard_batch(wide)
+    step: Any = trainer.train_step
+    note = "in the loss, batch {x: f32[16,9], y: i32[16]}, model Linear"
+    for call in (step, step.lower, step.trace):
+        with pytest.raises(TypeError) as found:
+            call(trainer.state, batch)
+        assert found.value.__notes__[-1] == note
+        files = files_in_trace(found.value)
+        package = str(Path(nnx_parallel.__file__).parent)
+        assert not [file for file in files if file.startswith(package)]
+        assert files[0] == __file__
 
 
 class Noted(nnx.Module):

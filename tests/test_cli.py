@@ -177,6 +177,84 @@ def test_jobset_does_not_count_restarts_after_preemption(
     assert pod["restartPolicy"] == "Never"
 
 
+def gke_pods(topology: str, capsys: pytest.CaptureFixture[str]) -> tuple[Any, Any]:
+    """The Job and the pod in the manifest for a slice of TPUs."""
+    assert main(["launch", "--print", "gke", "--topology", topology, *JOB.command]) == 0
+    (jobs,) = yaml.safe_load(capsys.readouterr().out)["spec"]["replicatedJobs"]
+    job = jobs["template"]["spec"]
+    return job, job["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "label", "num_hosts", "chips"),
+    [
+        ("v5p:2x2x4", "tpu-v5p-slice", 4, 4),
+        ("v5p:2x2x1", "tpu-v5p-slice", 1, 4),
+        ("v4:4x4x4", "tpu-v4-podslice", 16, 4),
+        ("v5e:4x8", "tpu-v5-lite-podslice", 8, 4),
+        ("v6e:16x16", "tpu-v6e-slice", 64, 4),
+        ("v6e:1x1", "tpu-v6e-slice", 1, 1),
+    ],
+)
+def test_gke_manifest_has_a_pod_for_each_host(
+    topology: str,
+    label: str,
+    num_hosts: int,
+    chips: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job, pod = gke_pods(topology, capsys)
+    assert (job["parallelism"], job["completions"]) == (num_hosts, num_hosts)
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": label,
+        "cloud.google.com/gke-tpu-topology": topology.partition(":")[2],
+    }
+    (container,) = pod["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": chips}}
+    assert container["command"] == ["python", *JOB.command]
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert env["NNX_PARALLEL_NUM_PROCESSES"] == str(num_hosts)
+    # The other rules are those of the manifest for GPUs.
+    given = {"command": JOB.command, "num_processes": num_hosts}
+    gpus = yaml.safe_load(MANIFESTS["jobset"](Job(**given)))
+    (jobs,) = gpus["spec"]["replicatedJobs"]
+    assert job["podFailurePolicy"] == jobs["template"]["spec"]["podFailurePolicy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "v5p:2x2"], "Unknown topology 'v5p:2x2'. Write KIND:SHAPE"),
+        (["--topology", "v9:2x2x1"], "Kinds: v4, v5e, v5p, v6e;"),
+        (["--topology", "v5p:1x1x5"], "5 chips, which do not divide by the 4 chips"),
+        ([], "--print gke and --topology are used together"),
+        (
+            ["--topology", "v5p:2x2x4", "--processes", "2"],
+            "--processes is 2, but v5p:2x2x4 has 4 hosts with 4 chips each.",
+        ),
+        (
+            ["--topology", "v5p:2x2x4", "--devices-per-process", "8"],
+            "--devices-per-process is 8, but v5p:2x2x4 has 4 hosts with 4 chips each.",
+        ),
+        (["--topology", "v5p:2x2x4", "--cpu"], "--cpu and --topology exclude"),
+    ],
+)
+def test_wrong_topology_is_an_error(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not options:
+        options = ["--processes", "2"]
+    with pytest.raises(SystemExit):
+        main(["launch", "--print", "gke", *options, "train.py"])
+    assert message in capsys.readouterr().err
+
+
+def test_topology_is_only_for_gke(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--topology", "v5p:2x2x4", "train.py"])
+    assert "--print gke and --topology are used together" in capsys.readouterr().err
+
+
 def test_jobset_name_begins_with_letter(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--processes", "2", "--print", "jobset"]
     assert main(["launch", *options, "08_processes.py"]) == 0

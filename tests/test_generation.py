@@ -1,7 +1,8 @@
 """Generation: equal tokens under every strategy, padded prompts, stop tokens."""
 
 import re
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -11,7 +12,15 @@ import optax
 import pytest
 from flax import nnx
 
-from nnx_parallel import FSDP, Composite, Pipeline, TensorParallel, Trainer
+from nnx_parallel import (
+    FSDP,
+    Composite,
+    ContextParallel,
+    ExpertParallel,
+    Pipeline,
+    TensorParallel,
+    Trainer,
+)
 from nnx_parallel.layers import Experts
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss, pad_prompts
 from nnx_parallel.models.generation import _Sampler  # pyright: ignore[reportPrivateUsage]
@@ -25,9 +34,9 @@ CONFIG = GPTConfig.tiny_llama(
 )
 
 
-def decided(rngs: nnx.Rngs) -> GPT:
+def decided(rngs: nnx.Rngs, config: GPTConfig = CONFIG) -> GPT:
     """A GPT with larger parameters, so that greedy choices are clear."""
-    model = GPT(CONFIG, rngs=rngs)
+    model = GPT(config, rngs=rngs)
     nnx.update(model, jax.tree.map(lambda x: 4 * x, nnx.state(model, nnx.Param)))
     return model
 
@@ -44,9 +53,14 @@ def sampled(model: Any, batch: Any) -> jax.Array:
     return generate(model, **batch, key=jax.random.key(3), stop=(7,), **SAMPLING)
 
 
-def made_under(plan: Plan, function: Any) -> np.ndarray:
+EXPERTS = replace(
+    CONFIG, mlp_dim=None, experts=Experts(num_experts=4, top_k=2, mlp_dim=32)
+)
+
+
+def made_under(plan: Plan, function: Any, config: GPTConfig = CONFIG) -> np.ndarray:
     trainer = Trainer(
-        decided,
+        partial(decided, config=config),
         optax.sgd(0.1),
         next_token_loss,
         strategy=plan.strategy(),
@@ -60,8 +74,8 @@ def made_under(plan: Plan, function: Any) -> np.ndarray:
 
 
 @cache
-def expected(function: Any) -> np.ndarray:
-    return made_under(ONE_DEVICE, function)
+def expected(function: Any, config: GPTConfig = CONFIG) -> np.ndarray:
+    return made_under(ONE_DEVICE, function, config)
 
 
 STAGES = {
@@ -88,6 +102,38 @@ def test_generation_matches_one_device(function: Any, plan: str) -> None:
     assert found.shape == (8, 8)
     assert len(np.unique(expected(function)[:, 4:])) > 3
     np.testing.assert_array_equal(found, expected(function))
+
+
+SPLIT: dict[str, tuple[Plan, GPTConfig]] = {
+    "cp2": (Plan(make=lambda rules: ContextParallel(2)), CONFIG),
+    "fsdp2_cp2": (
+        Plan(make=lambda rules: Composite(FSDP(2, min_size=0), ContextParallel(2))),
+        CONFIG,
+    ),
+    "ep2": (Plan(make=lambda rules: ExpertParallel(2)), EXPERTS),
+    "ep4_tp2": (
+        Plan(make=lambda rules: Composite(ExpertParallel(4), TensorParallel(2))),
+        EXPERTS,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("plan", "config"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.deep] * ("_" in name))
+        for name, case in SPLIT.items()
+    ],
+)
+@pytest.mark.parametrize("function", [continued, sampled])
+def test_generation_with_split_sequences_or_experts_matches_one_device(
+    function: Any, plan: Plan, config: GPTConfig
+) -> None:
+    found = made_under(plan, function, config)
+    wanted = expected(function, config)
+    assert found.shape == (8, 8)
+    assert len(np.unique(wanted[:, 4:])) > 3
+    np.testing.assert_array_equal(found, wanted)
 
 
 CONFIGS = {

@@ -22,7 +22,7 @@ HISTORY: Any = History(
 
 
 def test_text_is_one_line() -> None:
-    text = "History(steps 1 to 1000: loss 3 -> 1, eval_loss 2.5 -> 1.5)"
+    text = "History(steps 1 to 1000: loss 3.000 -> 1.000, eval_loss 2.500 -> 1.500)"
     assert repr(HISTORY) == str(HISTORY) == text
     assert repr(History()) == "History(no steps)"
 
@@ -30,9 +30,9 @@ def test_text_is_one_line() -> None:
 def test_notebook_shows_plot_of_each_metric() -> None:
     html = HISTORY._repr_html_()
     assert re.findall(r"<title>(.*?)</title>", html) == [
-        "loss 3 -&gt; 1, eval_loss 2.5 -&gt; 1.5",
-        "accuracy 0.5 -&gt; 0.5",
-        "eval_f1 0.25 -&gt; 0.75",
+        "loss 3.000 -&gt; 1.000, eval_loss 2.500 -&gt; 1.500",
+        "accuracy 0.500 -&gt; 0.500",
+        "eval_f1 0.250 -&gt; 0.750",
     ]
     assert html.count("<polyline") == 2
     assert html.count("<circle") == 4

@@ -362,6 +362,51 @@ OTHER_HABITS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "A Trainer has no method 'resume'. Call trainer.fit(...), which resumes from "
         "the newest step in Trainer(checkpoint=...).",
     ),
+    "compile": (
+        lambda: make().compile(SGD, loss),
+        AttributeError,
+        "A Trainer has no method 'compile'. Its step is compiled at the first call of "
+        "fit. Pass the optimizer and the loss to the Trainer: Trainer(model, "
+        "optimizer, loss).",
+    ),
+    "summary": (
+        lambda: make().summary(),
+        AttributeError,
+        "A Trainer has no method 'summary'. Call trainer.describe().",
+    ),
+    "train_on_batch": (
+        lambda: make().train_on_batch(BATCH),
+        AttributeError,
+        "A Trainer has no method 'train_on_batch'. Call trainer.train_step("
+        "trainer.state, trainer.shard_batch(batch)), which returns the new state and "
+        "the metrics. Assign the state to trainer.state.",
+    ),
+    "save_pretrained": (
+        lambda: make().save_pretrained("out"),
+        AttributeError,
+        "A Trainer has no method 'save_pretrained'. Write from nnx_parallel.weights "
+        "import save_pretrained, and call save_pretrained(directory, "
+        "trainer.eval_model).",
+    ),
+    "push_to_hub": (
+        lambda: make().push_to_hub("me/model"),
+        AttributeError,
+        "A Trainer has no method 'push_to_hub'. Write from nnx_parallel.weights import "
+        "push_to_hub, and call push_to_hub('org/model', trainer.eval_model).",
+    ),
+    "state_dict": (
+        lambda: make().state_dict(),
+        AttributeError,
+        "A Trainer has no method 'state_dict'. Read trainer.state, which has "
+        "parameters, optimizer state and step, or nnx.state(trainer.model) for the "
+        "weights.",
+    ),
+    "load_state_dict": (
+        lambda: make().load_state_dict({}),
+        AttributeError,
+        "A Trainer has no method 'load_state_dict'. Call trainer.restore() for a "
+        "checkpoint, or load_weights(path) for weights.",
+    ),
     "sizes of a model": (
         lambda: GPTConfig.tiny(n_layer=3),
         TypeError,
@@ -425,6 +470,17 @@ def test_habits_of_other_libraries_are_answered(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_remedies_for_other_names_work() -> None:
+    trainer = make()
+    assert "layer.kernel" in str(trainer.describe())
+    trainer.state, metrics = trainer.train_step(
+        trainer.state, trainer.shard_batch(BATCH)
+    )
+    assert trainer.step == 1
+    assert np.isfinite(float(metrics["loss"]))
+    assert {"layer"} == set(nnx.state(trainer.model))
 
 
 def test_unknown_name_of_package_raises() -> None:

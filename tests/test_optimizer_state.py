@@ -291,6 +291,47 @@ SCHEDULED: dict[str, tuple[Any, dict[str, list[float]]]] = {
     ),
     "constant": (optax.adam(0.1), {}),
     "schedule that is not a rate": (optax.scale_by_schedule(halved), {}),
+    "only a negative schedule": (
+        optax.scale_by_schedule(lambda count: -schedule(count)),
+        {"learning_rate": RATE},
+    ),
+    "schedule, then the sign": (
+        optax.chain(
+            optax.scale_by_adam(), optax.scale_by_schedule(schedule), optax.scale(-1)
+        ),
+        {"learning_rate": RATE},
+    ),
+    "negative schedule": (
+        optax.chain(
+            optax.clip(1.0),
+            optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1)),
+            optax.scale_by_schedule(lambda count: -schedule(count)),
+        ),
+        {"learning_rate": RATE},
+    ),
+    "constant rate and schedule": (
+        optax.chain(optax.adam(2.0), optax.scale_by_schedule(schedule)),
+        {"learning_rate": [0.02, 0.04, 0.06]},
+    ),
+    "schedule of the gradients": (
+        optax.chain(optax.scale_by_schedule(schedule), optax.adam(2.0)),
+        {},
+    ),
+    "labels and negative schedule": (
+        optax.multi_transform(
+            {
+                "matrix": optax.chain(
+                    optax.scale_by_adam(),
+                    optax.scale(0.5),
+                    optax.scale_by_schedule(schedule),
+                    optax.scale(-2.0),
+                ),
+                "bias": optax.adam(halved),
+            },
+            kinds,
+        ),
+        {"learning_rate/matrix": RATE, "learning_rate/bias": TWICE},
+    ),
     "several": (
         optax.chain(optax.sgd(schedule), optax.sgd(halved)),
         {"learning_rate/0": RATE, "learning_rate/1": TWICE},

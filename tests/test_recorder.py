@@ -144,7 +144,7 @@ def test_callback_that_is_slow_in_most_steps_is_in_durations(
 
 def test_columns_are_aligned() -> None:
     recorder, _, memory = make_recorder()
-    recorder.add_once(compile_seconds=3.0)
+    recorder.add_compilation(3.0)
     recorder.push(1, metrics(loss=4.0), 0.5)
     recorder.push(2, metrics(loss=3.0, extra=7.0), 0.25)
     recorder.flush()
@@ -153,7 +153,10 @@ def test_columns_are_aligned() -> None:
     np.testing.assert_array_equal(history["step"], [1, 2])
     np.testing.assert_array_equal(history["loss"], [4.0, 3.0])
     np.testing.assert_array_equal(history["extra"], [math.nan, 7.0])
-    np.testing.assert_array_equal(history["compile_seconds"], [3.0, math.nan])
+    assert history.compile_seconds == 3.0
+    with pytest.raises(KeyError, match=r"an attribute: history\.compile_seconds"):
+        _ = history["compile_seconds"]
+    assert [row.get("compile_seconds") for _, row in memory.rows] == [3.0, None, None]
     np.testing.assert_array_equal(history["data_wait_seconds"], [0.5, 0.25])
     np.testing.assert_array_equal(history["eval_step"], [2])
     np.testing.assert_array_equal(history["eval_loss"], [5.0])

@@ -73,6 +73,17 @@ def test_tutorials_can_be_downloaded() -> None:
             assert f'href="{file.name}"' in page
 
 
+def test_examples_can_be_downloaded() -> None:
+    copy = HTML / "examples" / "text.py"
+    source = HTML.parents[2] / "examples" / "text.py"
+    assert copy.read_text() == source.read_text()
+    for page, link in (
+        ("tutorials/18_text", "../examples/text.py"),
+        ("recipes", "examples/text.py"),
+    ):
+        assert f'href="{link}" download' in (HTML / f"{page}.html").read_text()
+
+
 def test_repository_is_linked_if_configured() -> None:
     """The link depends on a setting of docs/conf.py."""
     page = (HTML / "faq.html").read_text()

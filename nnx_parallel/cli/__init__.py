@@ -10,7 +10,7 @@ from pathlib import Path
 
 from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
-from nnx_parallel.cli.launch import MANIFESTS, Job, launch
+from nnx_parallel.cli.launch import MANIFESTS, Job, TpuSlice, launch
 from nnx_parallel.cli.plan import add_options, run_plan
 from nnx_parallel.cli.verify import verify
 from nnx_parallel.distributed.agreement import versions
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = rest
         return run_plan(options)
     options = _read_after_script(commands["launch"], options, rest)
+    tpu_slice = _tpu_slice(commands["launch"], options)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes must be at least 1 and --max-restarts at least 0")
     least = options.min_processes
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         min_processes=options.min_processes,
         cpu=options.cpu,
         host=options.host,
+        tpu_slice=tpu_slice,
     )
     if options.print:  # nothing is started, so this machine needs no devices
         sys.stdout.write(MANIFESTS[options.print](job))
@@ -77,6 +79,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The message explains the mistake in the command, so no traceback is printed.
         sys.stderr.write(f"{error}\n")
         return 2
+
+
+def _tpu_slice(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> TpuSlice | None:
+    """Reads ``--topology``, and sets the number of processes that it implies."""
+    if (options.print == "gke") != (options.topology is not None):
+        parser.error("--print gke and --topology are used together")
+    if options.topology is None:
+        return None
+    try:
+        found = TpuSlice.parse(options.topology)
+    except ValueError as error:
+        parser.error(str(error))
+    for name, given, needed in (
+        ("--processes", options.processes, found.num_hosts),
+        ("--devices-per-process", options.devices_per_process, found.chips_per_host),
+    ):
+        if given not in (None, needed):
+            parser.error(
+                f"{name} is {given}, but {options.topology} has {found.num_hosts} "
+                f"hosts with {found.chips_per_host} chips each. Leave {name} out."
+            )
+    if options.cpu:
+        parser.error("--cpu and --topology exclude each other")
+    options.processes = found.num_hosts
+    return found
 
 
 def _read_after_script(
@@ -94,12 +123,12 @@ def _read_after_script(
         rest: The arguments after ``--``, which belong to the script.
     """
     after = options.arguments
-    if options.processes is None:
+    if options.processes is None and options.topology is None:
         kind = argparse.ArgumentParser
         reader = kind(prog=parser.prog, add_help=False, allow_abbrev=False)
         _add_launch_options(reader)
         options, after = reader.parse_known_args(after, options)
-        if options.processes is None:
+        if options.processes is None and options.topology is None:
             parser.error("the following arguments are required: --processes")
     else:
         names = parser._option_string_actions
@@ -223,3 +252,8 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     manifest = "write a script or manifest for a cluster's scheduler instead"
     add("--print", choices=MANIFESTS, help=manifest)
+    topology = (
+        "kind and shape of a TPU slice for --print gke, such as v5p:2x2x4; it replaces "
+        "--processes"
+    )
+    add("--topology", metavar="KIND:SHAPE", help=topology)

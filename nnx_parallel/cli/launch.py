@@ -8,6 +8,7 @@ processes, and restarts all of them after a failure. In the training script,
 import contextlib
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -55,6 +56,77 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 Process = subprocess.Popen[bytes]
 
 
+_GKE_ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+}
+"""Values of GKE's node label for each kind of TPU, as in
+https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus"""
+
+_FLAT = ("v5e", "v6e")  # the chips of these kinds form a rectangle, not a box
+
+_CHIPS_PER_HOST = 4
+
+
+@dataclass(frozen=True)
+class TpuSlice:
+    """A slice of TPUs on GKE.
+
+    Attributes:
+        kind: The kind of the chips, such as ``"v5p"``.
+        shape: The numbers of chips along each dim of the slice.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "TpuSlice":
+        """Reads a text such as ``v5p:2x2x4``.
+
+        Raises:
+            ValueError: If GKE has no such slice.
+        """
+        kind, _, dims = text.partition(":")
+        ndim = 2 if kind in _FLAT else 3
+        if kind not in _GKE_ACCELERATORS or not re.fullmatch(
+            rf"[1-9]\d*(x[1-9]\d*){{{ndim - 1}}}", dims
+        ):
+            raise ValueError(
+                f"Unknown topology {text!r}. Write KIND:SHAPE, such as v5p:2x2x4 or "
+                f"v6e:4x4. Kinds: {', '.join(_GKE_ACCELERATORS)}; "
+                f"{' and '.join(_FLAT)} have two dims, the others three."
+            )
+        found = cls(kind, tuple(map(int, dims.split("x"))))
+        chips = math.prod(found.shape)
+        if chips % min(chips, _CHIPS_PER_HOST):
+            raise ValueError(
+                f"The topology {text!r} has {chips} chips, which do not divide by the "
+                f"{_CHIPS_PER_HOST} chips of a host."
+            )
+        return found
+
+    @property
+    def chips_per_host(self) -> int:
+        """The number of chips of each host."""
+        return min(math.prod(self.shape), _CHIPS_PER_HOST)
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts, each of which runs one process."""
+        return math.prod(self.shape) // self.chips_per_host
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of the nodes on GKE."""
+        return {
+            "cloud.google.com/gke-tpu-accelerator": _GKE_ACCELERATORS[self.kind],
+            "cloud.google.com/gke-tpu-topology": "x".join(map(str, self.shape)),
+        }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The command of a run, and the number of processes that run it.
@@ -69,6 +141,7 @@ class Job:
             all processes. ``None`` means that all processes are needed.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
+        tpu_slice: The slice of TPUs on which GKE runs the processes.
     """
 
     command: tuple[str, ...]
@@ -78,6 +151,7 @@ class Job:
     min_processes: int | None = None
     cpu: bool = False
     host: str = "127.0.0.1"
+    tpu_slice: TpuSlice | None = None
 
     @property
     def cpu_variables(self) -> dict[str, str]:
@@ -459,7 +533,10 @@ _POD_RULES = f"""\
 
 
 def jobset(job: Job) -> str:
-    """Returns a Kubernetes JobSet, with one pod per process, restarted together."""
+    """Returns a Kubernetes JobSet, with one pod per process, restarted together.
+
+    With a ``tpu_slice``, each pod runs on one host of the slice on GKE.
+    """
     # Strings are quoted, because some parsers read an unquoted 3e-4 as a number, and y
     # as true.
     name, indent = _name(job), "\n" + 14 * " "
@@ -475,7 +552,13 @@ def jobset(job: Job) -> str:
     )
     # With backoffLimit 0 no pod restarts without the others, which would still wait in
     # a collective. The JobSet restarts all pods.
+    where = ""
     limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
+    if job.tpu_slice:
+        limits = f"{indent}    google.com/tpu: {job.tpu_slice.chips_per_host}"
+        labels = job.tpu_slice.labels.items()
+        pairs = "".join(f'{indent}{k}: "{v}"' for k, v in labels)
+        where = "\n" + 12 * " " + f"nodeSelector:{pairs}"
     return f"""\
 # Replace IMAGE by the image with the code, then run kubectl apply -f on this file.
 apiVersion: "jobset.x-k8s.io/v1alpha2"
@@ -500,7 +583,7 @@ spec:
 {_POD_RULES}        template:
           spec:
             restartPolicy: "Never"
-            terminationGracePeriodSeconds: 120
+            terminationGracePeriodSeconds: 120{where}
             containers:
             - name: "train"
               image: "IMAGE"
@@ -537,7 +620,7 @@ done
 """
 
 
-MANIFESTS = {"slurm": slurm, "jobset": jobset, "tpu": tpu}
+MANIFESTS = {"slurm": slurm, "jobset": jobset, "gke": jobset, "tpu": tpu}
 
 
 def _name(job: Job) -> str:

@@ -7,10 +7,11 @@ matrix. In this module, "rank" means the rank of an array in one layer.
 
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import jax
@@ -254,7 +255,8 @@ def learning_rates(
     """Returns the learning rates of a step, by the names of their metrics.
 
     A rate is read from ``optax.inject_hyperparams``, or computed from a schedule that
-    an optimizer of Optax got as its learning rate. A constant rate cannot be read. A
+    an optimizer of Optax got as its learning rate, or from the only
+    ``optax.scale_by_schedule`` at the end of a chain. A constant rate cannot be read. A
     single rate is ``learning_rate``. If there are several, each name has the label of
     ``optax.multi_transform``, or a number, as in ``learning_rate/muon``.
 
@@ -273,7 +275,8 @@ def learning_rates(
 
     nodes = jax.tree_util.tree_leaves_with_path(before, is_leaf=is_count)
     counts = [(path_of(keys), node.count) for keys, node in nodes if is_count(node)]
-    schedules = _schedules(getattr(tx, "update", None), set()) or []
+    links = _links(getattr(tx, "update", None))
+    schedules = _schedules_in_chain(links, set()) or []
     # The states and the schedules have the same order. If an optimizer hides some of
     # the schedules, it is unknown which schedule belongs to which state.
     if len(counts) == len(schedules):
@@ -319,12 +322,76 @@ def _schedules(part: Any, seen: set[int]) -> list[Callable | None] | None:
         return []
     seen.add(id(part))
     held = _closure_of(part)
-    if part.__qualname__ == "scale_by_schedule.<locals>.update_fn":
+    if _is_made_by("chain", part):
+        return _schedules_in_chain(_links(part), seen)
+    if _is_made_by("scale_by_schedule", part):
         step_size = held.get("step_size_fn")
         is_rate = "scale_by_learning_rate." in getattr(step_size, "__qualname__", "")
         return [_closure_of(step_size).get("learning_rate") if is_rate else None]
     found = [_schedules(value, seen) for value in held.values()]
     return None if sum(each != [] for each in found) > 1 else _joined(found)
+
+
+def _is_made_by(name: str, update: Any) -> bool:
+    """Returns True if a function of Optax has made an update function."""
+    return getattr(update, "__qualname__", "") == f"{name}.<locals>.update_fn"
+
+
+def _links(update: Any) -> list[Any]:
+    """Returns the update functions of a chain in order, also of chains inside it."""
+    name = getattr(update, "__qualname__", "")
+    if name == "with_extra_args_support.<locals>.update":
+        return _links(_closure_of(update)["tx"].update)
+    if name.startswith("_knowing_layers."):  # of `sharding.optimizer`
+        return _links(_closure_of(update)["function"])
+    if _is_made_by("chain", update):
+        return [x for inner in _closure_of(update)["update_fns"] for x in _links(inner)]
+    return [update]
+
+
+def _schedules_in_chain(
+    links: list[Any], seen: set[int]
+) -> list[Callable | None] | None:
+    found = [_schedules(link, seen) for link in links]
+    owners = [i for i, schedules in enumerate(found) if schedules != []]
+    # If there is only one schedule, it is a learning rate even outside of
+    # `scale_by_learning_rate`: chain(scale_by_adam(), scale_by_schedule(s), scale(-1)).
+    if len(owners) == 1 and found[owners[0]] == [None]:
+        found[owners[0]] = [_rate_of(links, owners[0])]
+    return _joined(found)
+
+
+def _rate_of(links: list[Any], index: int) -> Callable | None:
+    """Returns the learning rate of a chain with ``optax.scale_by_schedule`` at a place.
+
+    The rate is the factor by which the chain multiplies the result of the last link
+    that is not a scale. It is unknown if such a link comes after the schedule. A factor
+    that is not negative is not a learning rate.
+    """
+    is_plain = _is_made_by("scale_by_schedule", links[index])
+    schedule = _closure_of(links[index]).get("step_size_fn") if is_plain else None
+    factors = [_constant_scale(link) for link in links]
+    after, before = factors[index + 1 :], factors[:index]
+    if schedule is None or None in after:
+        return None
+    adjacent = takewhile(lambda factor: factor is not None, reversed(before))
+    factor = math.prod(filter(None, [*adjacent, *after]))
+
+    def rate(count: Any) -> Any:
+        return -factor * schedule(count)
+
+    # A schedule with a warm-up may begin at 0.
+    with jax.ensure_compile_time_eval(), contextlib.suppress(Exception):
+        some = [float(rate(jnp.int32(count))) for count in (0, 1)]
+        return rate if min(some) >= 0 and max(some) > 0 else None
+    return None
+
+
+def _constant_scale(update: Any) -> float | None:
+    """Returns the number of ``optax.scale``; ``None`` for other transformations."""
+    is_scale = _is_made_by("scale", update)
+    factor = _closure_of(update).get("step_size") if is_scale else None
+    return float(factor) if isinstance(factor, int | float) else None
 
 
 def _joined(lists: list[list[Callable | None] | None]) -> list[Callable | None] | None:

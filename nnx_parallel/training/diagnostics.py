@@ -35,6 +35,7 @@ from nnx_parallel.errors import (
     DeviceMemoryError,
     DisagreementError,
     LossError,
+    ParallelError,
     ParallelWarning,
     hide_own_frames,
     suggest,
@@ -227,7 +228,7 @@ def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) 
 
 
 def show_as_users(error: Exception) -> None:
-    """Makes an error in a user's function, such as the loss, easier to read.
+    """Makes an error in a user's function, or a `ParallelError`, easier to read.
 
     The note of `noting_call` moves to the end, behind the notes that JAX adds. The
     traceback leaves out this library's frames, as JAX leaves out its frames, unless
@@ -237,8 +238,46 @@ def show_as_users(error: Exception) -> None:
     notes.sort(key=lambda note: isinstance(note, _CallNote))
     is_of_user = any(isinstance(note, _CallNote) for note in notes)
     config: Any = jax.config  # jax 0.10 does not declare the setting
-    if is_of_user and config.jax_traceback_filtering != "off":
+    hides = config.jax_traceback_filtering != "off"
+    if hides and (is_of_user or isinstance(error, ParallelError)):
         hide_own_frames(error)
+
+
+def _shown(function: Callable) -> Callable:
+    @wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        try:
+            return function(*args, **keywords)
+        except Exception as error:
+            show_as_users(error)
+            raise
+
+    return call
+
+
+class ShownStep:
+    """A compiled step for custom loops; its errors are shown by `show_as_users`.
+
+    Attributes:
+        lower: Function that lowers the step, as ``jax.jit`` does.
+        trace: Function that traces the step, as ``jax.jit`` does.
+    """
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self.lower, self.trace = _shown(step.lower), _shown(step.trace)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the step."""
+        try:
+            return self._step(*args)
+        except Exception as error:
+            show_as_users(error)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns other attributes of the step."""
+        return getattr(self._step, name)
 
 
 @contextlib.contextmanager
@@ -509,17 +548,25 @@ def explain_non_finite(
     # parameters are the cause.
     shown = [x for x in broken if not x.startswith(("ema.", "opt_state."))] or broken
     bad = [f"`{path}`" for path in shown]
-    found = _nan_in(batch)
-    cause = f" The step's batch has {found}." if found else ""
+    arrays = f"All arrays are finite at step {step}, the last step done."
+    if bad:
+        arrays = (
+            f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
+            f"({len(bad)} arrays)."
+        )
+    if found := _nan_in(batch):
+        return (
+            f"The step's batch has {found}. Remove NaN from the data, or leave such "
+            f"steps out with SkipSteps. {arrays} {kept}"
+        )
     if not bad:
         return (
-            f"All arrays are finite at step {step}, the last step done. {kept} Check "
-            f"the batch of the bad step, and how the loss uses it.{cause}"
+            f"{arrays} {kept} Check the batch of the bad step, and how the loss uses "
+            "it."
         )
     return (
-        f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
-        f"({len(bad)} arrays). {kept} Lower the learning rate, clip with "
-        f"optax.clip_by_global_norm, or look at the batches of these steps.{cause}"
+        f"{arrays} {kept} Lower the learning rate, clip with "
+        "optax.clip_by_global_norm, or look at the batches of these steps."
     )
 
 

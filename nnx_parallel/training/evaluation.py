@@ -34,7 +34,6 @@ from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.layers.stack.scan import Level, Remat
 from nnx_parallel.layers.stack.stack import Stack, run_one_layer, using_runner
 from nnx_parallel.metrics import result_of, split_loss_output
-from nnx_parallel.programs import bind, is_call, reached, trace, variables_in
 from nnx_parallel.sharding.model import MODES, arrays_of, flatten
 from nnx_parallel.sharding.names import dotted, path_of
 from nnx_parallel.sharding.nnx_arrays import variables_of
@@ -56,11 +55,8 @@ from nnx_parallel.training.compilation import (
     start_program,
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
-from nnx_parallel.training.model_flops import (
-    count_model_flops,
-    loss_of_arrays,
-    on_one_device,
-)
+from nnx_parallel.training.lookups import Lookups, warn_of_labels
+from nnx_parallel.training.model_flops import TracedLoss, on_one_device
 from nnx_parallel.training.players import Players, StepByTurns
 from nnx_parallel.training.step import (
     Batch,
@@ -232,7 +228,9 @@ class Programs:
     rank: Callable[[Batch, str], Mapping[Remat, float]] | None = None  # for "auto"
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
-    _model_flops: dict[tuple, float | None] = field(default_factory=dict, init=False)
+    _examined: dict[tuple, tuple[float | None, Lookups | None]] = field(
+        default_factory=dict, init=False
+    )
     _by_code: dict[Any, set[_Known]] = field(default_factory=dict, init=False)
     # The choices of "auto" by the shapes of a batch.
     _chosen: dict[tuple, "_Chosen"] = field(default_factory=dict, init=False)
@@ -386,17 +384,36 @@ class Programs:
         Returns ``None`` if one device could not run the loss. It also does so with
         `Players`, because their losses need different FLOPs.
         """
-        if self.players is not None:
-            return None
+        return None if self.players is not None else self._examine(batch, wrt)[0]
+
+    def warn_of_labels(self, batch: Batch, wrt: Any) -> None:
+        """Warns of labels and tokens out of range that leave the loss finite.
+
+        All processes must call this, while no other program runs.
+        """
+        for name, programs in self.turns.items():
+            trained = wrt[name] if self.players else wrt
+            _, lookups = programs._examine(batch, trained)
+            if lookups is not None:
+                warn_of_labels(lookups, batch)
+
+    def _examine(self, batch: Batch, wrt: Any) -> tuple[float | None, Lookups | None]:
+        """Returns the FLOPs and the lookups of the loss. They are found in one trace.
+
+        Both are ``None`` if one device could not run the loss.
+        """
         leaves, structure = jax.tree.flatten(batch)
         shapes = structure, *map(jax.typeof, leaves)
-        if shapes not in self._model_flops:
-            self._model_flops[shapes] = None
+        if shapes not in self._examined:
+            self._examined[shapes] = None, None
             with contextlib.suppress(Exception):  # the loss may name a mesh axis
                 plan = on_one_device(self.plan, wrt)
-                found = count_model_flops(plan, self._own_loss, batch)
-                self._model_flops[shapes] = found
-        return self._model_flops[shapes]
+                traced = TracedLoss.of(plan, self._own_loss, batch)
+                lookups = Lookups(traced.program)
+                lookups = lookups if lookups.found else None
+                self._examined[shapes] = None, lookups
+                self._examined[shapes] = traced.count_flops(), lookups
+        return self._examined[shapes]
 
     @cached_property
     def judged(self) -> Judged:
@@ -630,10 +647,11 @@ class Programs:
             step = programs._make_step(_Known(programs._own_loss), is_loss=True)
             arguments = state.params, state.variables, state.key, (0,), batch
             found += execution_of(self.plan).observe_labels(partial(step, *arguments))
-            with contextlib.suppress(Exception):  # one device may not run the loss
-                trained = wrt[name] if self.players else wrt
-                plan = on_one_device(programs.plan, trained)
-                found += _lookups(plan, programs._own_loss, batch)
+            _, lookups = programs._examine(batch, wrt[name] if self.players else wrt)
+            with contextlib.suppress(Exception):  # the search must not hide the error
+                wrong = lookups.wrong(batch) if lookups else ()
+                # The causes of NaN come first.
+                found += [x for x, _ in sorted(wrong, key=lambda pair: not pair[1])]
         return found
 
     def _batches(
@@ -718,61 +736,6 @@ def _check_joins(first: Any, other: Any, index: int) -> None:
                 "all batches are joined along dim 0, so the other dims must be equal: "
                 "pad the batches to one length, or predict each length by itself."
             )
-
-
-def _lookups(plan: StatePlan, loss: LossFn, batch: Batch) -> Iterator[LabelRange]:
-    """Yields the range of each lookup's indices if they depend only on a batch.
-
-    An index beyond the end of an array gives NaN, for instance in `jnp.take` and
-    `jnp.take_along_axis`.
-
-    Args:
-        plan: The arrays, on one device.
-        loss: The loss, which is only traced.
-        batch: The batch.
-    """
-    objective, shapes = loss_of_arrays(plan, loss, batch)
-    traced = trace(objective, *shapes, inlined=is_call)
-    of_batch = traced.inputs[2]
-    inputs = variables_in(jax.tree.leaves(traced.inputs))
-    given = variables_in(jax.tree.leaves(of_batch))
-    of_model = reached(traced.eqns, {*inputs}.difference(given))
-    lookups = [
-        eqn
-        for eqn in traced.eqns
-        if eqn.primitive.name == "gather"
-        and eqn.params["mode"] != jax.lax.GatherScatterMode.CLIP
-        and of_model.isdisjoint(variables_in(eqn.invars[1:]))
-    ]
-
-    @jax.jit
-    def read(batch: Batch) -> list[list[jax.Array]]:
-        wanted = [eqn.invars[1] for eqn in lookups]
-        indices = traced.evaluate(wanted, bind(of_batch, batch))
-        # (..., dims of the array) -> (dims of the array,)
-        flat = [x.reshape(-1, x.shape[-1]) for x in indices]
-        return [[x.min(0), x.max(0)] for x in flat]
-
-    leaves = jax.tree.leaves_with_path(batch)
-    variables = dict(zip(jax.tree.leaves(of_batch), leaves, strict=True))
-    for eqn, (lows, highs) in zip(lookups, read(batch), strict=True):
-        array, indices = eqn.invars
-        table: Any = array.aval
-        names = (
-            (f"batch{jax.tree_util.keystr(keys)}", x)
-            for var, (keys, x) in variables.items()
-            if indices in reached(traced.eqns, [var])
-        )
-        name, x = next(names, ("an index", np.zeros(1)))
-        for i, dim in enumerate(eqn.params["dimension_numbers"].start_index_map):
-            size = table.shape[dim] + 1 - eqn.params["slice_sizes"][dim]
-            found = LabelRange(int(lows[i]), int(highs[i]), size, name)
-            if not found.is_valid:
-                # JAX has added the size to negative labels.
-                whole = found._replace(lowest=int(x.min()), highest=int(x.max()))
-                found = found if whole.is_valid else whole
-                is_table = array not in reached(traced.eqns, given)
-                yield found._replace(is_table=is_table)
 
 
 def _to_number(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from nnx_parallel.precision import format_number
 from nnx_parallel.visualize.figures import document, text
 
 _WIDTH, _HEIGHT = 300, 120  # pixels of a plot
@@ -19,7 +20,6 @@ _OF_RUN = {
     "loss_scale",
     "lost_updates",
     "skipped",
-    "compile_seconds",
     "data_wait_seconds",
     "step_seconds",
     "examples_per_second",
@@ -42,19 +42,27 @@ class History(dict[str, np.ndarray]):
     evaluation, and ``eval_step`` has the numbers of their steps. Missing names raise a
     `KeyError` that lists the names. A notebook displays the last values and plots.
 
+    Attributes:
+        compile_seconds: Seconds that the compilation of the step took; ``None`` if the
+            fit ran no step.
+
     Example:
         >>> history = History(step=np.arange(1, 4), loss=np.array([3.0, 2.5, 2.25]))
         >>> history
-        History(steps 1 to 3: loss 3 -> 2.25)
+        History(steps 1 to 3: loss 3.000 -> 2.250)
         >>> history["loss"].min()
         np.float64(2.25)
     """
+
+    compile_seconds: float | None = None
 
     def __missing__(self, name: str) -> np.ndarray:
         if not self:
             raise KeyError(
                 f"{name!r}: the fit ran no step, because all steps were done before it."
             )
+        if name == "compile_seconds":
+            raise KeyError("'compile_seconds' is an attribute: history.compile_seconds")
         raise KeyError(f"{name!r} is not a metric of this fit. It has {list(self)}.")
 
     def __repr__(self) -> str:
@@ -69,7 +77,8 @@ class History(dict[str, np.ndarray]):
     def _changes(self, names: Iterable[str]) -> str:
         ends = ((name, *self[name][[0, -1]]) for name in names)
         return ", ".join(
-            f"{name} {first:.4g} -> {last:.4g}" for name, first, last in ends
+            f"{name} {format_number(first)} -> {format_number(last)}"
+            for name, first, last in ends
         )
 
     def _repr_html_(self) -> str:

@@ -467,7 +467,7 @@ class Loop:
         with self._wall.measure("compile"):
             self._compile_steps(item.batch)
         seconds = self._wall.seconds
-        self._recorder.add_once(compile_seconds=seconds["compile"])
+        self._recorder.add_compilation(seconds["compile"])
         self._logger.account(self.run.step, seconds)
 
     def _compile_steps(self, batch: Batch) -> None:
@@ -501,13 +501,16 @@ class Loop:
     def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
         """Counts the model's FLOPs, and lets go of the first batch later.
 
-        The loss is traced once more for the count. The devices run the first step
-        meanwhile.
+        The loss is traced once more for the count, and to find labels out of range. The
+        devices run the first step meanwhile.
         """
         recorder = self._recorder
         if num_steps == 1 and recorder.throughput is not None:
             flops = self.programs.model_flops(batch, self.run.wrt)
             recorder.throughput = replace(recorder.throughput, model_flops=flops)
+            # Two programs with collectives must not run at once on simulated devices.
+            jax.block_until_ready(self.run.state)
+            self.programs.warn_of_labels(batch, self.run.wrt)
         if num_steps > _STEPS_TO_FIRST_METRICS:
             self._first_batch = None
 

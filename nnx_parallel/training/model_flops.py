@@ -7,7 +7,8 @@ does not depend on the strategy, on remat, or on the kernels that the step runs.
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.extend.core as jex
@@ -20,7 +21,7 @@ from nnx_parallel.layers.experts.dispatch import LOOKUP
 from nnx_parallel.layers.stack.scan import Remat, default_remat
 from nnx_parallel.mesh import StandIn
 from nnx_parallel.metrics import split_loss_output
-from nnx_parallel.programs import inline, needed
+from nnx_parallel.programs import TracedFunction, inline, is_call, needed, trace
 from nnx_parallel.sharding.constrain import using
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import flatten, nest
@@ -71,11 +72,35 @@ def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
         [1] Chowdhery et al., "PaLM", 2022, appendix B,
         https://arxiv.org/abs/2204.02311
     """
-    objective, given = loss_of_arrays(plan, loss, batch)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the trace of the step shows them
-        forward = count_jaxpr_flops(jax.make_jaxpr(objective)(*given).jaxpr)
-        return 3 * forward - _unneeded_flops(plan, objective, given)
+    return TracedLoss.of(plan, loss, batch).count_flops()
+
+
+@dataclass(frozen=True, eq=False)
+class TracedLoss:
+    """A loss on one device, as a program of ``(params, variables, batch, key)``."""
+
+    plan: StatePlan
+    objective: Callable[..., Any]
+    given: tuple  # the shapes of the arguments
+    program: TracedFunction
+
+    @classmethod
+    def of(cls, plan: StatePlan, loss: LossFn, batch: Batch) -> Self:
+        """Traces a loss. It takes the arguments of `count_model_flops`."""
+        objective, given = loss_of_arrays(plan, loss, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the trace of the step shows them
+            program = trace(objective, *given, inlined=is_call)
+        return cls(plan, objective, given, program)
+
+    def count_flops(self) -> float:
+        """Counts the FLOPs of a step, as `count_model_flops` does."""
+        outputs = jax.tree.leaves(self.program.outputs)
+        forward = sum(map(_eqn_flops, needed(self.program.eqns, outputs)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            unneeded = _unneeded_flops(self.plan, self.objective, self.given)
+        return 3 * forward - unneeded
 
 
 def _unneeded_flops(

@@ -218,7 +218,8 @@ class Recorder:
         # Durations since the last call that was excluded; the first may be excluded.
         self._num_timed = self.step_seconds.maxlen or 0
         self.bad_step, self.blocked_seconds = 0, 0.0
-        self._extra: dict[str, float] = {}
+        self._extra: dict[str, float] = {}  # values of only the next step
+        self._compile_seconds: float | None = None
         self._has_warned = False
         self._num_skipped, self._first_skipped = 0, list[int]()
         self._num_bad = Counter[str]()  # bad steps in a row, by player
@@ -252,11 +253,12 @@ class Recorder:
             row = {name: float(x) for name, x in metrics.items() if not x.ndim}
             # The clock is read after `float`, which waits for the end of the step.
             self.blocked_seconds += time.perf_counter() - start
-            row |= self._timing(wait_seconds) | self._extra
-            self._extra = {}
+            row |= self._timing(wait_seconds)
             self._check(step, row, player)
             self._warn_of_lost(step, row)
             self._steps.append(step, row)
+            row |= self._extra
+            self._extra = {}
             before = self._last_row.items() if player else ()
             others = {name: x for name, x in before if "/" in name}
             self._last_row = {**others, "step": step, **row}
@@ -298,9 +300,14 @@ class Recorder:
         """Returns the newest known metrics, with their step's number as ``"step"``."""
         return dict(self._last_row)
 
-    def add_once(self, **metrics: float) -> None:
-        """Adds metrics only to the next step, such as the compile time."""
-        self._extra |= metrics
+    def add_compilation(self, seconds: float) -> None:
+        """Logs the seconds of a compilation with the next step.
+
+        The history has their sum as an attribute, because a column would be NaN for all
+        other steps.
+        """
+        self._extra["compile_seconds"] = seconds
+        self._compile_seconds = (self._compile_seconds or 0.0) + seconds
 
     def record_eval(self, step: int, metrics: Values) -> None:
         """Stores and logs an evaluation's metrics, with the prefix ``eval_``."""
@@ -328,7 +335,9 @@ class Recorder:
         ``step`` has the step numbers. A metric of evaluations has one entry for each
         evaluation; ``eval_step`` has the step numbers of the evaluations.
         """
-        return History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
+        history = History(itertools.chain(self._steps.arrays(), self._evals.arrays()))
+        history.compile_seconds = self._compile_seconds
+        return history
 
     def _timing(self, wait_seconds: float) -> dict[str, float]:
         before, self._last_time = self._last_time, time.perf_counter()

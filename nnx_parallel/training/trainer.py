@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from flax import nnx
@@ -40,6 +40,7 @@ from nnx_parallel.training.arguments import (
 from nnx_parallel.training.auto_remat import rank_remats
 from nnx_parallel.training.callback import Callback
 from nnx_parallel.training.diagnostics import (
+    ShownStep,
     check_length,
     check_model,
     check_seed,
@@ -73,8 +74,25 @@ _METHODS = {
         "fit(...), which resumes from the newest step in Trainer(checkpoint=...)",
     ),
     "predict_step": "predict(data, function)",
+    "summary": "describe()",
+    "train_on_batch": "train_step(trainer.state, trainer.shard_batch(batch)), which "
+    "returns the new state and the metrics. Assign the state to trainer.state",
 }
 """Methods of other libraries' trainers, and ours with the same purpose."""
+
+_WEIGHTS = "from nnx_parallel.weights import"
+
+_REMEDIES = {name: f"Call trainer.{call}." for name, call in _METHODS.items()} | {
+    "compile": "Its step is compiled at the first call of fit. Pass the optimizer and "
+    "the loss to the Trainer: Trainer(model, optimizer, loss).",
+    "save_pretrained": f"Write {_WEIGHTS} save_pretrained, and call "
+    "save_pretrained(directory, trainer.eval_model).",
+    "push_to_hub": f"Write {_WEIGHTS} push_to_hub, and call "
+    "push_to_hub('org/model', trainer.eval_model).",
+    "state_dict": "Read trainer.state, which has parameters, optimizer state and step, "
+    "or nnx.state(trainer.model) for the weights.",
+}
+"""Methods of other libraries' trainers, and what to do here instead."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -273,10 +291,8 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Raises an error that names our method for a method of another library."""
-        if name in _METHODS:
-            raise AttributeError(
-                f"A Trainer has no method {name!r}. Call trainer.{_METHODS[name]}."
-            )
+        if name in _REMEDIES:
+            raise AttributeError(f"A Trainer has no method {name!r}. {_REMEDIES[name]}")
         # If a property has failed, this raises its error again.
         return object.__getattribute__(self, name)
 
@@ -374,7 +390,11 @@ class Trainer:
         Reading this number waits for the previous step. ``(state, batch, "critic")``
         runs a step of a given player. ``lower`` and ``trace`` take the same arguments.
         """
-        return self._programs.train_step
+        return self._shown_step
+
+    @cached_property
+    def _shown_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        return ShownStep(self._programs.train_step)
 
     @property
     def players(self) -> Players | None:
