@@ -249,7 +249,7 @@ assert tried.best is not None
 # %% [markdown]
 # Such a small program consists of operations that the formulas leave out, and its times assume a
 # nominal core. For large programs see the [comparison with
-# compilers](../plan.md#compared-with-a-compiler).
+# compilers](../benchmarks.md#plans-against-a-compiler).
 #
 # ## The line to write
 #
