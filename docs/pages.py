@@ -6,7 +6,6 @@ import attention_table
 import cards
 import drawings
 import error_help
-import migrating
 import planned
 import results
 import vector
@@ -77,20 +76,6 @@ class TutorialCards(SphinxDirective):
         return [nodes.raw("", cards.cards(), format="html")]
 
 
-class MigrationTables(SphinxDirective):
-    """The sections of the last part of tutorial 12: a heading and a table each."""
-
-    def run(self) -> list[Node]:
-        """Takes headings and tables, and leaves code and prose to the tutorial."""
-        (file,) = (ROOT / "tutorials").glob("*_migrating.py")
-        _depend_on(self, file, Path(str(migrating.__file__)))
-        node = nodes.section()
-        node.document = self.state.document
-        lines = migrating.tables(file.read_text())
-        self.state.nested_parse(StringList(lines, "migrating"), 0, node)
-        return node.children
-
-
 class WorkedExamples(SphinxDirective):
     """The table of worked examples, and the reason for each choice."""
 
@@ -148,7 +133,6 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     app.add_directive("drawing", Figure)
     app.add_directive("plan-numbers", PlanNumbers)
     app.add_directive("tutorial-cards", TutorialCards)
-    app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)
     app.add_directive("attention-table", AttentionTable)
     app.add_directive("benchmark-results", BenchmarkResults)

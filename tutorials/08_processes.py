@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 8. Many processes and machines
 #
-# A process drives the devices of one machine. Several machines need several processes, and all
-# processes run the same script. This tutorial starts real processes on a laptop, compares their
-# numbers with a single process, and then kills some of them.
+# Several machines need several processes, and all processes run the same script. This tutorial
+# starts real processes on a laptop, compares their numbers with a single process, and then kills
+# some of them.
 
 # %%
 import contextlib
@@ -107,9 +107,8 @@ trainer.fit(Batches(index, count), num_steps=12)
 # %% [markdown]
 # ## Two processes compute the same numbers as one
 #
-# In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. `launch`
-# starts the processes and prefixes each line of output with the number of the process that wrote
-# it. On this page, a function runs the same command.
+# In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. On this
+# page, a function runs the same command.
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 script.write_text(SCRIPT)
@@ -175,9 +174,8 @@ np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
 # %% [markdown]
 # ## One process dies
 #
-# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Without help,
-# process 0 would deadlock in the next collective. Instead it prints which process is lost, and
-# ends.
+# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Process 0 prints
+# which process is lost, and ends.
 
 # %%
 killed_code = launch("killed", "SIGKILL")
@@ -196,9 +194,8 @@ assert (directory / "killed" / "4").is_dir()
 # %% [markdown]
 # ## Restarts
 #
-# The same command resumes from the checkpoint. With `--max-restarts 1` the launcher also restarts
-# all processes, at most once, after one has failed. Here process 1 dies again after step 5. The
-# launcher restarts the run, which then ends at step 12:
+# With `--max-restarts 1` the launcher restarts all processes, at most once. Here process 1 dies
+# again after step 5:
 
 # %%
 restarted_code = launch("killed", "SIGKILL", max_restarts=1)
@@ -215,8 +212,8 @@ np.testing.assert_array_equal(losses("killed"), losses("two"))
 # ## Preemption
 #
 # Clouds and schedulers send SIGTERM some seconds before they take a machine away. Here process 1
-# gets it. All processes agree on a step, save it, and exit with code 143, the code of a process
-# that a SIGTERM has stopped. Slurm, Kubernetes and `--max-restarts` then start the run again.
+# gets it. All processes agree on a step, save it, and exit with code 143. Slurm, Kubernetes and
+# `--max-restarts` then start the run again.
 
 # %%
 taken_code = launch("taken", "SIGTERM")

@@ -134,11 +134,9 @@ table = trainer.state.params["embed"]["embedding"]
 assert table.addressable_shards[0].data.size * 4 == table.size  # words=2, fsdp=2
 
 # %% [markdown]
-# Third, its step must have the collectives that the theory predicts, and no others.
-# Rows and vocabulary are split over one axis, and the rows of a device need the whole
-# embedding. So the embedding is gathered for the lookup and again for the logits, as
-# `FSDP` gathers a parameter. The gradients of both uses are summed, and so are the
-# gradients of all replicated parameters.
+# Third, its step must have the collectives that the theory predicts, and no others. The embedding
+# is gathered for the lookup and again for the logits, and the gradients of both uses, and of all
+# replicated parameters, are summed.
 
 # %%
 alone = make_trainer(VocabParallel(2), jax.devices()[:2], num_microbatches=1)

@@ -124,15 +124,14 @@ assert total > 0
 
 # %% [markdown]
 # These are shares of the total time of operations, summed over devices. Simulated devices wait for
-# each other *inside* their collectives. On a machine with fewer cores than devices they wait longer
-# than they compute. On an accelerator, look at the timeline instead. A collective that overlaps with
-# matmuls is free; one that overlaps with nothing is *exposed*, and costs its whole time.
+# each other *inside* their collectives. On an accelerator, look at the timeline instead: a
+# collective that overlaps with matmuls is free; one that overlaps with nothing is *exposed*, and
+# costs its whole time.
 #
 # ## The host
 #
-# When a device waits for Python, the timeline has gaps between steps. JAX dispatches a step and
-# returns immediately. So compare the time until the call returns with the time until the step is
-# done:
+# When a device waits for Python, the timeline has gaps between steps. Compare the time until the
+# call returns with the time until the step is done:
 
 # %%
 state = trainer.state

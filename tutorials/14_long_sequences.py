@@ -99,11 +99,9 @@ np.testing.assert_allclose(split, alone, rtol=1e-5)
 # %% [markdown]
 # ## The blocks of each device
 #
-# Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. If
-# each device had neighbouring tokens, the last device would have most of the work, and the others
-# would wait. So the sequence is cut into twice as many chunks as there are devices, and device i
-# computes chunk i and the i-th chunk from the end. Devices exchange halves of their tokens before and
-# after the attention, so that the rest of the model sees the tokens in their usual order.
+# Under a causal mask late tokens cost more than early ones. So the sequence is cut into twice as
+# many chunks as there are devices, and device i computes chunk i and the i-th chunk from the end.
+# Devices exchange halves of their tokens before and after the attention.
 #
 # A row is a chunk of queries, and a column is a chunk of keys; the number is the device that
 # computes the block.
@@ -165,9 +163,8 @@ assert "all-gather" in sent["gather"]
 #
 # ## Choose an exchange
 #
-# - `ring` works with any number of heads, and no device holds more than two shards of the keys. With
-#   thousands of tokens per device, the matmuls of a hop take longer than the transfer. If the compiler
-#   runs both at the same time, no matmul waits for a transfer.
+# - `ring` works with any number of heads, and no device holds more than two shards of the keys.
+#   With thousands of tokens per device, the transfers can hide behind matmuls.
 # - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
 # - `gather` is simple, and as good as the others if many heads share few key heads.
 #
