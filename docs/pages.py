@@ -67,6 +67,18 @@ class PlanNumbers(SphinxDirective):
         return node.children
 
 
+class HardwareTable(SphinxDirective):
+    """A table of the accelerators that `plan` knows."""
+
+    def run(self) -> list[Node]:
+        """Formats the figures of `nnx_parallel.plan.HARDWARE`."""
+        file = ROOT / "nnx_parallel" / "plan" / "hardware.py"
+        _depend_on(self, Path(str(planned.__file__)), file)
+        node = nodes.container()
+        self.state.nested_parse(StringList(planned.hardware(), "hardware"), 0, node)
+        return node.children
+
+
 class TutorialCards(SphinxDirective):
     """A card for each tutorial."""
 
@@ -132,6 +144,7 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     app.add_directive("error-list", ErrorList)
     app.add_directive("drawing", Figure)
     app.add_directive("plan-numbers", PlanNumbers)
+    app.add_directive("hardware-table", HardwareTable)
     app.add_directive("tutorial-cards", TutorialCards)
     app.add_directive("worked-examples", WorkedExamples)
     app.add_directive("attention-table", AttentionTable)

@@ -121,6 +121,7 @@ def test_every_block_has_known_kind() -> None:
     known |= {"{include} ../CHANGELOG.md"}
     known |= {"{raw} html", "{error-list}", "{plan-numbers}"}
     known |= {"{worked-examples}", "{benchmark-results}", "{tutorial-cards}"}
+    known |= {"{hardware-table}"}
     known |= {"{glossary}"}
     known |= {f"{{drawing}} {name}" for name in drawings.FIGURES}
     for page in PAGES:
