@@ -149,14 +149,14 @@ assert gathered == {"all-gather": 64 * 16 * 4}
 
 # %% [markdown]
 # A third collective, the *reduce-scatter*, adds like an all-reduce and leaves each device with one
-# shard of the sum. These three do nearly all the communication of distributed training. A strategy
-# is a choice of shardings, and the shardings determine which collectives a step needs.
+# shard of the sum. A strategy is a choice of shardings, and the shardings determine which
+# collectives a step needs.
 #
 # ## Exercise
 #
-# Shard `x` so that each device holds 8 rows and all 32 columns, multiply it by a `w` whose
-# columns are sharded over `tensor`, and request the result as `P("data", "tensor")`. Predict
-# the collective and its bytes before you look.
+# Shard `x` so that each device holds 8 rows and all 32 columns, multiply it by a `w` whose columns
+# are sharded over `tensor`, and request the result as `P("data", "tensor")`. Predict the collective
+# and its bytes before you look.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # The two devices of a pair hold different rows, and each needs the rows of the other: an all-gather

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 4. Tensor and sequence parallelism
 #
-# Data parallelism shards the rows of a batch. Tensor parallelism shards *matmuls*: each device has
-# a part of every weight matrix and computes a part of every layer. The art is to communicate
-# little. Two consecutive matmuls communicate only once if the first is sharded by columns and the
-# second by rows.
+# Tensor parallelism shards *matmuls*: each device has a part of every weight matrix and computes a
+# part of every layer. Two consecutive matmuls communicate only once if the first is sharded by
+# columns and the second by rows.
 
 # %%
 import jax
@@ -33,9 +32,8 @@ simulate_devices(8)
 # ## By columns, then by rows
 #
 # An MLP computes `gelu(x @ up) @ down`. Shard `up` by columns: a device computes the complete
-# values of a quarter of the hidden units, and can apply the nonlinearity to them. Shard `down` by
-# rows: the device multiplies its hidden units with its rows, and gets a partial sum of every
-# output. One all-reduce adds the partial sums.
+# values of a quarter of the hidden units. Shard `down` by rows: the device gets a partial sum of
+# every output. One all-reduce adds the partial sums.
 
 # %%
 mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
@@ -133,7 +131,7 @@ print(f"activations of the batch: {activation_bytes:,} bytes")
 
 # %% [markdown]
 # The communication volume grows with the *batch*, not with the parameters, and every layer waits
-# for it. So use few devices for this axis, and only devices of one machine, where links are fast.
+# for it. So use only devices of one machine, where links are fast.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert [c.kind for c in forward] == ["all-reduce", "all-reduce"]

@@ -28,13 +28,12 @@ script = directory / "train.py"
 #
 # Three lines differ from a script for one process:
 #
-# - `initialize()` joins the other processes. It comes first, and does nothing if there is only one
-#   process.
+# - `initialize()` comes first. It joins the other processes, and does nothing if there is only one.
 # - `data_share` says which rows of each batch this process loads.
 # - `print_once` prints on one process only.
 #
-# The callback simulates a failure on request: process 1 sends itself a signal after step 5. It does
-# so only at the first start; the launcher tells each process how often it was restarted.
+# The callback simulates a failure: at the first start, process 1 sends itself a signal after step
+# 5.
 
 # %%
 SCRIPT = """

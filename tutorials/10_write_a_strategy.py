@@ -2,9 +2,8 @@
 # # 10. Write a strategy
 #
 # A strategy is a frozen dataclass with one method, `claims`. Its claims say which mesh axis the
-# strategy owns, how large the axis is, and which dims it splits. A strategy knows nothing of other
-# strategies; `Composite` merges the claims of several. This tutorial writes a strategy that the
-# library lacks, composes it with others, and tests it as the library tests its strategies.
+# strategy owns, how large the axis is, and which dims it splits. `Composite` merges the claims of
+# several strategies.
 #
 # With a vocabulary of 128,000 tokens, the embedding and the head are the largest arrays of a small
 # model. The new strategy, `VocabParallel`, splits these two along the vocabulary, and splits the

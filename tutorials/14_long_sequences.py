@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14. Long sequences
 #
-# A batch can be split by rows until each device has one row. If this row is still too long for a
-# device, the sequence itself must be split, because activations grow with its length. `ContextParallel`
-# shards the tokens of each sequence. The model does not change, and neither do the numbers.
+# If one row is too long for a device, the sequence itself must be split, because activations grow
+# with its length. `ContextParallel` shards the tokens of each sequence. The model does not change,
+# and neither do the numbers.
 
 # %%
 import jax
@@ -26,9 +26,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## The memory of a token
 #
-# The model is a small Llama with four heads that share two key heads, and the batch is one row. The
-# next function compiles a training step, and asks the compiler how much memory a device needs besides
-# the parameters.
+# The batch is one row. The next function compiles a training step, and asks the compiler how much
+# memory a device needs besides the parameters.
 
 # %%
 eight, one = jax.devices(), jax.devices()[:1]
@@ -68,10 +67,9 @@ print(f"one device:         {before:5.2f} KiB a token")
 print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
 
 # %% [markdown]
-# Each device has an eighth of the tokens, and about an eighth of their activations:
-# sequences can be eight times as long. Attention runs in blocks, so no device ever
-# holds the scores of all queries with all keys. For 32,768 tokens and four heads these
-# scores would take 16 GiB.
+# Each device has an eighth of the tokens, and about an eighth of their activations. Attention runs
+# in blocks, so no device ever holds the scores of all queries with all keys: for 32,768 tokens and
+# four heads, 16 GiB.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert before / after > 6
