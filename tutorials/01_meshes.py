@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 1. Meshes, axes and shardings
 #
-# A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the
-# dims of an array. A mesh and a spec together are a *sharding*: it says which block of the array
-# each device holds. All other tutorials build on these three words.
+# A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the dims
+# of an array. Together they are a *sharding*: it says which block of the array each device holds.
 
 # %%
 import jax
@@ -24,8 +23,7 @@ simulate_devices(8)  # eight devices on one CPU; leave it out on accelerators
 # %% [markdown]
 # ## A mesh
 #
-# This mesh lays out eight devices as 4 by 2. Its axes have names, and the rest of the code mentions
-# only these names.
+# This mesh lays out eight devices as 4 by 2:
 
 # %%
 mesh = make_mesh({"data": 4, "tensor": 2})

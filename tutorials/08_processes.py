@@ -234,8 +234,8 @@ np.testing.assert_array_equal(losses("taken"), losses("two")[:count])
 # %% [markdown]
 # ## On a cluster
 #
-# On a cluster the scheduler starts the processes, one or more per machine. The script stays the
-# same: `initialize()` reads the environment. `launch --print` writes the input of the scheduler.
+# The scheduler starts the processes, and `initialize()` reads its environment. `launch --print`
+# writes the input of the scheduler.
 
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}

@@ -64,8 +64,8 @@ class VocabParallel(Strategy):
 # %% [markdown]
 # ## It composes
 #
-# The class says nothing about meshes or about other strategies. In this `Composite`, `FSDP` shards
-# the dims that are still free, and a `Pipeline` spreads the layers over stages.
+# In this `Composite`, `FSDP` shards the dims that are still free, and a `Pipeline` spreads the
+# layers over stages.
 
 # %%
 strategy = Composite(VocabParallel(2), FSDP(2), Pipeline(2))

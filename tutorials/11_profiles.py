@@ -52,9 +52,9 @@ print(f"{theory / 1e9:.2f} GFLOP a step")
 # %% [markdown]
 # ## 2. The compiled program
 #
-# `audit` counts the operations of the compiled program; the body of a loop counts once for each
-# iteration. More FLOPs than in theory mean that something is computed twice, by remat or because of
-# a bad sharding. A collective that the strategy does not need means that a `constrain` is missing.
+# `audit` counts the operations of the compiled program. More FLOPs than in theory mean that
+# something is computed twice, by remat or because of a bad sharding. A collective that the strategy
+# does not need means that a `constrain` is missing.
 
 # %%
 trainer = make_trainer(checkpoint=directory, debugging=Debugging(profile=(6, 10)))

@@ -129,7 +129,7 @@ def print_measurements(name):
 # %% [markdown]
 # ## As it is
 #
-# One device gives the numbers to compare with:
+# One device:
 
 # %%
 measure(
@@ -213,9 +213,6 @@ class Stacked(Transformer):
 measure("FSDP, Stack", Stacked, FSDP())
 
 # %% [markdown]
-# An optimizer that looks at a whole array, such as LAMB, needs `by_layer(optax.lamb(1e-3))` to see
-# each layer separately; a fit warns without it.
-#
 # **`remat="full"`** keeps only the input of each block. The temporaries shrink by more than half,
 # for a fifth more FLOPs:
 
@@ -304,8 +301,8 @@ print("\n" + textwrap.fill(f"Warning: {told[0].message}", 90))
 
 # %% [markdown]
 # The warning tells why the FLOPs have not fallen to an eighth: `up`, `down` and `head` are not
-# among the usual names. A table that you write names the other kernels. Each entry is a regular
-# expression for the path, and a name for each dim.
+# among the usual names. A table that you write has a regular expression for the path, and a name
+# for each dim.
 
 # %%
 NAMES = PathNames(

@@ -135,8 +135,6 @@ assert max(in_turn) == 7 * min(in_turn)
 # %% [markdown]
 # ## The bytes that are sent
 #
-# `exchange` says how queries meet the keys of other devices.
-#
 # - `ring`, the default: keys and values travel from device to device, each hop during the matmuls
 #   of the previous keys; in the backward pass their gradients travel with them.
 # - `all_to_all`: a device gets the whole sequence for its share of the heads. The size must divide

@@ -156,10 +156,8 @@ np.testing.assert_allclose(final[1], final[0], rtol=0.05)
 
 # %% [markdown]
 # Both runs learn equally fast on such a short text. The difference is the cost of idle experts:
-# they take memory, and all devices wait for the busiest one.
-#
-# `balance_loss=` is the alternative: a loss that is smallest if all experts have equal shares.
-# `z_loss=` keeps the router's logits small.
+# they take memory, and all devices wait for the busiest one. `balance_loss=` is the alternative: a
+# loss that is smallest if all experts have equal shares.
 #
 # ## The experts, split
 #
