@@ -252,7 +252,7 @@ CARDS = {
     9: Card("Shard a stock Flax model, with a step that you write.", _own_model, (3,)),
     10: Card("A strategy in one class, composed and tested.", _own_strategy, (4, 6)),
     11: Card("Is a step computing, communicating or waiting?", _profiles, (3,)),
-    12: Card("One script before and after, and tables of names.", _migrating),
+    12: Card("One script before and after, for nnx.jit and scalax.", _migrating),
     13: Card(
         "From plain NNX to every strategy, one change at a time.", _transformer, (3,)
     ),

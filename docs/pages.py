@@ -6,7 +6,6 @@ import attention_table
 import cards
 import drawings
 import error_help
-import migrating
 import planned
 import results
 import vector
@@ -68,6 +67,18 @@ class PlanNumbers(SphinxDirective):
         return node.children
 
 
+class HardwareTable(SphinxDirective):
+    """A table of the accelerators that `plan` knows."""
+
+    def run(self) -> list[Node]:
+        """Formats the figures of `nnx_parallel.plan.HARDWARE`."""
+        file = ROOT / "nnx_parallel" / "plan" / "hardware.py"
+        _depend_on(self, Path(str(planned.__file__)), file)
+        node = nodes.container()
+        self.state.nested_parse(StringList(planned.hardware(), "hardware"), 0, node)
+        return node.children
+
+
 class TutorialCards(SphinxDirective):
     """A card for each tutorial."""
 
@@ -75,20 +86,6 @@ class TutorialCards(SphinxDirective):
         """Draws them."""
         _depend_on(self, Path(str(cards.__file__)), *cards.tutorials())
         return [nodes.raw("", cards.cards(), format="html")]
-
-
-class MigrationTables(SphinxDirective):
-    """The sections of the last part of tutorial 12: a heading and a table each."""
-
-    def run(self) -> list[Node]:
-        """Takes headings and tables, and leaves code and prose to the tutorial."""
-        (file,) = (ROOT / "tutorials").glob("*_migrating.py")
-        _depend_on(self, file, Path(str(migrating.__file__)))
-        node = nodes.section()
-        node.document = self.state.document
-        lines = migrating.tables(file.read_text())
-        self.state.nested_parse(StringList(lines, "migrating"), 0, node)
-        return node.children
 
 
 class WorkedExamples(SphinxDirective):
@@ -147,8 +144,8 @@ def setup(app: Sphinx) -> dict[str, bool | str]:
     app.add_directive("error-list", ErrorList)
     app.add_directive("drawing", Figure)
     app.add_directive("plan-numbers", PlanNumbers)
+    app.add_directive("hardware-table", HardwareTable)
     app.add_directive("tutorial-cards", TutorialCards)
-    app.add_directive("migration-tables", MigrationTables)
     app.add_directive("worked-examples", WorkedExamples)
     app.add_directive("attention-table", AttentionTable)
     app.add_directive("benchmark-results", BenchmarkResults)

@@ -22,6 +22,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
 from nnx_parallel.plan import (
+    HARDWARE,
     Candidate,
     Entry,
     Plan,
@@ -80,6 +81,27 @@ def numbers() -> list[str]:
                 f"| {preset}, {rows:,} | `{topology}` | `{entry.name}` "
                 f"| {memory} | {step} | {mfu} |"
             )
+    return lines
+
+
+def hardware() -> list[str]:
+    """Returns a Markdown table of the accelerators that `plan` knows, by line."""
+    lines = [
+        "| name | memory, GiB | bfloat16, TFLOP/s | memory, TB/s | links, GB/s "
+        "| joined | network, GB/s | largest AdamW state on 1; 8 |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for each in HARDWARE.values():
+        if each.platform == "cpu":  # its figures are not from a data sheet
+            continue
+        fits = each.usable_bytes / 16e9  # billions of parameters
+        lines.append(
+            f"| `{each.name}` | {each.memory_bytes / 2**30:.0f} "
+            f"| {each.peak('bfloat16') / 1e12:,.0f} "
+            f"| {each.memory_bandwidth / 1e12:.1f} "
+            f"| {each.link_bandwidth / 1e9:,.0f} | {each.machine_size or 'slice'} "
+            f"| {each.network_bandwidth / 1e9:.3g} | {fits:.1f}; {8 * fits:.0f} |"
+        )
     return lines
 
 

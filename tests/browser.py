@@ -22,9 +22,11 @@ HTML = Path(__file__).parents[1] / "docs" / "_build" / "html"
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 PAGES = {
     "home": "index.html",
+    "install": "install.html",
     "quickstart": "quickstart.html",
     "choose": "choose.html",
     "plan": "plan.html",
+    "practices": "best-practices.html",
     "worked": "worked.html",
     "migrating": "migrating.html",
     "tutorials": "tutorials.html",

@@ -12,4 +12,3 @@ with pytest.MonkeyPatch.context() as patch:
     cards = importlib.import_module("cards")
     drawings = importlib.import_module("drawings")
     error_help = importlib.import_module("error_help")
-    migrating = importlib.import_module("migrating")

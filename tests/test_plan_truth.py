@@ -89,5 +89,5 @@ def test_formula_errors_are_within_documented_band(
             parts = MODELS[model]()
             known[key] = Facts.of(parts, (candidate.remat,), "cpu")
         counted, owned, compiled = bytes_of(known[key], candidate)
-    # docs/plan.md, "Compared with a compiler"
+    # docs/benchmarks.md, "Plans against a compiler"
     assert 0.95 < counted / compiled < 1.6, owned

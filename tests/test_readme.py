@@ -28,7 +28,7 @@ def test_console_blocks_use_make_targets() -> None:
 
 def test_named_files_exist() -> None:
     prose = FENCE.sub("", README.read_text())
-    paths = re.findall(r"\]\((?!https:)([\w/.]+)", prose)
+    paths = re.findall(r"\]\((?!https:)([\w/.-]+)", prose)
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 

@@ -32,7 +32,7 @@ def test_migration_tutorial_runs_scalax_readme(capsys: Any) -> None:
     source = TUTORIAL.read_text()
     # Runs imports and model, the reference run, and the section; skips the Trainer.
     start, rest = source.split("# %% [markdown]\n# ## After")
-    section = rest[rest.index("# ## From scalax") : rest.index("# ## From DistJax")]
+    section = rest[rest.index("# ## From scalax") : rest.index("# ## Exercise")]
     names: dict[str, Any] = {"__name__": "tutorial"}
     exec(compile(start + section, TUTORIAL, "exec"), names)
     assert names["readme"] == pytest.approx(names["before"], rel=1e-5)

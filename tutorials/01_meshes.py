@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 1. Meshes, axes and shardings
 #
-# A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the
-# dims of an array. A mesh and a spec together are a *sharding*: it says which block of the array
-# each device holds. All other tutorials build on these three words.
+# A *mesh* gives every device coordinates along named axes. A *spec* assigns mesh axes to the dims
+# of an array. Together they are a *sharding*: it says which block of the array each device holds.
 
 # %%
 import jax
@@ -24,8 +23,7 @@ simulate_devices(8)  # eight devices on one CPU; leave it out on accelerators
 # %% [markdown]
 # ## A mesh
 #
-# This mesh lays out eight devices as 4 by 2. Its axes have names, and the rest of the code mentions
-# only these names.
+# This mesh lays out eight devices as 4 by 2:
 
 # %%
 mesh = make_mesh({"data": 4, "tensor": 2})
@@ -149,14 +147,14 @@ assert gathered == {"all-gather": 64 * 16 * 4}
 
 # %% [markdown]
 # A third collective, the *reduce-scatter*, adds like an all-reduce and leaves each device with one
-# shard of the sum. These three do nearly all the communication of distributed training. A strategy
-# is a choice of shardings, and the shardings determine which collectives a step needs.
+# shard of the sum. A strategy is a choice of shardings, and the shardings determine which
+# collectives a step needs.
 #
 # ## Exercise
 #
-# Shard `x` so that each device holds 8 rows and all 32 columns, multiply it by a `w` whose
-# columns are sharded over `tensor`, and request the result as `P("data", "tensor")`. Predict
-# the collective and its bytes before you look.
+# Shard `x` so that each device holds 8 rows and all 32 columns, multiply it by a `w` whose columns
+# are sharded over `tensor`, and request the result as `P("data", "tensor")`. Predict the collective
+# and its bytes before you look.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # The two devices of a pair hold different rows, and each needs the rows of the other: an all-gather

@@ -2,9 +2,9 @@
 # # 3. FSDP and ZeRO: where the bytes go
 #
 # In data parallelism every device holds a replica of the whole training state. With AdamW in
-# float32 the state has 16 bytes per parameter: 4 for the parameter, 4 for its gradient, and 8 for
-# the optimizer's two moments. FSDP shards this state, so that a device holds a part of it. This
-# tutorial counts the bytes that each variant saves, and the communication that it costs.
+# float32 it has 16 bytes per parameter: 4 for the parameter, 4 for its gradient, and 8 for two
+# moments. FSDP shards this state. This tutorial counts the bytes that it saves, and the
+# communication that it costs.
 
 # %%
 import jax
@@ -31,8 +31,7 @@ print(f"{config.num_params:,} parameters")
 # | `FSDP(shard="gradients")`, ZeRO-2 | all | 1/N | 1/N |
 # | `FSDP()`, ZeRO-3 | 1/N | 1/N | 1/N |
 #
-# The next function trains the model for five steps and draws the memory of one device: a block is
-# 128 KiB.
+# The next function trains for five steps and draws the memory of one device: a block is 128 KiB.
 
 # %%
 rng = np.random.default_rng(0)
@@ -73,15 +72,14 @@ def draw_memory(description):
 train("data parallel", DataParallel())
 
 # %% [markdown]
-# **ZeRO-1** shards the optimizer state, which is half of the total. Each device updates its shard of
-# the parameters, and then all devices gather the updated parameters.
+# **ZeRO-1** shards the optimizer state. Each device updates its shard of the parameters, and then
+# all devices gather the updated parameters.
 
 # %%
 train("ZeRO-1", FSDP(shard="optimizer"))
 
 # %% [markdown]
-# **ZeRO-2** also shards the gradients. A device needs the gradients of the parameters that it
-# updates, and no others.
+# **ZeRO-2** also shards the gradients.
 
 # %%
 train("ZeRO-2", FSDP(shard="gradients"))
@@ -93,12 +91,8 @@ train("ZeRO-2", FSDP(shard="gradients"))
 train("ZeRO-3", FSDP())
 
 # %% [markdown]
-# The losses are the same under all four: shardings do not change the mathematics.
-#
-# Each device holds a little more than an eighth under ZeRO-3, because small arrays
-# (biases and norms) stay replicated. Sharding them would save next to nothing, and each
-# gather would cost a message. The description lists every array that is replicated,
-# with the reason:
+# The losses are the same under all four. Small arrays (biases and norms) stay replicated under
+# ZeRO-3, because each gather would cost a message. The description lists them, with the reason:
 
 # %%
 zero3 = trainers["ZeRO-3"].describe()
@@ -121,8 +115,7 @@ assert (zero3.params_bytes - replicated) * 8 == 4 * config.num_params - replicat
 # %% [markdown]
 # ## The shards of each device
 #
-# Here are some of the parameters under ZeRO-3. Each block shows the number of the device that holds
-# it.
+# Each block shows the number of the device that holds it:
 
 # %%
 params = trainers["ZeRO-3"].state.params
@@ -131,16 +124,13 @@ visualize(
 )
 
 # %% [markdown]
-# `FSDP` shards a dim that the size of its axis divides. If there are several, it takes the dim
-# whose gather copies the least on a TPU: usually the dim that a product contracts. It never shards
-# the leading `layers` dim: the model runs one layer after the other, so one device would hold the
-# whole current layer, and all other devices would wait for it.
+# `FSDP` shards a dim that the size of its axis divides, usually the dim that a product contracts.
+# It never shards the leading `layers` dim, because the model runs one layer after the other.
 #
 # ## Communication
 #
-# A sharded parameter is all-gathered just before it is used. Then the gathered copy is dropped, so
-# the backward pass gathers it a second time. `audit` counts the bytes that a step's collectives
-# work on. The table gives them in units of the parameters' bytes:
+# A sharded parameter is all-gathered just before it is used, and again in the backward pass.
+# `audit` counts the bytes of a step's collectives, here in units of the parameters' bytes:
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 param_bytes = 4 * config.num_params
@@ -157,19 +147,14 @@ for name, report in reports.items():
 # %% [markdown]
 # - Data parallelism all-reduces the gradients once.
 # - ZeRO-1 and ZeRO-2 also all-gather the parameters once, after the update.
-# - ZeRO-3 all-gathers the parameters twice, in the forward and in the backward pass.
+# - ZeRO-3 all-gathers the parameters twice.
 #
-# The all-reduce column is a little over 1 because the embedding is used twice, for tokens and for
-# logits: its gradient is summed twice.
+# The all-reduce column is a little over 1 because the embedding is used twice.
 #
-# On an accelerator the communication volume is smaller than the table suggests. An all-reduce is a
-# reduce-scatter followed by an all-gather, and so sends twice the bytes of each. ZeRO-2 and
-# ZeRO-3 need only the reduce-scatter of their gradients. So ZeRO-2 sends as much as data
-# parallelism, and ZeRO-3 sends one and a half times as much. ZeRO-1 keeps its gradients replicated
-# and also sends one and a half times as much. XLA's CPU compiler writes an all-reduce and a slice
-# for every reduce-scatter, and the table counts these. In mixed precision gradients and gathered
-# parameters have half the bytes, except the updated parameters of ZeRO-1 and ZeRO-2, which are
-# float32.
+# XLA's CPU compiler writes an all-reduce and a slice for every reduce-scatter. On an accelerator,
+# ZeRO-2 sends as much as data parallelism, and ZeRO-1 and ZeRO-3 send one and a half times as much.
+# In mixed precision gradients and gathered parameters have half the bytes, except the updated
+# parameters of ZeRO-1 and ZeRO-2.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 gathered = {
@@ -183,21 +168,15 @@ assert 1.9 * sharded < gathered["ZeRO-3"] <= 2 * sharded  # forward and backward
 # %% [markdown]
 # ## One layer at a time
 #
-# To gather all parameters at once would undo the saving. FSDP gathers the parameters of
-# one layer inside the loop over layers, and drops them before the next. The last column
-# of the table shows the effect: ZeRO-3 gathers every parameter twice, and its
-# temporaries are hardly larger than with the others.
+# FSDP gathers the parameters of one layer inside the loop over layers, and drops them before the
+# next. So in the last column, the temporaries of ZeRO-3 are hardly larger than the others'.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 extra = reports["ZeRO-3"].temporary_bytes - reports["data parallel"].temporary_bytes
 assert extra < param_bytes / 2
 
 # %% [markdown]
-# ## Which one?
-#
-# Choose the first strategy that fits. ZeRO-2 needs a third of the memory here, and in float32 sends
-# no more bytes than data parallelism. ZeRO-3 is for models whose parameters do not fit. [Choose a
-# strategy](../choose.md) does the arithmetic.
+# [Choose a strategy](../choose.md) says which one to take.
 #
 # ## Exercise
 #

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 4. Tensor and sequence parallelism
 #
-# Data parallelism shards the rows of a batch. Tensor parallelism shards *matmuls*: each device has
-# a part of every weight matrix and computes a part of every layer. The art is to communicate
-# little. Two consecutive matmuls communicate only once if the first is sharded by columns and the
-# second by rows.
+# Tensor parallelism shards *matmuls*: each device has a part of every weight matrix and computes a
+# part of every layer. Two consecutive matmuls communicate only once if the first is sharded by
+# columns and the second by rows.
 
 # %%
 import jax
@@ -33,9 +32,8 @@ simulate_devices(8)
 # ## By columns, then by rows
 #
 # An MLP computes `gelu(x @ up) @ down`. Shard `up` by columns: a device computes the complete
-# values of a quarter of the hidden units, and can apply the nonlinearity to them. Shard `down` by
-# rows: the device multiplies its hidden units with its rows, and gets a partial sum of every
-# output. One all-reduce adds the partial sums.
+# values of a quarter of the hidden units. Shard `down` by rows: the device gets a partial sum of
+# every output. One all-reduce adds the partial sums.
 
 # %%
 mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
@@ -84,13 +82,10 @@ assert sum(columns_columns.values()) > 4 * x.nbytes  # the hidden layer is gathe
 # %% [markdown]
 # ## In a transformer
 #
-# A transformer's block has this pattern twice. In its attention, query, key and value are sharded by
-# columns, which means by heads, and the output projection by rows. Its MLP is the one above. So a
-# block all-reduces its activations twice in the forward pass and, for their gradients, twice in
-# the backward pass.
-#
-# The model names its dims `heads`, `mlp`, `vocab` and `embed`, and never mentions a mesh.
-# `TensorParallel` shards the dims with the first three names.
+# In attention, query, key and value are sharded by columns, which means by heads, and the output
+# projection by rows. The MLP is the one above. So a block all-reduces its activations twice in the
+# forward pass and twice in the backward pass. `TensorParallel` shards the dims that the model names
+# `heads`, `mlp` and `vocab`.
 
 # %%
 config = GPTConfig.tiny(num_layers=3, embed_dim=64, num_heads=8, seq_len=32)
@@ -136,7 +131,7 @@ print(f"activations of the batch: {activation_bytes:,} bytes")
 
 # %% [markdown]
 # The communication volume grows with the *batch*, not with the parameters, and every layer waits
-# for it. So use few devices for this axis, and only devices of one machine, where links are fast.
+# for it. So use only devices of one machine, where links are fast.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert [c.kind for c in forward] == ["all-reduce", "all-reduce"]
@@ -145,11 +140,10 @@ assert all(c.bytes_each == activation_bytes for c in forward)
 # %% [markdown]
 # ## Sequence parallelism
 #
-# Between the matmuls there are norms, residuals and dropout. There, every device holds the same
-# activations and computes the same numbers. `sequence=True` shards these activations along `seq`.
-# The all-reduce then becomes its two halves: a reduce-scatter after one matmul and an all-gather
-# before the next. The communication volume stays the same, and a device keeps a quarter of the
-# activations.
+# Between the matmuls every device holds the same activations. `sequence=True` shards them along
+# `seq`. The all-reduce then becomes its two halves: a reduce-scatter after one matmul and an
+# all-gather before the next. The communication volume stays the same, and a device keeps a quarter
+# of the activations.
 
 # %%
 sequence = make_trainer(TensorParallel(4, sequence=True), four)
@@ -173,9 +167,9 @@ assert sequence_report.temporary_bytes < report.temporary_bytes
 # %% [markdown]
 # ## Overlap
 #
-# A matmul waits for the all-gather before it. With `overlap="ring"` it does not wait: the devices
-# send their shards around a ring, one hop at a time, and multiply the shard that they have while
-# the next one arrives. Each hop is a `collective-permute`.
+# With `overlap="ring"` a matmul does not wait for the all-gather before it: the devices send their
+# shards around a ring by `collective-permute`, and multiply the shard that they have while the next
+# one arrives.
 
 # %%
 ring = make_trainer(TensorParallel(4, overlap="ring"), four)

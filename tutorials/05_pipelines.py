@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 5. Pipelines: schedules, bubbles, and a picture of each
 #
-# A pipeline puts the first layers of a model on one device and the last layers on another. Only
-# the activations between them are sent, so a pipeline suits slow links. Its price is idle time: a
-# stage has no work before the first microbatch reaches it. This idle time is called the *bubble*.
-# A schedule decides which microbatch each stage works on at each time; good schedules have small
-# bubbles.
+# A pipeline puts the first layers of a model on one device and the last layers on another. Only the
+# activations between them are sent, so a pipeline suits slow links. Its price is the *bubble*: a
+# stage has no work before the first microbatch reaches it. A schedule decides which microbatch each
+# stage works on at each time.
 
 # %%
 import jax
@@ -33,9 +32,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## GPipe
 #
-# The batch is split into microbatches. While stage 1 works on microbatch 0, stage 0 works on
-# microbatch 1. In the picture, time runs to the right, each row is a stage, and a cell shows the
-# number of its microbatch. Forward passes are blue, backward passes orange.
+# Time runs to the right, each row is a stage, and a cell shows the number of its microbatch.
+# Forward passes are blue, backward passes orange.
 
 # %%
 S, M = 4, 8  # stages, microbatches
@@ -43,8 +41,7 @@ gpipe = GPipe().table(num_stages=S, num_microbatches=M)
 visualize(gpipe)
 
 # %% [markdown]
-# The empty corners are the bubble. In each direction a stage works in `M` slots, and is
-# idle in `S - 1` further slots. So the efficiency is `M / (M + S - 1)`:
+# The empty corners are the bubble. The efficiency is `M / (M + S - 1)`:
 
 # %%
 cost = gpipe.simulate()
@@ -54,8 +51,8 @@ print(f"efficiency {cost.efficiency:.1%}, bubble {cost.bubble:.1%}")
 assert np.isclose(cost.efficiency, M / (M + S - 1))
 
 # %% [markdown]
-# More microbatches make the bubble smaller. But GPipe runs all forward passes before the first
-# backward pass, so a stage keeps the inputs of all microbatches: memory grows with `M`.
+# More microbatches make the bubble smaller. But under GPipe a stage keeps the inputs of all
+# microbatches:
 
 # %%
 kept = []
@@ -83,10 +80,8 @@ for microbatches, inputs in kept.items():
     print(f"M={microbatches:3}: keeps {inputs} inputs")
 
 # %% [markdown]
-# Papers count `S` inputs on the first stage; here there are `2 S - 1`. The reason is that all stages
-# run in lock step, one tick at a time, and a tick has a slot for a forward and a slot for a
-# backward pass. A microbatch therefore spends one tick in each stage on its way forward, and one
-# on its way back.
+# Papers count `S` inputs on the first stage; here there are `2 S - 1`, because all stages run in
+# lock step, and a tick has a slot for a forward and a slot for a backward pass.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert one_f_one_b.simulate().efficiency == gpipe.simulate().efficiency
@@ -95,10 +90,8 @@ assert set(kept.values()) == {2 * S - 1}
 # %% [markdown]
 # ## Interleaved 1F1B
 #
-# Each stage has `V` *chunks* of layers instead of one. With 8 layers, 4 stages and 2 chunks, stage 0
-# has layers 0 and 4. A microbatch then passes every stage `V` times, and reaches the last stage
-# after a `V`-th of the time. The efficiency is `M / (M + (S - 1) / V)`, and activations are sent
-# `V` times as often.
+# Each stage has `V` *chunks* of layers. With 8 layers, 4 stages and 2 chunks, stage 0 has layers 0
+# and 4. The efficiency is `M / (M + (S - 1) / V)`, and activations are sent `V` times as often.
 
 # %%
 V = 2
@@ -111,10 +104,9 @@ assert np.isclose(interleaved.simulate().efficiency, M / (M + (S - 1) / V))
 # %% [markdown]
 # ## Zero bubble
 #
-# A backward pass computes two gradients. The previous stage waits for the gradient of the stage's
-# *input*. Nothing waits for the gradient of its *weights*, except the update at the end of the
-# step. The zero-bubble schedule computes the first at once, and fills idle slots with the second
-# (green). This is ZB-H1 of the paper that introduced the name; its bubble is smaller, but not zero.
+# The previous stage waits for the gradient of the stage's *input*. Nothing waits for the gradient
+# of its *weights*, except the update. The zero-bubble schedule fills idle slots with the second
+# (green). This is ZB-H1; its bubble is smaller, but not zero.
 
 # %%
 zero_bubble = ZeroBubble().table(S, M)
@@ -136,9 +128,8 @@ assert np.isclose(zero_bubble.simulate().efficiency, 3 * M / (3 * M + 2 * (S - 1
 # %% [markdown]
 # ## Run them
 #
-# A loss for a pipeline is the loss for one device. In this loss, the library finds the
-# call of the model's `Stack` of layers, and cuts the computation there. First, one
-# device:
+# A loss for a pipeline is the loss for one device. The library finds the call of the model's
+# `Stack` in it, and cuts the computation there. First, one device:
 
 # %%
 config = GPTConfig.tiny(
@@ -210,9 +201,8 @@ kernel = trainer.state.params["blocks"]["layer"]["mlp"]["up"]["kernel"]
 visualize(kernel)
 
 # %% [markdown]
-# In every tick, each stage sends the activations of one microbatch to the next stage, and
-# gradients to the previous one. Each of these hops is a `collective-permute`. (The small ones
-# carry random keys and the numbers of microbatches.)
+# In every tick, each stage sends the activations of one microbatch to the next stage, and gradients
+# to the previous one, by a `collective-permute`:
 
 # %%
 batch = trainer.shard_batch(batches[0])
@@ -232,10 +222,9 @@ assert kernel.addressable_shards[0].data.shape[0] == 2  # layers on each stage
 # %% [markdown]
 # ## Layers that do not divide
 #
-# DeepSeek-V3 has 61 layers: 3 dense ones, then 58 with experts. They form two stacks.
-# `Pipeline` spreads the larger stack over its stages. The smaller stack runs before the
-# pipeline, with the rows of a microbatch split over all devices. Four stages share 58
-# layers as 15, 15, 14 and 14, and all wait for the slowest in each tick:
+# DeepSeek-V3 has 3 dense layers, then 58 with experts. `Pipeline` spreads the larger stack over its
+# stages, and runs the smaller one before them. Four stages share 58 layers as 15, 15, 14 and 14,
+# and all wait for the slowest:
 
 # %%
 table = OneFOneB().table(S, M)
@@ -251,10 +240,9 @@ assert np.isclose(table.simulate(num_layers=58).efficiency, share * 58 / (4 * 15
 # %% [markdown]
 # ## Exercise
 #
-# You can also write a `Table`. Write GPipe in two rounds: all passes of the first half of the
-# microbatches, and then all passes of the second half. Give `Table.from_ticks` the tick of every
-# slot (row: stage, column: microbatch), and draw the table. How many inputs does a stage keep, and
-# how large is the bubble?
+# Write GPipe in two rounds: all passes of the first half of the microbatches, and then all passes
+# of the second half. Give `Table.from_ticks` the tick of every slot (row: stage, column:
+# microbatch). How many inputs does a stage keep, and how large is the bubble?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 stage, microbatch = np.indices((S, M))

@@ -2,8 +2,8 @@
 # # 6. Composing: 3D parallelism
 #
 # Each strategy owns one axis of the mesh. `Composite` combines strategies: their axes form one
-# mesh, and an array may be sharded along several of them. Large models are trained with three:
-# a pipeline across the slowest links, FSDP across faster ones, and tensor parallelism inside a
+# mesh, and an array may be sharded along several of them. Large models are trained with three: a
+# pipeline across the slowest links, FSDP across faster ones, and tensor parallelism inside a
 # machine.
 
 # %%
@@ -36,11 +36,8 @@ mesh = strategy.make_mesh()
 print(dict(mesh.shape))
 
 # %% [markdown]
-# The order of the arguments does not matter. The mesh always has `tensor`, the axis that
-# communicates most often, on neighbouring devices, and `pipe` on the most distant ones.
-#
-# One size may be left out: that strategy takes the devices that remain. So
-# `Composite(Pipeline(2), FSDP(), TensorParallel(2))` is right for 8 devices and for 800.
+# The order of the arguments does not matter: `tensor` is always on neighbouring devices, and `pipe`
+# on the most distant ones. One size may be left out: that strategy takes the devices that remain.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert tuple(mesh.shape) == ("pipe", "fsdp", "tensor")
@@ -50,13 +47,9 @@ assert Composite(Pipeline(2), FSDP(), TensorParallel(2)).make_mesh() == mesh
 # %% [markdown]
 # ## One array, sharded three times
 #
-# All Trainers on this page start from one built model and copy its arrays. (A model that does not fit
-# on one device is passed as a function, as in [tutorial 3](03_fsdp.py): then it is initialized in
-# shards.)
-#
-# The kernel of an MLP has dims `(layers, embed, mlp)`. The pipeline shards `layers`, FSDP shards
-# `embed`, and tensor parallelism shards `mlp`. Each device holds an eighth, and no two devices
-# hold the same eighth:
+# All Trainers on this page copy the arrays of one built model. The kernel of an MLP has dims
+# `(layers, embed, mlp)`. The pipeline shards `layers`, FSDP shards `embed`, and tensor parallelism
+# shards `mlp`:
 
 # %%
 config = GPTConfig.tiny(
@@ -83,8 +76,8 @@ kernel = block["mlp"]["up"]["kernel"]
 visualize(kernel)
 
 # %% [markdown]
-# Compare the bias of the second matmul. Its dims are `(layers, embed)`; it is too small for FSDP
-# to shard, so four devices hold the same copy:
+# The bias of the second matmul has dims `(layers, embed)`; it is too small for FSDP to shard, so
+# four devices hold the same copy:
 
 # %%
 bias = block["mlp"]["down"]["bias"]
@@ -105,8 +98,7 @@ assert bias.addressable_shards[0].data.size * 2 == bias.size
 # %% [markdown]
 # ## The same numbers
 #
-# The next cells train the same model on the same batches under one strategy each. First, as the
-# reference, on one device.
+# First, as the reference, on one device.
 
 # %%
 rng = np.random.default_rng(0)
@@ -117,7 +109,7 @@ expected = one.fit(batches, num_steps=3)["loss"]
 print(expected)
 
 # %% [markdown]
-# **Data parallelism**: every device holds everything, and processes an eighth of each batch.
+# **Data parallelism**:
 
 # %%
 data = make_trainer(DataParallel())
@@ -125,8 +117,7 @@ data_losses = data.fit(batches, num_steps=3)["loss"]
 print(data_losses)
 
 # %% [markdown]
-# **FSDP within two groups** of four devices, with a replica of the state in each group. This suits
-# two machines with a slow link between them.
+# **FSDP within two groups** of four devices, for two machines with a slow link between them:
 
 # %%
 hybrid = make_trainer(Composite(DataParallel(2), FSDP()))
@@ -163,8 +154,7 @@ for losses in (data_losses, hybrid_losses, two_d_losses, stages_losses, three_d_
 # %% [markdown]
 # ## Which devices communicate
 #
-# The groups of a collective show along which axis its devices lie: in this mesh, `tensor` joins
-# devices 0 and 1, `fsdp` joins 0 and 2, and `pipe` joins 0 and 4. These are the collectives of one
+# The groups of a collective show along which axis its devices lie. These are the collectives of one
 # step:
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
@@ -191,18 +181,13 @@ for (kind, axes, size), count in sorted(found.items()):
         print(f"{kind:20}{axes:18}{count:5}{size:12,}")
 
 # %% [markdown]
-# Each axis has separate collectives:
-#
 # - `fsdp`: parameters are all-gathered where they are used.
 # - `tensor`: partial sums of matmuls are all-reduced.
 # - `pipe`: a `collective-permute` sends activations to the next stage, or gradients to the previous
 #   one, in each of the six ticks of the schedule.
-# - `pipe` again: the **all-to-alls**. Only the layers of the `Stack` are split into stages. All devices
-#   compute the embedding before it, and the head and the loss after it, each for a share of the rows.
-#   So in each tick the output of the last stage is spread over all stages for the loss, and the
-#   gradient that leaves the first stage is spread over all stages for the embedding. Both are
-#   all-to-alls of the activations of one microbatch. On the way back, from a share of the rows to a
-#   stage, an all-gather is used.
+# - `pipe` again: the **all-to-alls**. All devices compute the embedding, the head and the loss,
+#   each for a share of the rows. So in each tick the output of the last stage, and the gradient
+#   that leaves the first stage, are spread over all stages. On the way back an all-gather is used.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 ticks = OneFOneB().table(num_stages=2, num_microbatches=4).num_ticks
@@ -227,20 +212,13 @@ else:
     raise AssertionError("no error")
 
 # %% [markdown]
-# ## How to choose the sizes
-#
-# - `TensorParallel`: at most the devices of one machine, because it sends activations in every layer.
-# - `Pipeline`: as many stages as the model needs to fit, with several times as many microbatches.
-# - `FSDP`: the remaining devices. Combine it with `DataParallel` when a part of the devices is enough
-#   to hold the state.
-#
-# [Choose a strategy](../choose.md) computes the sizes for a model and its machines.
+# [Choose a strategy](../choose.md) has rules for the sizes.
 #
 # ## Exercise
 #
-# Print `trainer.describe().params_bytes` for the five strategies. Which needs the most memory, which
-# the least? On two machines with four devices each, which of the five sends the fewest bytes between
-# the machines?
+# Print `trainer.describe().params_bytes` for the five strategies. Which needs the most memory,
+# which the least? On two machines with four devices each, which of the five sends the fewest bytes
+# between the machines?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 # Devices 0 to 3 are on one machine, 4 to 7 on the other.

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 8. Many processes and machines
 #
-# A process drives the devices of one machine. Several machines need several processes, and all
-# processes run the same script. This tutorial starts real processes on a laptop, compares their
-# numbers with a single process, and then kills some of them.
+# Several machines need several processes, and all processes run the same script. This tutorial
+# starts real processes on a laptop, compares their numbers with a single process, and then kills
+# some of them.
 
 # %%
 import contextlib
@@ -28,13 +28,12 @@ script = directory / "train.py"
 #
 # Three lines differ from a script for one process:
 #
-# - `initialize()` joins the other processes. It comes first, and does nothing if there is only one
-#   process.
+# - `initialize()` comes first. It joins the other processes, and does nothing if there is only one.
 # - `data_share` says which rows of each batch this process loads.
 # - `print_once` prints on one process only.
 #
-# The callback simulates a failure on request: process 1 sends itself a signal after step 5. It does
-# so only at the first start; the launcher tells each process how often it was restarted.
+# The callback simulates a failure: at the first start, process 1 sends itself a signal after step
+# 5.
 
 # %%
 SCRIPT = """
@@ -107,9 +106,8 @@ trainer.fit(Batches(index, count), num_steps=12)
 # %% [markdown]
 # ## Two processes compute the same numbers as one
 #
-# In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. `launch`
-# starts the processes and prefixes each line of output with the number of the process that wrote
-# it. On this page, a function runs the same command.
+# In a terminal, the command is `python -m nnx_parallel launch --processes 2 train.py`. On this
+# page, a function runs the same command.
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 script.write_text(SCRIPT)
@@ -175,9 +173,8 @@ np.testing.assert_allclose(losses("two"), losses("one"), rtol=1e-5)
 # %% [markdown]
 # ## One process dies
 #
-# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Without help,
-# process 0 would deadlock in the next collective. Instead it prints which process is lost, and
-# ends.
+# SIGKILL ends process 1 without a message, as Linux does when memory is exhausted. Process 0 prints
+# which process is lost, and ends.
 
 # %%
 killed_code = launch("killed", "SIGKILL")
@@ -196,9 +193,8 @@ assert (directory / "killed" / "4").is_dir()
 # %% [markdown]
 # ## Restarts
 #
-# The same command resumes from the checkpoint. With `--max-restarts 1` the launcher also restarts
-# all processes, at most once, after one has failed. Here process 1 dies again after step 5. The
-# launcher restarts the run, which then ends at step 12:
+# With `--max-restarts 1` the launcher restarts all processes, at most once. Here process 1 dies
+# again after step 5:
 
 # %%
 restarted_code = launch("killed", "SIGKILL", max_restarts=1)
@@ -215,8 +211,8 @@ np.testing.assert_array_equal(losses("killed"), losses("two"))
 # ## Preemption
 #
 # Clouds and schedulers send SIGTERM some seconds before they take a machine away. Here process 1
-# gets it. All processes agree on a step, save it, and exit with code 143, the code of a process
-# that a SIGTERM has stopped. Slurm, Kubernetes and `--max-restarts` then start the run again.
+# gets it. All processes agree on a step, save it, and exit with code 143. Slurm, Kubernetes and
+# `--max-restarts` then start the run again.
 
 # %%
 taken_code = launch("taken", "SIGTERM")
@@ -238,8 +234,8 @@ np.testing.assert_array_equal(losses("taken"), losses("two")[:count])
 # %% [markdown]
 # ## On a cluster
 #
-# On a cluster the scheduler starts the processes, one or more per machine. The script stays the
-# same: `initialize()` reads the environment. `launch --print` writes the input of the scheduler.
+# The scheduler starts the processes, and `initialize()` reads its environment. `launch --print`
+# writes the input of the scheduler.
 
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}

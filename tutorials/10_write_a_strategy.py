@@ -2,9 +2,8 @@
 # # 10. Write a strategy
 #
 # A strategy is a frozen dataclass with one method, `claims`. Its claims say which mesh axis the
-# strategy owns, how large the axis is, and which dims it splits. A strategy knows nothing of other
-# strategies; `Composite` merges the claims of several. This tutorial writes a strategy that the
-# library lacks, composes it with others, and tests it as the library tests its strategies.
+# strategy owns, how large the axis is, and which dims it splits. `Composite` merges the claims of
+# several strategies.
 #
 # With a vocabulary of 128,000 tokens, the embedding and the head are the largest arrays of a small
 # model. The new strategy, `VocabParallel`, splits these two along the vocabulary, and splits the
@@ -65,8 +64,8 @@ class VocabParallel(Strategy):
 # %% [markdown]
 # ## It composes
 #
-# The class says nothing about meshes or about other strategies. In this `Composite`, `FSDP` shards
-# the dims that are still free, and a `Pipeline` spreads the layers over stages.
+# In this `Composite`, `FSDP` shards the dims that are still free, and a `Pipeline` spreads the
+# layers over stages.
 
 # %%
 strategy = Composite(VocabParallel(2), FSDP(2), Pipeline(2))
@@ -134,11 +133,9 @@ table = trainer.state.params["embed"]["embedding"]
 assert table.addressable_shards[0].data.size * 4 == table.size  # words=2, fsdp=2
 
 # %% [markdown]
-# Third, its step must have the collectives that the theory predicts, and no others.
-# Rows and vocabulary are split over one axis, and the rows of a device need the whole
-# embedding. So the embedding is gathered for the lookup and again for the logits, as
-# `FSDP` gathers a parameter. The gradients of both uses are summed, and so are the
-# gradients of all replicated parameters.
+# Third, its step must have the collectives that the theory predicts, and no others. The embedding
+# is gathered for the lookup and again for the logits, and the gradients of both uses, and of all
+# replicated parameters, are summed.
 
 # %%
 alone = make_trainer(VocabParallel(2), jax.devices()[:2], num_microbatches=1)

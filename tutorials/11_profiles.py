@@ -1,9 +1,8 @@
 # %% [markdown]
 # # 11. Read a profile: where a step's time goes
 #
-# When a step is slow, it may be computing, communicating, or waiting for the host. Three questions
-# show which of these it is, the cheapest question first. What *should* the step do? What does the
-# compiled program do? And what did the devices do while it ran?
+# What *should* the step do? What does the compiled program do? And what did the devices do while it
+# ran?
 
 # %%
 import collections
@@ -53,9 +52,9 @@ print(f"{theory / 1e9:.2f} GFLOP a step")
 # %% [markdown]
 # ## 2. The compiled program
 #
-# `audit` counts the operations of the compiled program; the body of a loop counts once for each
-# iteration. More FLOPs than in theory mean that something is computed twice, by remat or because of
-# a bad sharding. A collective that the strategy does not need means that a `constrain` is missing.
+# `audit` counts the operations of the compiled program. More FLOPs than in theory mean that
+# something is computed twice, by remat or because of a bad sharding. A collective that the strategy
+# does not need means that a `constrain` is missing.
 
 # %%
 trainer = make_trainer(checkpoint=directory, debugging=Debugging(profile=(6, 10)))
@@ -86,8 +85,8 @@ print(f"{len(events):,} events in {trace.name.partition('.')[2]}")
 
 # %% [markdown]
 # To see the trace, open <https://ui.perfetto.dev> and drop the file there, or point TensorBoard's
-# profile plugin or XProf at the directory. For a number that you can compare later, add up the
-# events: every operation of the compiled program is an event with a duration in microseconds.
+# profile plugin or XProf at the directory. For a number, add up the events: every operation is an
+# event with a duration in microseconds.
 
 # %% tags=["hide-input"] mystnb={"code_prompt_show": "Show the code"}
 steps = [e for e in events if e.get("name", "").startswith("train") and "dur" in e]
@@ -124,15 +123,14 @@ assert total > 0
 
 # %% [markdown]
 # These are shares of the total time of operations, summed over devices. Simulated devices wait for
-# each other *inside* their collectives. On a machine with fewer cores than devices they wait longer
-# than they compute. On an accelerator, look at the timeline instead. A collective that overlaps with
-# matmuls is free; one that overlaps with nothing is *exposed*, and costs its whole time.
+# each other *inside* their collectives. On an accelerator, look at the timeline instead: a
+# collective that overlaps with matmuls is free; one that overlaps with nothing is *exposed*, and
+# costs its whole time.
 #
 # ## The host
 #
-# When a device waits for Python, the timeline has gaps between steps. JAX dispatches a step and
-# returns immediately. So compare the time until the call returns with the time until the step is
-# done:
+# When a device waits for Python, the timeline has gaps between steps. Compare the time until the
+# call returns with the time until the step is done:
 
 # %%
 state = trainer.state
@@ -151,9 +149,8 @@ print(
 
 # %% [markdown]
 # If the first number is well below the second, the host is ahead of the devices, and they never
-# wait for it. Two things undo this lead: slow data, and reading a metric in each step, because
-# `float(loss)` waits for the step. `Trainer` reads metrics up to two steps late, and prefetches
-# batches.
+# wait for it. Two things undo this lead: slow data, and reading a metric in each step. `Trainer`
+# reads metrics up to two steps late, and prefetches batches.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert np.median(dispatch) < np.median(done) / 2

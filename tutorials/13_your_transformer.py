@@ -7,8 +7,6 @@
 # 1. A `Stack` holds the blocks. This allows `Pipeline` and `remat`.
 # 2. Names give the meaning of each dim of a parameter. This allows `TensorParallel`.
 # 3. `constrain` names the dims of activations. This allows sequence parallelism.
-#
-# The tutorial makes one change at a time, and measures its effect.
 
 # %%
 import textwrap
@@ -41,8 +39,7 @@ simulate_devices(8)
 # %% [markdown]
 # ## The model, written for one device
 #
-# Nothing in this model comes from the library. It is the usual decoder: a list of blocks, each with
-# attention and an MLP.
+# Nothing in this model comes from the library.
 
 # %%
 VOCAB, EMBED, HEADS, LAYERS, SEQ = 256, 64, 8, 2, 32
@@ -84,8 +81,8 @@ def loss(model, tokens):
 
 
 # %% [markdown]
-# The next function trains the model for three steps under a strategy. It prints the losses, and the
-# state, FLOPs and sent bytes of one device.
+# The next function trains the model for three steps, and prints the losses, and the state, FLOPs
+# and sent bytes of one device.
 
 # %%
 rng = np.random.default_rng(0)
@@ -132,7 +129,7 @@ def print_measurements(name):
 # %% [markdown]
 # ## As it is
 #
-# One device gives the numbers to compare with:
+# One device:
 
 # %%
 measure(
@@ -143,8 +140,7 @@ measure(
 )
 
 # %% [markdown]
-# **Data parallelism** runs on eight devices. Each computes an eighth of the FLOPs, and holds as much
-# state as the single device above:
+# **Data parallelism**. Each of eight devices computes an eighth of the FLOPs:
 
 # %%
 measure("data parallel", Transformer, DataParallel())
@@ -180,8 +176,7 @@ assert "pipeline" not in losses
 # %% [markdown]
 # ## Change 1: a `Stack` for the blocks
 #
-# `Stack.of` makes one module from a list of blocks. Each of its arrays has the arrays of all blocks,
-# stacked along a new first dim. A call runs the blocks in order.
+# `Stack.of` stacks the arrays of all blocks along a new first dim. A call runs the blocks in order.
 #
 # ```diff
 #  class Transformer(nnx.Module):
@@ -211,28 +206,21 @@ class Stacked(Transformer):
 
 
 # %% [markdown]
-# Now **FSDP** again. The program has a loop over the layers in place of a copy of the
-# block for each layer. So the program is shorter, and its length does not depend on the
-# number of layers. The loop gathers the parameters of one layer at a time, and drops
-# them before the next layer.
+# **FSDP** again. The program has a loop over the layers in place of a copy of the block for each
+# layer, and gathers the parameters of one layer at a time.
 
 # %%
 measure("FSDP, Stack", Stacked, FSDP())
 
 # %% [markdown]
-# The optimizer gets arrays of all layers too. AdamW works element by element, so its updates stay
-# the same. An optimizer that looks at a whole array, such as LAMB, needs
-# `by_layer(optax.lamb(1e-3))` to see each layer separately; a fit warns without it.
-#
-# **`remat="full"`** keeps only the input of each block for the backward pass, and computes the rest
-# again. The temporaries shrink by more than half, for a fifth more FLOPs:
+# **`remat="full"`** keeps only the input of each block. The temporaries shrink by more than half,
+# for a fifth more FLOPs:
 
 # %%
 measure("FSDP, Stack, remat", Stacked, FSDP(), remat="full")
 
 # %% [markdown]
-# **A pipeline** of two stages comes next. Each stage holds one of the two layers, and
-# FSDP shards the stage over four devices:
+# **A pipeline** of two stages, each with one of the two layers, sharded by FSDP over four devices:
 
 # %%
 measure("pipeline, Stack", Stacked, two_stages, num_microbatches=4)
@@ -241,10 +229,8 @@ visualize(up)
 
 
 # %% [markdown]
-# A device computes one and a half times the FLOPs that FSDP needs. The schedule has six ticks
-# for four microbatches, and the stages run in all of them: the difference is the bubble of
-# [tutorial 5](05_pipelines.py). More microbatches make it smaller. [Tutorial 6](06_composing.py)
-# explains the all-to-alls.
+# A device computes one and a half times the FLOPs that FSDP needs: the difference is the bubble of
+# [tutorial 5](05_pipelines.py). More microbatches make it smaller.
 
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
@@ -264,8 +250,8 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # %% [markdown]
 # ## Change 2: names for the dims of parameters
 #
-# `TensorParallel` shards each matmul, so it must know the meaning of each dim of a kernel. The model
-# does not name the dims, so nothing is sharded, and a warning says so:
+# `TensorParallel` must know the meaning of each dim of a kernel. The model does not name the dims,
+# so nothing is sharded, and a warning says so:
 
 # %%
 both = Composite(TensorParallel(2), FSDP())
@@ -275,11 +261,8 @@ with warnings.catch_warnings(record=True) as caught:
 print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 
 # %% [markdown]
-# The losses are right, but a device computes a quarter of all FLOPs instead of an eighth: the two
-# devices of a pair do the same work.
-#
-# `names="auto"` derives the names from the traced loss. The trace needs a batch, or the
-# shapes of one:
+# The two devices of a pair do the same work. `names="auto"` derives the names from the traced loss.
+# The trace needs a batch, or the shapes of one:
 #
 # ```diff
 #  Trainer(
@@ -294,8 +277,7 @@ derived = {"names": "auto", "sample": batches[0]}
 measure("tensor, derived names", Stacked, both, **derived)
 
 # %% [markdown]
-# Now each device computes an eighth. `heads`, `mlp` and `vocab` are sharded over `tensor`; FSDP shards
-# one of the other dims. The description gives the evidence for each name:
+# Now each device computes an eighth. The description gives the evidence for each name:
 
 
 # %%
@@ -309,7 +291,7 @@ def print_reasons(name):
 print_reasons("tensor, derived names")
 
 # %% [markdown]
-# Names can also be given by path. `TRANSFORMER_NAMES` knows the usual names of transformers:
+# Names can also be given by path:
 
 # %%
 with warnings.catch_warnings(record=True) as told:
@@ -318,10 +300,9 @@ with warnings.catch_warnings(record=True) as told:
 print("\n" + textwrap.fill(f"Warning: {told[0].message}", 90))
 
 # %% [markdown]
-# The FLOPs have fallen, but not to an eighth, and the warning tells why. The kernels of attention are
-# sharded over `tensor`. The kernels of the MLP and the head are not, because `up`, `down` and `head`
-# are not among the usual names. A table that you write names the other kernels. Each entry is a regular
-# expression for the path, and a name for each dim. The dim of the layers already has its name.
+# The warning tells why the FLOPs have not fallen to an eighth: `up`, `down` and `head` are not
+# among the usual names. A table that you write has a regular expression for the path, and a name
+# for each dim.
 
 # %%
 NAMES = PathNames(
@@ -345,15 +326,10 @@ assert 1.1 * reports["tensor, all names"].flops < between
 assert between < 0.9 * reports["tensor, no names"].flops
 
 # %% [markdown]
-# Your model can also name the dims where it makes the parameters, as the MLP of [tutorial
-# 9](09_your_own_model.py) does.
-#
 # ## Change 3: `constrain` for activations
 #
-# The compiler derives the shardings of activations from the shardings of the parameters. That is enough for
-# the step above. Sequence parallelism needs more: between the matmuls, each device should keep only
-# a part of each sequence. `constrain` names the dims of an activation, and the strategy decides
-# which of them to shard.
+# In sequence parallelism each device keeps only a part of each sequence between the matmuls.
+# `constrain` names the dims of an activation, and the strategy decides which of them to shard.
 #
 # ```diff
 #  class Block(nnx.Module):
@@ -380,8 +356,7 @@ class ConstrainedBlock(Block):
 
 
 # %% [markdown]
-# The embedding of the tokens and the logits get names too. This is the whole model after the three
-# changes:
+# The embedding of the tokens and the logits get names too. The whole model after the three changes:
 
 
 # %%
@@ -400,8 +375,8 @@ class Parallel(nnx.Module):
 
 
 # %% [markdown]
-# **Sequence parallelism** has no effect on the model without `constrain`. The numbers
-# are the same as with tensor parallelism, and a warning gives the reason:
+# **Sequence parallelism** has no effect on the model without `constrain`, and a warning gives the
+# reason:
 
 # %%
 sequence = Composite(TensorParallel(2, sequence=True), FSDP())
@@ -411,8 +386,8 @@ with warnings.catch_warnings(record=True) as caught:
 print("\n" + textwrap.fill(f"Warning: {caught[0].message}", 90))
 
 # %% [markdown]
-# With `constrain`, a device keeps half of each sequence between the matmuls. Its temporaries shrink,
-# and all-gathers bring the halves together before each matmul:
+# With `constrain`, a device keeps half of each sequence between the matmuls, and all-gathers bring
+# the halves together:
 
 # %%
 measure("sequence, constrain", Parallel, sequence, names=NAMES)

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 14. Long sequences
 #
-# A batch can be split by rows until each device has one row. If this row is still too long for a
-# device, the sequence itself must be split, because activations grow with its length. `ContextParallel`
-# shards the tokens of each sequence. The model does not change, and neither do the numbers.
+# If one row is too long for a device, the sequence itself must be split, because activations grow
+# with its length. `ContextParallel` shards the tokens of each sequence. The model does not change,
+# and neither do the numbers.
 
 # %%
 import jax
@@ -26,9 +26,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## The memory of a token
 #
-# The model is a small Llama with four heads that share two key heads, and the batch is one row. The
-# next function compiles a training step, and asks the compiler how much memory a device needs besides
-# the parameters.
+# The batch is one row. The next function compiles a training step, and asks the compiler how much
+# memory a device needs besides the parameters.
 
 # %%
 eight, one = jax.devices(), jax.devices()[:1]
@@ -68,10 +67,9 @@ print(f"one device:         {before:5.2f} KiB a token")
 print(f"ContextParallel(8): {after:5.2f} KiB a token, on each device")
 
 # %% [markdown]
-# Each device has an eighth of the tokens, and about an eighth of their activations:
-# sequences can be eight times as long. Attention runs in blocks, so no device ever
-# holds the scores of all queries with all keys. For 32,768 tokens and four heads these
-# scores would take 16 GiB.
+# Each device has an eighth of the tokens, and about an eighth of their activations. Attention runs
+# in blocks, so no device ever holds the scores of all queries with all keys: for 32,768 tokens and
+# four heads, 16 GiB.
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Check"}
 assert before / after > 6
@@ -99,11 +97,9 @@ np.testing.assert_allclose(split, alone, rtol=1e-5)
 # %% [markdown]
 # ## The blocks of each device
 #
-# Under a causal mask a query sees the keys before it, so late tokens cost more than early ones. If
-# each device had neighbouring tokens, the last device would have most of the work, and the others
-# would wait. So the sequence is cut into twice as many chunks as there are devices, and device i
-# computes chunk i and the i-th chunk from the end. Devices exchange halves of their tokens before and
-# after the attention, so that the rest of the model sees the tokens in their usual order.
+# Under a causal mask late tokens cost more than early ones. So the sequence is cut into twice as
+# many chunks as there are devices, and device i computes chunk i and the i-th chunk from the end.
+# Devices exchange halves of their tokens before and after the attention.
 #
 # A row is a chunk of queries, and a column is a chunk of keys; the number is the device that
 # computes the block.
@@ -139,8 +135,6 @@ assert max(in_turn) == 7 * min(in_turn)
 # %% [markdown]
 # ## The bytes that are sent
 #
-# `exchange` says how queries meet the keys of other devices.
-#
 # - `ring`, the default: keys and values travel from device to device, each hop during the matmuls
 #   of the previous keys; in the backward pass their gradients travel with them.
 # - `all_to_all`: a device gets the whole sequence for its share of the heads. The size must divide
@@ -165,9 +159,8 @@ assert "all-gather" in sent["gather"]
 #
 # ## Choose an exchange
 #
-# - `ring` works with any number of heads, and no device holds more than two shards of the keys. With
-#   thousands of tokens per device, the matmuls of a hop take longer than the transfer. If the compiler
-#   runs both at the same time, no matmul waits for a transfer.
+# - `ring` works with any number of heads, and no device holds more than two shards of the keys.
+#   With thousands of tokens per device, the transfers can hide behind matmuls.
 # - `all_to_all` runs the platform's fused kernel on whole sequences, and is quick inside a machine.
 # - `gather` is simple, and as good as the others if many heads share few key heads.
 #

@@ -1,10 +1,9 @@
 # %% [markdown]
 # # 16. Mixtures of experts
 #
-# A larger MLP can learn more, but every token needs the FLOPs of the whole MLP. A mixture of experts
-# has many MLPs, and a router that sends each token to a few of them: it has more parameters, but
-# hardly more FLOPs per token. This tutorial trains a mixture, observes that some experts are hardly
-# used, balances them, and splits them over eight devices.
+# A mixture of experts has many MLPs, and a router that sends each token to a few of them: it has
+# more parameters, but hardly more FLOPs per token. This tutorial trains a mixture, balances its
+# experts, and splits them over eight devices.
 
 # %%
 from dataclasses import replace
@@ -31,8 +30,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## The cost of a token
 #
-# Python's documentation is the text; each pair of letters is a token. The model is a small Llama
-# with eight experts in place of each MLP. A token goes to two of them, `top_k=2`.
+# Python's documentation is the text; each pair of letters is a token. A token goes to two of eight
+# experts, `top_k=2`.
 
 # %%
 words = " ".join(" ".join(topics.values()).lower().split())[:400_000]
@@ -64,8 +63,7 @@ unused = 2 * (8 - 2) * 3 * 32 * 32  # layers, experts, kernels and their shapes
 assert config.num_params - config.num_active_params == unused
 
 # %% [markdown]
-# A token uses only the active parameters: two of the eight experts in each layer, and everything
-# else. `flops_per_token` and MFU count only these. Some published models:
+# `flops_per_token` and MFU count only the active parameters. Some published models:
 
 # %%
 for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
@@ -76,8 +74,7 @@ for name in ("mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"):
 # %% [markdown]
 # ## Without balance
 #
-# The first run is on one device. A router that is trained only to predict the next token has no reason
-# to use all experts. Experts that get tokens learn, and then get more tokens.
+# Experts that get tokens learn, and then get more tokens:
 
 # %%
 STEPS = 100
@@ -125,9 +122,8 @@ def over_time(history, every=10):
 
 
 # %% [markdown]
-# The log line has `expert_load`, the number of tokens of the busiest expert divided by the mean,
-# and `router_entropy`, in nats. A load of 1 is perfect. Here 4 is the worst: all tokens go to the
-# same two of eight experts.
+# `expert_load` is the number of tokens of the busiest expert divided by the mean; 1 is perfect.
+# Here 4 is the worst: all tokens go to the same two of eight experts. `router_entropy` is in nats.
 
 # %%
 print("expert_load, every 10th step:", over_time(free_history))
@@ -137,11 +133,10 @@ draw(before)
 # %% [markdown]
 # ## A bias that follows counts
 #
-# `bias_rate` gives each expert a bias, which is added to its score only when the experts of a token are
-# chosen. After a step, the bias of an expert with more tokens than the mean falls by the rate, and the
-# bias of all other experts rises by the rate. This needs no gradient and no additional loss.
-# DeepSeek-V3 is balanced in this way. Tokens are counted in integers over the whole batch, so that
-# the bias is the same bit for bit on any mesh.
+# `bias_rate` gives each expert a bias, which is added to its score only when the experts of a token
+# are chosen. After a step, the bias of an expert with more tokens than the mean falls by the rate,
+# and all others rise. DeepSeek-V3 is balanced in this way. The bias is the same bit for bit on any
+# mesh.
 
 # %%
 BALANCED = replace(EXPERTS, bias_rate=0.01)
@@ -160,19 +155,14 @@ final = [history["loss"][-10:].mean() for history in (free_history, even_history
 np.testing.assert_allclose(final[1], final[0], rtol=0.05)
 
 # %% [markdown]
-# Both runs learn equally fast so far: such a short text gives eight experts little to learn. The
-# difference is the cost of idle experts. They take memory, and once experts are split over devices
-# all devices wait for the busiest one.
-#
-# `balance_loss=` is the alternative: a loss that is smallest if all experts have equal shares of
-# each sequence, or of the batch. Its gradient changes the router, and thus the model. `z_loss=` keeps
-# the router's logits small. `top_groups=` and `shared_dim=` come from DeepSeek-V3.
+# Both runs learn equally fast on such a short text. The difference is the cost of idle experts:
+# they take memory, and all devices wait for the busiest one. `balance_loss=` is the alternative: a
+# loss that is smallest if all experts have equal shares.
 #
 # ## The experts, split
 #
 # `ExpertParallel(4)` gives each of four devices two of the eight experts. Outside of the experts
-# its axis splits the batch, and with `FSDP` also the state of all other parameters. Model, loss,
-# batches and numbers stay the same.
+# its axis splits the batch, and with `FSDP` also the state of all other parameters.
 
 # %%
 strategy = Composite(ExpertParallel(4), FSDP())
@@ -187,8 +177,7 @@ for name in ("expert_load", "router_entropy"):
     np.testing.assert_allclose(split_history[name], even_history[name][:5], rtol=0.01)
 
 # %% [markdown]
-# The shards of each device follow. The layers are in dim 0 and the experts in dim 1. The axis
-# `expert` splits the experts, and `fsdp` splits each expert.
+# The layers are in dim 0 and the experts in dim 1:
 
 # %%
 description = split.describe()
@@ -210,22 +199,20 @@ assert up.addressable_shards[0].data.size * 8 == up.size
 # %% [markdown]
 # ## The bytes that are sent
 #
-# - `gather`: each device gathers the tokens of all devices of the axis, and computes the rows of its
-#   experts. A reduce-scatter then sums the outputs and sends them back. It runs on every platform.
+# - `gather`: each device gathers the tokens of all devices of the axis, and computes the rows of
+#   its experts. A reduce-scatter sums the outputs and sends them back.
 # - `ragged`: a ragged all-to-all sends each row to the device of its expert, and another sends the
-#   result back. JAX has no ragged all-to-all for CPUs, so it is not run here.
+#   result back. JAX has none for CPUs, so it is not run here.
 #
-# The table shows how many numbers a device sends per token and layer, in units of the model's
-# width, for `n` devices and `k` experts per token:
+# Numbers that a device sends per token and layer, in units of the model's width, for `n` devices
+# and `k` experts per token:
 #
 # | | forward | backward | additionally with `remat` |
 # |---|---|---|---|
 # | `gather` | `2 (n - 1)` | `2 (n - 1)` | `n - 1` |
 # | `ragged` | `2 k (n - 1) / n` | `2 k (n - 1) / n` | `k (n - 1) / n` |
 #
-# `ExpertParallel(exchange=None)` takes `ragged` on GPUs and TPUs if `k < n - 1`. `audit` counts
-# the bytes that go into the collectives of a compiled step. Without `FSDP`, only tokens are
-# gathered:
+# `audit` counts the bytes of a compiled step. Without `FSDP`, only tokens are gathered:
 
 # %%
 SIZE = 8
@@ -246,15 +233,13 @@ assert report.bytes("all-gather") == 2 * collected + 2 * choices
 assert report.bytes("reduce-scatter") == 2 * collected + choices
 
 # %% [markdown]
-# The remaining bytes are the experts that tokens have chosen, and their weights.
+# The remaining bytes are the choices of experts, and their weights.
 #
 # ## No token is dropped
 #
-# A device has room for a quarter more rows than its share. It computes further rows in additional
-# rounds: the results are exact under any routing, and an unbalanced step takes longer.
-# `capacity_factor=` instead limits the tokens of an expert per sequence: tokens above its capacity are
-# dropped. This is a different model, whose metrics have a `dropped_share`. In the first steps, before
-# the experts are balanced, it drops this share:
+# A device computes the rows that exceed its share by more than a quarter in additional rounds: the
+# results are exact, and an unbalanced step takes longer. `capacity_factor=` instead drops tokens
+# above the capacity of an expert. In the first steps it drops this share:
 
 # %%
 tight = make_trainer(
@@ -268,18 +253,8 @@ assert dropped.max() > 0.3
 assert dropped.min() > 0.05
 
 # %% [markdown]
-# ## Strategies for mixtures
-#
-# | | with experts |
-# |---|---|
-# | only `FSDP()` | each layer gathers all of its experts: the first choice if the experts of a layer fit on a device and the batch is large |
-# | `ExpertParallel(n)` | experts stay where they are, tokens travel; `n` divides the experts, best within a machine |
-# | `Composite(ExpertParallel(n), FSDP())` | the usual choice for large mixtures: both axes split batch and state |
-# | with `TensorParallel(m)` | each expert's width is split too, which suits wide experts |
-# | with `Pipeline(p)` | each stage has the experts of its layers; all microbatches use the same bias |
-# | with `ContextParallel(c)` | tokens of a sequence are on several devices, and each is sent to its experts |
-#
-# [Plan](../plan.md) says which of them fits and how long a step takes.
+# [Choose a strategy](../choose.md#experts) says when to combine `ExpertParallel` with other
+# strategies.
 #
 # ## Exercise
 #

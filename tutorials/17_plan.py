@@ -2,10 +2,7 @@
 # # 17. From a laptop to a pod
 #
 # Your model trains on a laptop, and tomorrow it will train on sixteen chips that you do not have
-# yet. Which strategy, how many microbatches, which remat? `plan` answers on the laptop. It tries
-# all strategies whose axis sizes divide the devices, says which fit and how much each costs, and ends
-# with the line to write. This tutorial plans a GPT for a slice of TPUs, reads why candidates lost, checks the
-# formulas with a compiler, and trains with the resulting line.
+# yet. `plan` says on the laptop which strategies fit, how much each costs, and which line to write.
 
 # %%
 import dataclasses
@@ -38,9 +35,8 @@ simulate_devices(8)
 # %% [markdown]
 # ## The Trainer, as it is
 #
-# A plan takes the Trainer that you have. Its strategy does not matter. The model is a function, so
-# nothing is allocated: 1.3 billion parameters would hardly fit here. A plan needs only the shapes
-# of the data.
+# The strategy of the Trainer does not matter. The model is a function, so nothing is allocated. A
+# plan needs only the shapes of the data.
 
 # %%
 config = GPTConfig.gpt_1_3b()
@@ -58,9 +54,8 @@ print(f"{config.num_params:,} parameters, {ROWS * config.seq_len:,} tokens a ste
 # %% [markdown]
 # ## A first plan
 #
-# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas, which takes
-# seconds. `fix` decides parts of the answer. Here it excludes pipelines, tensor parallelism and
-# offload, to keep the list short.
+# `"v5p:2x2x4"` is a slice of sixteen TPU chips. `compile=0` asks only the formulas. `fix` decides
+# parts of the answer, here to keep the list short.
 
 # %%
 first = plan(
@@ -83,18 +78,9 @@ np.testing.assert_allclose(
 )
 
 # %% [markdown]
-# The best candidate that fits comes first. Candidates that do not fit come last, and
-# the smallest of them comes first. The last column says why a candidate lost. If the
-# candidate does not fit, the column names the owner of most of its memory, such as the
-# activations. Otherwise the column says how many times slower it is, and for which part
-# it waits.
-#
-# - `GiB`: with a `~` it is an estimate. Parameters and optimizer state are exact: their bytes
-#   follow from shapes and shardings. Activations are counted in the trace of the loss.
-# - `step, s` is a range. At best, matmuls, memory traffic and transfers run at the same time. At worst,
-#   they run one after the other, and each is slower. The assumptions are printed below the table.
-# - MFU: the model's FLOPs (three forward passes, without recomputation), divided by the FLOPs that the
-#   chips could do in that time, at their peak.
+# The best candidate that fits comes first. Candidates that do not fit come last. The last column
+# says why a candidate lost: the owner of most of its memory, or how many times slower it is, and
+# for which part it waits. [Plan](../plan.md#read-the-answer) explains the columns.
 #
 # Memory by owner:
 
@@ -102,24 +88,19 @@ np.testing.assert_allclose(
 draw_memory(first)
 
 # %% [markdown]
-# Bars of one strategy differ only in remat: parameters, gradients and optimizer state are the same,
-# and kept activations shrink. Bars of another strategy divide the state in another way.
+# Bars of one strategy differ only in remat: kept activations shrink.
 #
 # ## The waits of a step
 #
-# The picture shows both ends of the range, to scale. Pale transfers run during matmuls and cost no
-# extra time.
+# Pale transfers run during matmuls and cost no extra time.
 
 # %%
 draw_timeline(first)
 
 # %% [markdown]
-# The roofline shows the bound of a step [1]. The horizontal axis is the FLOPs of a step
-# for each byte that it moves, through memory and over the links. The larger this
-# number, the less the speed of memory and links matters. Under each roof, a bar spans
-# the speed of this step, from the slow to the fast end of its range. Far to the right
-# of a roof's bend, the transfers of this roof do not limit the step. To the left of the
-# bend, the chips wait for bytes.
+# The roofline shows the bound of a step [1]. The horizontal axis is the FLOPs of a step for each
+# byte that it moves. To the right of a roof's bend, its transfers do not limit the step. To the
+# left, the chips wait for bytes.
 #
 # [1] Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", 2009,
 # [doi:10.1145/1498765.1498785](https://doi.org/10.1145/1498765.1498785)
@@ -128,8 +109,7 @@ draw_timeline(first)
 draw_roofline(first)
 
 # %% [markdown]
-# With 256 rows each chip has 16 rows, and thousands of FLOPs for each byte. A batch with fewer rows
-# has fewer FLOPs for each byte:
+# With 256 rows each chip has 16 rows. A batch with fewer rows has fewer FLOPs for each byte:
 
 # %%
 few = plan(
@@ -150,8 +130,8 @@ assert products.work / sent.work < many.work / as_much.work / 8
 # %% [markdown]
 # ## All strategies
 #
-# Without `fix` a plan tries all strategies and their composites, schedules of pipelines, microbatches
-# and remat. The formulas rule out candidates that cannot fit or cannot win.
+# Without `fix` a plan tries all strategies and their composites, schedules of pipelines,
+# microbatches and remat:
 
 # %%
 found = plan(trainer, topology="v5p:2x2x4", batch=batch, compile=0)
@@ -167,8 +147,7 @@ kinds = {name for e in found.entries for name, n in e.axis_sizes.items() if n > 
 assert kinds >= {"data", "fsdp", "tensor", "pipe"}
 
 # %% [markdown]
-# Pipelines are among the candidates. The last column says why a pipeline loses. Its picture shows in
-# grey the time in which stages wait for each other, at the start and at the end.
+# The picture of a pipeline shows in grey the time in which stages wait for each other.
 
 # %%
 piped = next(e for e in found.entries if "Pipeline(4)" in e.name)
@@ -179,9 +158,8 @@ draw_timeline(found, piped)
 # %% [markdown]
 # ## Pin the decided parts
 #
-# Perhaps a checkpoint, a colleague or a later cluster needs `TensorParallel(4)`. Fix it, and the
-# plan finds the rest. `fix` takes sizes of axes, `microbatches`, `remat`, `shard`, `schedule` and
-# `sequence`. On the command line it is `--fix tensor=4`.
+# Perhaps a checkpoint or a later cluster needs `TensorParallel(4)`. Fix it, and the plan finds the
+# rest. On the command line it is `--fix tensor=4`.
 
 # %%
 pinned = plan(trainer, topology="v5p:2x2x4", batch=batch, fix={"tensor": 4}, compile=0)
@@ -197,12 +175,9 @@ assert ratio >= 1
 # %% [markdown]
 # ## Ask a compiler
 #
-# Formulas only estimate the temporaries that a compiler makes. If there is a compiler
-# for the target, `plan` compiles the best candidates, each in a separate process, and
-# reads memory, FLOPs and transfers from the program. The compiler for TPUs comes with
-# `pip install 'nnx-parallel[tpu-compiler]'` and runs on this laptop: leave out
-# `compile=0`. A compiler for simulated CPU devices is always available, so here is a
-# small GPT for eight of them.
+# If there is a compiler for the target, `plan` compiles the best candidates, and reads memory,
+# FLOPs and transfers from the program. The compiler for TPUs comes with `pip install
+# 'nnx-parallel[tpu-compiler]'`. A compiler for simulated CPU devices is always available:
 
 # %%
 small = GPTConfig.tiny(num_layers=4, embed_dim=64, seq_len=64)
@@ -247,14 +222,12 @@ for entry in tried.entries:
 assert tried.best is not None
 
 # %% [markdown]
-# Such a small program consists of operations that the formulas leave out, and its times assume a
-# nominal core. For large programs see the [comparison with
-# compilers](../plan.md#compared-with-a-compiler).
+# Such a small program consists of operations that the formulas leave out.
+# [Benchmarks](../benchmarks.md#plans-against-a-compiler) compares large programs.
 #
 # ## The line to write
 #
-# The last line of a plan is Python code. This machine has the eight simulated devices,
-# so the next cell trains with the strategy and the settings of this line:
+# The next cell trains with the strategy and the settings of the plan's last line:
 
 # %%
 best = tried.best.candidate
@@ -275,15 +248,14 @@ held = sum(
 assert held == tried.best.costs.memory["parameters"]
 
 # %% [markdown]
-# A script needs none of these lines. `python -m nnx_parallel plan train.py --topology v5p:2x2x4`
-# runs it up to `fit` and prints the same; `--html plan.html` writes a page with these pictures. See
-# [the page of plan](../plan.md).
+# A script needs none of these lines: `python -m nnx_parallel plan train.py --topology v5p:2x2x4`
+# prints the same. See [the page of plan](../plan.md).
 #
 # ## Exercise
 #
-# You can describe other hardware. Suppose a chip like v5p with 16 GiB: which strategy, which remat,
-# and how many microbatches does the 1.3B model then need on sixteen of them? Which owner takes the
-# most memory in the `DataParallel` candidate that needs the least memory?
+# Suppose a chip like v5p with 16 GiB: which strategy, which remat, and how many microbatches does
+# the 1.3B model then need on sixteen of them? Which owner takes the most memory in the
+# `DataParallel` candidate that needs the least memory?
 
 # %% tags=["hide-cell"] mystnb={"code_prompt_show": "Show an answer"}
 chip = dataclasses.replace(HARDWARE["v5p"], name="small", memory_bytes=16 * 2**30)

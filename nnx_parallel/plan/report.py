@@ -28,7 +28,7 @@ AXES = ("#cc79a7", "#e69f00", "#d55e00", "#56b4e9", "#999999")
 EQUAL = 0.03
 """Times that differ by at most this share count as equal."""
 ERROR_BAND = (0.6, 1.5)
-"""Bytes of a compiled step, divided by the estimate of the formulas (docs/plan.md)."""
+"""Bytes of a compiled step, divided by the formulas' estimate (docs/benchmarks.md)."""
 _MOST = 50  # candidates in the JSON of a plan
 
 

@@ -48,7 +48,7 @@ from nnx_parallel.training.trainer import Trainer
 # Except for the state, a step may need as little as this share of the estimated memory.
 # A candidate that does not fit even then is not compiled.
 _DOUBT = 0.5
-# Most estimates are too high by less than this share (docs/plan.md).
+# Most estimates are too high by less than this share (docs/benchmarks.md).
 _ERROR = 0.25
 # Number of candidates with `remat="full"` for which named values are tried too.
 _NUM_VARIED = 8

@@ -125,7 +125,7 @@ TABLE: tuple[CompilerOption, ...] = (
         "cycles, although fewer bytes are hidden: for TensorParallel(4, sequence=True) "
         "and FSDP(16) on v5p, 2,054 million cycles and 32 % of the bytes, against "
         "2,426 million cycles and 53 % with rings.",
-        source="docs/benchmarks.md, How it is measured",
+        source="docs/benchmarks.md, Beside MaxText",
     ),
     CompilerOption(
         name="xla_tpu_enable_async_ragged_all_to_all",
