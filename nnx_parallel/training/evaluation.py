@@ -400,7 +400,8 @@ class Programs:
     def _examine(self, batch: Batch, wrt: Any) -> tuple[float | None, Lookups | None]:
         """Returns the FLOPs and the lookups of the loss. They are found in one trace.
 
-        Both are ``None`` if one device could not run the loss.
+        Both are ``None`` if one device could not run the loss. The FLOPs of a player's
+        loss are not counted.
         """
         leaves, structure = jax.tree.flatten(batch)
         shapes = structure, *map(jax.typeof, leaves)
@@ -412,7 +413,8 @@ class Programs:
                 lookups = Lookups(traced.program)
                 lookups = lookups if lookups.found else None
                 self._examined[shapes] = None, lookups
-                self._examined[shapes] = traced.count_flops(), lookups
+                if not self.plan.player:
+                    self._examined[shapes] = traced.count_flops(), lookups
         return self._examined[shapes]
 
     @cached_property
