@@ -286,7 +286,7 @@ def test_no_bit_flip_is_read(dead: Run) -> None:
         is_used = path == index or any(a <= position < a + n for a, n in parts)
         flip(path, position)
         copies = MemoryCopies(str(dead.directory), str(dead.memory), EVERY)
-        found = copies.find(SAVED)
+        found = copies.find(SAVED, SAVED)
         copies.abandon()
         assert (found is None) == is_used, (path.suffix, position)
         flip(path, position)
@@ -315,6 +315,47 @@ def test_rewound_run_does_not_read_later_copies(dead: Run) -> None:
     trainer = dead.trainer()
     trainer.restore(SAVED, rewind=True)
     assert dead.fit()[0] == SAVED
+
+
+def test_copy_of_another_timeline_is_not_read(dead: Run) -> None:
+    """A start without copies goes on from step 6 to 7; the copy of step 8 is old."""
+    dead.trainer(checkpoint={"memory_every": None}).fit(BATCHES, SAVED + 1)
+    assert dead.fit()[0] == SAVED + 1
+
+
+def test_refused_fresh_run_does_not_forget_the_copy(dead: Run) -> None:
+    with pytest.raises(CheckpointError, match="resume=False asks for a fresh run"):
+        dead.fit(checkpoint={"resume": False})
+    assert dead.fit()[0] == COPIED
+
+
+def test_weights_of_a_new_run_are_replaced_by_the_copy(run: Run) -> None:
+    run.die()
+    trainer = run.trainer()
+    assert trainer.step == 0  # nothing is on storage, so the script assigns weights
+    model: Any = trainer.model
+    model.up.kernel[...] = 0 * model.up.kernel[...]
+    assert trainer.fit(BATCHES, STEPS)["step"][0] == COPIED + 1
+
+
+def test_copies_go_on_after_their_files_were_deleted(run: Run) -> None:
+    class Deletes(Callback):
+        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+            if step == EVERY + 1:
+                shutil.rmtree(run.memory)
+            names.append({x.name.partition("-")[0] for x in run.files("*.json")})
+
+    names: list[set[str]] = []
+    trainer = run.trainer(callbacks=(Deletes(),), checkpoint={"memory_every": 2})
+    with pytest.warns(UserWarning, match=r"Step \d+ could not be copied into memory"):
+        trainer.fit(BATCHES, STEPS)
+    assert names[-1] & {"8", "10"}
+
+
+def test_unset_variable_in_directory_raises(run: Run) -> None:
+    given = {"memory_directory": f"{run.memory}/$NOT_SET"}
+    with pytest.raises(CheckpointDirectoryError, match=r"\$NOT_SET' is not set"):
+        run.fit(checkpoint=given)
 
 
 def test_other_model_raises(dead: Run) -> None:

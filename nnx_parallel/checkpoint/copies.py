@@ -148,7 +148,11 @@ class Buffer:
     def remove(self) -> None:
         """Deletes the file, and frees its memory."""
         self.path.unlink(missing_ok=True)
-        del self.bytes
+        self.close()
+
+    def close(self) -> None:
+        """Ends the mapping into this process."""
+        self.bytes = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # freed with the last view of it
             self._map.close()
 
@@ -206,7 +210,7 @@ class Layout:
         return places_of(numbers, self.sizes)[1]
 
 
-@lru_cache(maxsize=4)  # all files of a copy have the same layout
+@lru_cache(maxsize=2)  # all files of a copy have the same layout
 def read_layout(text: str) -> Layout:
     """Returns the layout of a text; raises ``ValueError`` if it is not a layout."""
     try:

@@ -34,7 +34,7 @@ from nnx_parallel.checkpoint.files import (
     set_aside,
 )
 from nnx_parallel.checkpoint.lock import DirectoryLock, lock_directory
-from nnx_parallel.checkpoint.memory import MemoryCopies, forget_copies
+from nnx_parallel.checkpoint.memory import RUN, Found, MemoryCopies, forget_copies
 from nnx_parallel.checkpoint.options import (
     BEST_RULE,
     Checkpoint,
@@ -53,7 +53,7 @@ from nnx_parallel.checkpoint.orbax_compat import (
     reading,
     wait_for_writers,
 )
-from nnx_parallel.checkpoint.reader import CheckpointReader
+from nnx_parallel.checkpoint.reader import CheckpointReader, new_average_note
 from nnx_parallel.checkpoint.saving import (
     BackgroundSave,
     save_error,
@@ -63,6 +63,7 @@ from nnx_parallel.distributed.agreement import check_consistent, strip_addresses
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointError,
+    CheckpointMismatchError,
     CheckpointReadError,
     CheckpointSaveError,
     ParallelWarning,
@@ -231,9 +232,14 @@ class CheckpointManager:
     @property
     def newest_step(self) -> int | None:
         """The newest step, saved or in memory, from which a run can continue."""
-        latest, copies = self.latest_step, self._open_copies()
-        found = copies and copies.find(self._last_listed)
+        latest = self.latest_step
+        found = self._find_copy() if self.options and self.options.resume else None
         return found.step if found else latest
+
+    def _find_copy(self) -> Found | None:
+        copies = self._open_copies()
+        newest = max(self.saved.steps, default=-1)
+        return copies and copies.find(newest, self._last_listed)
 
     @property
     def _last_listed(self) -> int:
@@ -562,10 +568,8 @@ class CheckpointManager:
             reader = self.saved
         wanted = to_groups(abstract)
         self.resumed_from = f"in '{self.directory}'"
-        if not (read_only or self.options.resume):
-            forget_copies(str(self.directory))
         copies = None if read_only else self._open_copies()
-        if copies is not None:
+        if copies is not None and self.options.resume:
             found = self._resume_copy(copies, reader, abstract, base)
             if found is not None:
                 return found
@@ -589,11 +593,16 @@ class CheckpointManager:
         base: Base | None,
     ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
         """Returns the newest state in memory, if it is later than the saved ones."""
-        if (found := copies.find(self._last_listed)) is None:
+        if (found := self._find_copy()) is None:
             return None
         stored, load = copies.describe(found), partial(copies.load, found)
+        wanted = to_groups(abstract)
         try:
-            groups, meta = reader.restore_copy(stored, load, to_groups(abstract), base)
+            groups, meta = reader.restore_copy(stored, load, wanted, base)
+        except CheckpointMismatchError as error:
+            path = f"{self.directory}/{RUN}"
+            error.add_note(f"To continue from storage instead, delete '{path}'.")
+            raise
         except CheckpointReadError as error:
             warn_user(
                 f"The copy of step {found.step} in memory cannot be read: {error} The "
@@ -605,7 +614,8 @@ class CheckpointManager:
         latest = max(reader.steps, default=None)
         saved = "holds no step" if latest is None else f"holds step {latest}"
         self.resumed_from = f"in memory; '{self.directory}' {saved}"
-        return from_groups(abstract, groups), meta, copies.notes
+        notes = [*copies.notes, *new_average_note(wanted, groups)]
+        return from_groups(abstract, groups), meta, notes
 
     def is_newest(self, step: int) -> bool:
         """Returns True if a fit would continue from ``step``, which was just read."""
@@ -623,10 +633,11 @@ class CheckpointManager:
         # The later steps are trained again, and then have to be saved again.
         self.last_saved = step
         later = sorted(x for x in steps if x > step)
-        forget_copies(str(self.directory))
         if not later:
+            forget_copies(str(self.directory))
             return ""
         aside = set_aside(saved.directory, step, later)
+        forget_copies(str(self.directory))
         self._reader = CheckpointReader(self.options, self.description)
         return (
             f"Went back to step {step} in '{self.directory}'; steps {later} are "
@@ -664,8 +675,11 @@ class CheckpointManager:
             arrays = jax.tree.leaves(groups)
             needed = sum(array_bytes(x.shape, x.dtype) for x in arrays)
             check_space(self.directory, needed)
-            if (copies := self._open_copies()) is not None:
+            if (copies := self._open_copies()) is None:
+                forget_copies(self.directory)
+            else:
                 self.copies_note = copies.check_space(groups)
+                copies.begin()
 
     def exit_message(self, step: int) -> str:
         """Returns the last message of a run that ends early, at ``step``."""
@@ -691,10 +705,10 @@ class CheckpointManager:
         """Waits as `wait` does, and then closes the directory even after an error."""
         try:
             self.wait()
-            if self._copies is not None:
-                self._copies.close(saved=self.last_saved)
         finally:
-            self._copies = None
+            copies, self._copies = self._copies, None
+            if copies is not None:
+                copies.close(saved=self.last_saved)
             orbax, is_pending = self._orbax, self._save is not None
             self._reader = self._orbax = self._save = None
             self.is_preempted = False  # the notice was for the fit that ends here

@@ -8,8 +8,8 @@ a second copy on another machine outlives the machine:
   second copy.
 - Any other part is sent to a neighbour, which is a process on another machine.
 
-At any moment a complete copy exists, because the files of a new copy replace the files
-of the copy before the last one. After a restart the processes agree on the newest step
+Two copies are kept: a new copy overwrites the older one, so that a complete copy exists
+at any moment. After a restart the processes agree on the newest step
 whose parts are all in memory somewhere. Each process reads the parts that its layout
 needs, from its own machine or from another one, so the number of processes may change.
 
@@ -20,6 +20,7 @@ and a copy names the newest checkpoint that was on storage at that time.
 
 import contextlib
 import itertools
+import json
 import os
 import secrets
 import shutil
@@ -65,10 +66,11 @@ from nnx_parallel.checkpoint.copies import (
     spell,
     write_index,
 )
-from nnx_parallel.checkpoint.files import LiteralPath, read_json
+from nnx_parallel.checkpoint.files import LiteralPath, is_url, read_json
 from nnx_parallel.distributed.agreement import allgather_object, reserve_allgather
 from nnx_parallel.distributed.peers import Peers
 from nnx_parallel.distributed.runtime import process_count, process_index
+from nnx_parallel.durable import move, sync
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
     CheckpointFormatError,
@@ -77,6 +79,7 @@ from nnx_parallel.errors import (
     ReplicaError,
     warn_user,
 )
+from nnx_parallel.files import MAX_BYTES, MAX_VALUES
 from nnx_parallel.precision import format_bytes
 from nnx_parallel.sharding.checksum import Checksums
 
@@ -93,22 +96,36 @@ def forget_copies(directory: str) -> None:
         (LiteralPath(directory) / RUN).unlink(missing_ok=True)
 
 
-def _identify_run(directory: str) -> str:
+def _identify_run(directory: str, *, is_new: bool = False) -> str:
     """Returns the identifier of the run in a directory, which process 0 may create."""
     run, problem, path = "", "", LiteralPath(directory) / RUN
     if process_index() == 0:
-        with contextlib.suppress(OSError, ValueError):
-            run = str(read_json(path).get("run", ""))
         try:
+            with contextlib.suppress(FileNotFoundError):
+                run = "" if is_new else str(read_json(path).get("run", ""))
             if not run:
                 run = secrets.token_hex(16)
-                path.write_text(f'{{"run": "{run}"}}\n')
-        except OSError as error:
+                _write(path, json.dumps({"run": run}) + "\n")
+        except (OSError, ValueError) as error:
             problem = str(error)
     run, problem = allgather_object("run of copies in memory", [run, problem])[0]
     if problem:
-        raise CheckpointDirectoryError(f"Cannot write '{path}': {problem}.")
+        raise CheckpointDirectoryError(
+            f"Cannot read or write '{path}', which says which copies in memory belong "
+            f"to this run: {problem.rstrip('.')}."
+        )
     return run
+
+
+def _write(path: LiteralPath, text: str) -> None:
+    """Writes a file, which appears complete or not at all."""
+    if is_url(os.fspath(path)):
+        path.write_text(text)
+        return
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    sync(temporary)
+    move(Path(temporary), Path(path))
 
 
 def find_neighbours(machines: Sequence[Sequence[Any]]) -> list[int | None]:
@@ -228,7 +245,8 @@ class MemoryCopies:
 
     Attributes:
         step: Step of the newest complete copy that this object made, or ``None``.
-        notes: A line for each later copy that `find` has passed over.
+        notes: A line for each copy that is newer than storage and that `find` could not
+            use.
 
     Raises:
         CheckpointDirectoryError: On all processes, if a process cannot make the
@@ -242,8 +260,10 @@ class MemoryCopies:
         problem, key = "", "run-" + digest({"directory": directory})[:16]
         root = Path(os.path.expandvars(memory_directory))
         try:
-            user = private_directory(root / f"nnx_parallel-{os.getuid()}")
-            self._run = private_directory(user / key)
+            if "$" in str(root):
+                raise OSError(f"a variable in memory_directory='{root}' is not set")
+            self._run = root / f"nnx_parallel-{os.getuid()}" / key
+            self._make_directory()
         except OSError as error:
             problem = str(error)
         problems = allgather_object("directory of copies in memory", problem)
@@ -252,11 +272,13 @@ class MemoryCopies:
                 f"Cannot keep copies in memory: {'; '.join(bad)}. Choose a directory "
                 "in memory that this user may write: memory_directory=..."
             )
+        self._directory = directory
         self._id = _identify_run(directory)
         self._buffers: dict[Name, Buffer] = {}
         self._spare: list[Buffer] = []
         self._staged: _Staged | None = None
         self._newest: tuple[int, str] | None = None
+        self._known: tuple[list[Any], Layout] | None = None
         self._found: tuple[Found | None] | None = None
         self._served: dict[Name, Copy] = {}
         self._lock = threading.Lock()  # for the two collections of buffers
@@ -266,11 +288,23 @@ class MemoryCopies:
         self._machine = [order.index(tuple(x)) for x in self._peers.facts]
         self._neighbours = find_neighbours(self._peers.facts)
 
+    def _make_directory(self) -> None:
+        private_directory(self._run.parent)
+        private_directory(self._run)
+
     def _identify(self) -> list[Any]:
         """Returns identifiers of this machine and of the directory."""
         boot = Path("/proc/sys/kernel/random/boot_id")
         found = self._run.stat()
         return [boot.read_text() if boot.exists() else "", found.st_dev, found.st_ino]
+
+    def begin(self) -> None:
+        """Begins to train. Older copies are never read again unless the run used one.
+
+        A run that continues from elsewhere may reach other values at the same steps.
+        """
+        if self._newest is None:
+            self._id = _identify_run(self._directory, is_new=True)
 
     # How the files are laid out.
 
@@ -298,11 +332,13 @@ class MemoryCopies:
                 found.append([bounds, owners, is_sent])
             return found
 
-        arrays = (
+        arrays = [
             (group, path, x.dtype.name, x.shape, (x.sharding, x.shape))
             for group, path, x in _walk(words)
-        )
-        return read_layout(spell(arrays, divide))
+        ]
+        if self._known is None or self._known[0] != arrays:
+            self._known = arrays, read_layout(spell(arrays, divide))
+        return self._known[1]
 
     def bytes_of(self, groups: AbstractGroups) -> list[int]:
         """Returns the bytes that each process keeps in the memory of its machine."""
@@ -322,6 +358,13 @@ class MemoryCopies:
             CheckpointDirectoryError: On all processes, if a machine has too little
                 memory for them.
         """
+        text = self._layout(_all_words(groups)).text
+        if len(text) > MAX_BYTES // 2 or sum(map(text.count, ",[{")) > MAX_VALUES // 2:
+            raise CheckpointDirectoryError(
+                f"The index of a copy in memory would have {len(text):,} characters, "
+                "which is too much to read back: the arrays are divided into too many "
+                "parts. Leave memory_every out."
+            )
         needed = self.bytes_of(groups)
         mine = sum(needed[i] for i in self._local())
         held = sum(x.stat().st_size for x in self._run.iterdir() if x.is_file())
@@ -377,7 +420,7 @@ class MemoryCopies:
         self._report()
         self._release()
         if self._has_old:
-            # The copy that the run resumed from goes once there is a newer one.
+            # The copy that the run resumed from stays until a newer one is complete.
             self._has_old = self.step is None
             self._delete_old()
         me, step = process_index(), int(header["step"])
@@ -392,9 +435,13 @@ class MemoryCopies:
             exchange=reserve_allgather("copy in memory"),
         )
         try:
+            self._make_directory()  # somebody may have deleted it
             self._fill(staged, words)
         except OSError as error:
             staged.error = error
+        except BaseException:  # for example a second Ctrl-C
+            staged.has_ended.set()
+            raise
         threading.Thread(
             target=self._finish, args=(staged,), name="nnx_parallel.memory", daemon=True
         ).start()
@@ -441,16 +488,17 @@ class MemoryCopies:
         try:
             mine = staged.error and f"process {process_index()}: {staged.error}"
             staged.problem = next(filter(None, staged.exchange(mine)), "")
+            if not staged.problem:
+                self._newest = staged.name[:2]
+                self.step = staged.name.step
+            elif staged.buffer is not None:
+                with self._lock:
+                    self._buffers.setdefault(staged.name, staged.buffer)
+            self._delete_except(self._newest)
         except ParallelError as error:
             staged.problem = str(error)
-        step, attempt = staged.name[:2]
-        if not staged.problem:
-            self.step, self._newest = step, (step, attempt)
-        elif staged.buffer is not None:
-            with self._lock:
-                self._buffers.setdefault(staged.name, staged.buffer)
-        self._delete_except(self._newest)
-        staged.has_ended.set()
+        finally:
+            staged.has_ended.set()
 
     def _complete(self, staged: _Staged) -> None:
         """Writes the index of this process's file, and sends the second copies."""
@@ -490,19 +538,23 @@ class MemoryCopies:
             buffer = self._take(name, int(request["size"]))
         except OSError as error:
             problem = error
-        for number, (start, _) in index["places"].items():
+        try:
+            for number, (start, _) in index["places"].items():
+                if buffer is None:
+                    connection.recv_bytes()
+                    continue
+                end = start + sizes[int(number)]
+                connection.recv_bytes_into(memoryview(buffer.bytes)[start:end])
             if buffer is None:
-                connection.recv_bytes()
-                continue
-            end = start + sizes[int(number)]
-            connection.recv_bytes_into(memoryview(buffer.bytes)[start:end])
-        if buffer is None:
-            raise problem
-        found = _places(buffer.bytes, [*map(int, index["places"])], sizes)
-        if found != index["places"]:
-            with self._lock:
-                self._spare.append(buffer)
-            raise ValueError("the parts that arrived have other checksums")
+                raise problem
+            found = _places(buffer.bytes, [*map(int, index["places"])], sizes)
+            if found != index["places"]:
+                raise ValueError("the parts that arrived have other checksums")
+        except Exception:
+            if buffer is not None:
+                with self._lock:
+                    self._spare.append(buffer)
+            raise
         self._publish(name, buffer, index)
 
     def _delete_except(self, kept: tuple[int, str] | None) -> None:
@@ -513,14 +565,19 @@ class MemoryCopies:
                     # Without its index, a file is not read.
                     (self._run / f"{name.stem}.json").unlink(missing_ok=True)
                     del self._buffers[name]
-                    buffer.rename(self._run / f"spare-{secrets.token_hex(8)}.part")
-                    self._spare.append(buffer)
+                    try:
+                        buffer.rename(self._run / f"spare-{secrets.token_hex(8)}.part")
+                        self._spare.append(buffer)
+                    except OSError:  # somebody has deleted the file
+                        buffer.remove()
 
     def _delete_old(self) -> None:
         """Deletes files of earlier processes, except the copy that the run began with.
 
         No process writes until all machines have done so.
         """
+        while self._spare:
+            self._spare.pop().remove()
         if self._is_first:
             kept = "{}-{}".format(*self._newest) if self._newest else None
             for path in _with_indexes_first(self._run):
@@ -542,28 +599,33 @@ class MemoryCopies:
 
     # How a copy is found and read.
 
-    def find(self, after: int) -> Found | None:
+    def find(self, newest: int, listed: int) -> Found | None:
         """Returns the newest complete and intact copy, or ``None``.
 
         The result is the same on all processes, and is kept for later calls.
 
         Args:
-            after: The newest step on storage, or -1. Earlier copies are not needed.
+            newest: The newest complete step on storage, or -1. Copies of earlier steps
+                are not considered.
+            listed: The newest step on storage, complete or not.
         """
         if self._found is None:
             names = list(list_names(self._run)) if self._is_first else []
-            seen = allgather_object("copies found", names)
+            found = allgather_object("copies found", [newest, listed, names])
             files = defaultdict[tuple[int, str], list[tuple[int, Name]]](list)
-            for process, theirs in enumerate(seen):
+            for process, (*_, theirs) in enumerate(found):
                 for name in itertools.starmap(Name, theirs):
                     files[name[:2]].append((self._machine[process], name))
-            newest = sorted((x for x in files if x[0] > after), reverse=True)
-            tries = (self._check(*x, files[x], after) for x in newest)
+            # If the processes see different steps on storage, the reader raises an
+            # error.
+            agree = all(x[:2] == found[0][:2] for x in found)
+            steps = sorted((x for x in files if agree and x[0] >= newest), reverse=True)
+            tries = (self._check(*x, files[x], listed) for x in steps)
             self._found = (next((x for x in tries if x is not None), None),)
         return self._found[0]
 
     def _check(
-        self, step: int, attempt: str, files: list[tuple[int, Name]], after: int
+        self, step: int, attempt: str, files: list[tuple[int, Name]], listed: int
     ) -> Found | None:
         """Returns a copy if all of its parts are intact in some file."""
         me = process_index()
@@ -574,7 +636,7 @@ class MemoryCopies:
             with contextlib.suppress(OSError, ValueError, CheckpointFormatError):
                 copy = Copy(self._run, name)
                 check_header(copy.header, step, "The copy")
-                if copy.index["run"] == self._id and copy.index["saved"] <= after:
+                if copy.index["run"] == self._id and copy.index["saved"] <= listed:
                     copies[name] = copy
         # The processes of a machine divide its files among them.
         mine = here[local.index(me) :: len(local)]
@@ -730,15 +792,16 @@ class MemoryCopies:
         self._found, self._served = None, {}
 
     def close(self, *, saved: int | None) -> None:
-        """Ends the copies; deletes them if ``saved`` is no earlier step on storage.
+        """Ends the copies. Deletes them if the saved step is at least as new.
 
-        All processes close the copies with the same ``saved``, but none waits for the
-        others, except for a copy in progress.
+        All processes pass the same ``saved``. A process waits only for a copy in
+        progress.
         """
         if self._staged is not None:
             self._staged.has_ended.wait(_FINISH_SECONDS)
         self.abandon()
-        if saved is not None and (self._newest is None or saved >= self._newest[0]):
+        newest = max((name.step for name in list_names(self._run)), default=-1)
+        if saved is not None and saved >= newest:
             for path in _with_indexes_first(self._run):
                 path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # another process was faster
@@ -748,12 +811,18 @@ class MemoryCopies:
         """Ends this object, and leaves the copies for the next start."""
         self._release()
         self._peers.close()
+        # The mapped memory would stay in use even after the files are deleted.
+        with self._lock:
+            for buffer in (*self._buffers.values(), *self._spare):
+                buffer.close()
 
 
 def _with_indexes_first(directory: Path) -> list[Path]:
     """Returns the files to delete: without its index, a file is not read."""
-    found = directory.iterdir() if directory.exists() else ()
-    return sorted(found, key=lambda path: path.suffix != ".json")
+    found: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):
+        found = sorted(directory.iterdir(), key=lambda path: path.suffix != ".json")
+    return found
 
 
 def _walk(groups: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:

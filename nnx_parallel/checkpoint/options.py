@@ -213,9 +213,9 @@ class Checkpoint:
             larger is better, as for an accuracy.
         num_best: Number of the best checkpoints that are kept.
         memory_every: Number of steps between copies in the memory of machines, from
-            which a run resumes after a failure; ``None`` makes none. A part of the
-            state that only one machine holds is also sent to another machine. See
-            `nnx_parallel.checkpoint.memory`.
+            which a run resumes after a failure; ``None`` makes none. If only one
+            machine holds a part of the state, a second copy of the part goes to another
+            machine. See `nnx_parallel.checkpoint.memory`.
         memory_directory: Directory for these copies, which must outlive a process, such
             as a file system in memory. Environment variables in it (``$NAME``) may
             differ between processes.

@@ -16,6 +16,7 @@ from nnx_parallel.checkpoint.checksum import read_checksums
 from nnx_parallel.checkpoint.contents import (
     AbstractGroups,
     Base,
+    Groups,
     StoredCheckpoint,
     check_base_shapes,
     check_checksums,
@@ -62,6 +63,16 @@ AbstractArrays = Mapping[str, jax.ShapeDtypeStruct]
 Restored = tuple[dict[str, dict[str, jax.Array]], dict[str, Any]]
 
 _STATE = {"model", "optimizer", "progress"}  # groups that every training state has
+
+
+def new_average_note(wanted: AbstractGroups, read: Groups) -> list[str]:
+    """Returns a line if a run keeps an average and the state that it read has none."""
+    if "ema" not in wanted or "ema" in read:
+        return []
+    return [
+        "The checkpoint has no moving average, so the average starts from the "
+        "parameters."
+    ]
 
 
 class CheckpointReader:
@@ -377,12 +388,7 @@ class CheckpointReader:
                 if not isinstance(found, CheckpointReadError):
                     # No step is renamed until an intact step is known.
                     notes = self._pass_over(problems, step, quarantines=quarantines)
-                    if "ema" in wanted and "ema" not in found[0]:
-                        notes.append(
-                            "The checkpoint has no moving average, so the average "
-                            "starts from the parameters."
-                        )
-                    return found, notes
+                    return found, [*notes, *new_average_note(wanted, found[0])]
                 problems[step] = str(found)
             if self.options.on_damage == "error":
                 break

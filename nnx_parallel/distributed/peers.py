@@ -10,6 +10,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as mpc
@@ -20,6 +21,7 @@ from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.messages import (
     connect,
     handshake,
+    host_of,
     is_loopback,
     join,
     limit_reads,
@@ -27,10 +29,11 @@ from nnx_parallel.distributed.messages import (
     receive,
     send,
 )
-from nnx_parallel.distributed.runtime import process_count, process_index
+from nnx_parallel.distributed.runtime import STATE, process_count, process_index
 from nnx_parallel.errors import ProcessError
 
 _GREETING_SECONDS = 60
+_POLL_SECONDS = 0.05
 
 Handler = Callable[
     [dict[str, Any], Connection], tuple[dict[str, Any], list[memoryview]]
@@ -66,6 +69,10 @@ class Peers:
             # The other processes can reach this address, because process 0 sees it.
             with socket.socket(fileno=os.dup(client.connection.fileno())) as peer:
                 host = peer.getsockname()[0]
+            # A machine may resolve its own name to a loopback address. The others
+            # resolve the name as they did to reach process 0.
+            if is_loopback(host):
+                host = host_of(STATE.coordinator_address or "")
             self._socket = listen(host if is_loopback(host) else "", backlog=64)
             self._start(self._accept)
         port = self._socket.getsockname()[1] if self._socket else 0
@@ -81,10 +88,13 @@ class Peers:
 
     def _accept(self) -> None:
         assert self._socket is not None
-        with contextlib.suppress(OSError):  # the socket was closed
-            while True:
+        while self._socket.fileno() >= 0:  # until it is closed
+            try:
                 peer, _ = self._socket.accept()
+                _keep_alive(peer)
                 self._start(self._serve, peer)
+            except OSError:  # for example too many open files
+                time.sleep(_POLL_SECONDS)
 
     def _serve(self, peer: socket.socket) -> None:
         # An error may be caused by a stranger, or by a process that has died.
@@ -125,10 +135,7 @@ class Peers:
         """
         with self._locks[process]:
             try:
-                if process not in self._connections:
-                    host, port = self._addresses[process]
-                    self._connections[process] = connect(host, port, self._key)
-                connection = self._connections[process]
+                connection = self._connect(process)
                 send(connection, request)
                 for array in arrays:
                     connection.send_bytes(array)
@@ -142,6 +149,18 @@ class Peers:
         if "error" in reply:
             raise ProcessError(f"Process {process} cannot answer: {reply['error']}")
         return reply, found
+
+    def _connect(self, process: int) -> Connection:
+        """Returns the open connection to a process, or a new one."""
+        found = self._connections.get(process)
+        # A connection that has something to read between two requests was closed.
+        if found is not None and not found.poll():
+            return found
+        host, port = self._addresses[process]
+        connection = self._connections[process] = connect(host, port, self._key)
+        with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+            _keep_alive(peer)
+        return connection
 
     def close(self) -> None:
         """Closes all connections of this process."""
@@ -158,3 +177,15 @@ class Peers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _keep_alive(peer: socket.socket) -> None:
+    """Makes reads fail about a minute after the other machine has vanished."""
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 20),
+        ("TCP_KEEPINTVL", 10),
+        ("TCP_KEEPCNT", 4),
+    ):
+        if hasattr(socket, name):  # macOS lacks some of them
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

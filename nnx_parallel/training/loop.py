@@ -245,13 +245,12 @@ class Loop:
 
     def _pass_over(self) -> None:
         """Ends a fit that has no steps to train."""
-        run = self.run
-        run.data.pass_over(self.data, self.num_steps, run.step)
-        run.save_last()
+        self.run.data.pass_over(self.data, self.num_steps, self.run.step)
         self._logger.message(f"All {self.num_steps} steps are done: nothing to train.")
 
     def _wait_for_save(self) -> None:
         with self._wall.measure("saves"):
+            self.run.save_last()
             self.run.checkpoints.wait()
 
     def _summarise(self) -> None:
@@ -585,7 +584,8 @@ class Loop:
         if self.run.checkpoints.is_copy_due(step) and not ends:
             with self._wall.measure("saves"):
                 self.run.copy(step)
-        self._logger.account(step, self._wall.seconds)
+        if saves or ends or self._evaluates(step):
+            self._logger.account(step, self._wall.seconds)
         # The pause does not count towards the next step's time.
         self._recorder.restart_clock()
         if not ends:

@@ -353,8 +353,9 @@ class RunState:
         )
 
     def save_last(self) -> None:
-        """Saves a run that has no steps left, if its last step is only in memory."""
-        if self.checkpoints.copied_step == self.step:
+        """Saves the step that was read from memory, if the fit has trained no step."""
+        own = self.checkpoints
+        if own.copied_step == self.step != own.latest_step:
             self.save()
 
     def copy(self, step: int) -> None:
@@ -512,7 +513,9 @@ class RunState:
     def _check_assigned(self) -> None:
         """Raises an error if a fit would discard values assigned to `model`."""
         _ = self.state  # takes the assigned values
-        step = self.checkpoints.newest_step if self._is_assigned else None
+        # A run that died before its first save builds its weights again. Then the copy
+        # in memory replaces them, and `resume` says so.
+        step = self.checkpoints.latest_step if self._is_assigned else None
         if step is not None:
             raise CheckpointError(
                 "trainer.model was given new values before a fit that resumes from "
