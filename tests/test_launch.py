@@ -14,7 +14,7 @@ from nnx_parallel.cli.launch import (
     Failure,
     Job,
     cause_of,
-    count_processes,
+    groups_to_start,
     is_stuck,
     launch,
 )
@@ -219,23 +219,29 @@ def test_repeated_failure_ends_restarts(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
+    ("ends", "expected"),
     [
-        ([], 4),
-        ([1000], 4),  # all processes try again
-        ([1000, 5], 3),  # a machine is missing
-        ([1000, 5, 5], 2),
-        ([1000, 5, 5, 5], 2),
-        ([1000, 5, 1000], 4),  # perhaps it is back
-        ([5], 4),  # a mistake in the script is not a missing machine
-        ([5, 5], 3),
+        ([], [0, 1, 2, 3]),
+        ([(1000, 1)], [0, 1, 2, 3]),  # all processes try again
+        ([(1000, 1), (5, 1)], [0, 2, 3]),  # its devices are missing
+        ([(1000, 1), (5, 0), (5, 3)], [1, 2]),
+        ([(1000, 1), (5, 0), (5, 3), (5, 2)], [1, 2]),
+        ([(1000, 1), (5, 1), (1000, 2)], [0, 1, 2, 3]),  # perhaps they are back
+        ([(5, 1)], [0, 1, 2, 3]),  # perhaps a mistake in the script
+        ([(5, 1), (5, 1)], [0, 2, 3]),
     ],
 )
-def test_restart_with_fewer_processes(seconds: list[float], expected: int) -> None:
-    failures = [failed("exit code 1", None, 1, x) for x in seconds]
+def test_restart_leaves_out_devices_that_fail_soon(
+    ends: list[tuple[float, int]], expected: list[int]
+) -> None:
+    failures = [
+        failed("exit code 1", None, 1, seconds)._replace(group=group)
+        for seconds, group in ends
+    ]
     job = Job(command=("train.py",), num_processes=4, min_processes=2)
-    assert count_processes(job, failures) == expected
-    assert count_processes(replace(job, min_processes=None), failures) == 4
+    assert groups_to_start(job, failures) == expected
+    whole = replace(job, min_processes=None)
+    assert groups_to_start(whole, failures) == [0, 1, 2, 3]
 
 
 def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:

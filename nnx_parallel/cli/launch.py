@@ -136,9 +136,10 @@ class Job:
         devices_per_process: Devices of each process; ``None`` leaves them to JAX.
         max_restarts: Number of times that all processes are started again after a
             failure.
-        min_processes: Fewest processes of a restart. A restart that fails within a
-            minute is followed by one with a process fewer; a later failure, by one with
-            all processes. ``None`` means that all processes are needed.
+        min_processes: Fewest processes of a restart. If a restart fails within a
+            minute, the next one has one process fewer, without the devices of the
+            process that failed first. After a run of more than a minute, all processes
+            are tried again. ``None`` means that all processes are needed.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
         tpu_slice: The slice of TPUs on which GKE runs the processes.
@@ -191,10 +192,11 @@ def launch(job: Job) -> int:
     failures: list[Failure] = []
     with _forwarded_signals() as (received, receivers):
         for restart in range(whole.max_restarts + 1):
-            job = replace(whole, num_processes=count_processes(whole, failures))
+            groups = groups_to_start(whole, failures)
+            job = replace(whole, num_processes=len(groups))
             with (
                 tempfile.TemporaryDirectory() as directory,
-                _processes(job, restart, directory) as processes,
+                _processes(job, restart, directory, groups) as processes,
             ):
                 start = time.monotonic()
                 receivers[:] = processes
@@ -206,7 +208,7 @@ def launch(job: Job) -> int:
                 pids = [process.pid for process in processes]
                 cause = cause_of(files, pids, index, code)
                 seconds = time.monotonic() - start
-                failure = Failure(cause, seconds, job.num_processes)
+                failure = Failure(cause, seconds, len(groups), groups[index])
             if code == 0 or received:
                 return code
             code = cause.code if code == 1 else code
@@ -219,32 +221,42 @@ def launch(job: Job) -> int:
                 _write(sys.stderr, "launch", text)
                 return code
             if left := job.max_restarts - restart:
-                count = count_processes(whole, failures)
+                count = len(groups_to_start(whole, failures))
                 who = "all" if count == whole.num_processes else count
                 text = f"Starting {who} processes again ({left} restarts left)."
                 _write(sys.stderr, "launch", text)
     return code
 
 
-def count_processes(job: Job, failures: Sequence["Failure"]) -> int:
-    """Returns the number of processes for the next start.
+def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
+    """Returns the groups of devices for the next start, one for each process.
 
-    A machine or a device that is missing makes each start fail soon.
+    A device that is missing makes each start fail soon, so its group is left out.
     """
-    early = itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])
-    missing = sum(1 for _ in early)
-    # The first start of a run may fail for any reason, so all processes try again.
-    missing -= 0 < missing == len(failures)
-    fewest = job.min_processes or job.num_processes
-    return max(fewest, job.num_processes - missing)
+    early = [*itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])]
+    # A failure of the first start does not count, because its cause may be anything.
+    counted = early[:-1] if len(early) == len(failures) else early
+    groups = [*range(job.num_processes)]
+    for failure in counted[::-1]:
+        if len(groups) > (job.min_processes or job.num_processes):
+            groups.remove(failure.group)
+    return groups
 
 
 class Failure(NamedTuple):
-    """A failure of all processes, the seconds that they ran, and their number."""
+    """A failure of all processes.
+
+    Attributes:
+        cause: The reason of the process that failed first.
+        seconds: Time from the start of the processes.
+        num_processes: Their number.
+        group: The group of devices of the process that failed first.
+    """
 
     cause: Cause
     seconds: float
     num_processes: int = 1
+    group: int = 0
 
     def is_like(self, other: "Failure") -> bool:
         """Returns True if two runs failed at the same step for the same reason."""
@@ -351,7 +363,9 @@ def _file(directory: str, index: int) -> Path:
 
 
 @contextmanager
-def _processes(job: Job, restart: int, directory: str) -> Iterator[list[Process]]:
+def _processes(
+    job: Job, restart: int, directory: str, groups: Sequence[int]
+) -> Iterator[list[Process]]:
     """Starts the processes; on exit ends all of them and their children."""
     with listen(job.host) as probe:  # the coordinator takes the port a moment later
         port = probe.getsockname()[1]
@@ -359,10 +373,10 @@ def _processes(job: Job, restart: int, directory: str) -> Iterator[list[Process]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     started: list[Process] = []
     try:
-        for index in range(job.num_processes):
+        for index, group in enumerate(groups):
             process = subprocess.Popen(
                 [sys.executable, *job.command],
-                env=_environment(job, address, index, restart)
+                env=_environment(job, address, index, restart, group)
                 | {CAUSE: str(_file(directory, index))},
                 stdin=subprocess.DEVNULL,  # processes cannot share one input
                 stdout=subprocess.PIPE,
@@ -379,7 +393,9 @@ def _processes(job: Job, restart: int, directory: str) -> Iterator[list[Process]
             process.wait()
 
 
-def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, str]:
+def _environment(
+    job: Job, address: str, index: int, restart: int, group: int
+) -> dict[str, str]:
     environment = os.environ | {
         COORDINATOR: address,
         NUM_PROCESSES: str(job.num_processes),
@@ -394,7 +410,7 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
     count = job.devices_per_process
     if job.cpu or count is None:
         return environment
-    needed = job.num_processes * count
+    needed = max(job.num_processes, group + 1) * count
     # Without the variable all devices are visible, numbered from 0.
     given = os.environ.get(_VISIBLE, ",".join(map(str, range(needed))))
     names = [name for name in given.split(",") if name]
@@ -404,7 +420,7 @@ def _environment(job: Job, address: str, index: int, restart: int) -> dict[str, 
             f"processes of {count} devices need {needed}. Launch fewer processes, or "
             "make more devices visible."
         )
-    return environment | {_VISIBLE: ",".join(names[index * count :][:count])}
+    return environment | {_VISIBLE: ",".join(names[group * count :][:count])}
 
 
 def _thread(target: Callable[..., None], *args: object) -> threading.Thread:
