@@ -257,8 +257,8 @@ class Loop:
         """Logs the steps, the time, the best evaluation and where the run is saved."""
         if self._began is None:
             return
-        # The time until the next start is lost only if the fit was ended by an error or a
-        # SIGTERM.
+        # The time until the next start is lost only if an error or a SIGTERM ended the
+        # fit.
         has_ended = self._stop_reason != SIGTERM
         self._logger.account(self.run.step, self._wall.seconds, has_ended=has_ended)
         # After a signal, the last message reports the signal instead.
