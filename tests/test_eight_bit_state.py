@@ -135,6 +135,14 @@ def test_every_code_is_kept(signed: bool) -> None:
         np.testing.assert_array_equal(same, scale)
 
 
+def test_codes_are_kept_if_numbers_do_not_change() -> None:
+    x = jnp.asarray(array_of("wide"))
+    codes, scale = encode(x, (16, 16))
+    again, same = encode(decode(codes, scale), (16, 16))
+    np.testing.assert_array_equal(again, codes)
+    np.testing.assert_array_equal(same, scale)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_block_with_non_finite_number_is_nan(bad: float) -> None:
     x = np.ones((2, 64), np.float32)

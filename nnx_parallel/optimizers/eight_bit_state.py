@@ -293,7 +293,9 @@ def encode(x: Array, sides: tuple[int, ...]) -> tuple[Array, Array]:
     code = 2 * steps - 1 - jnp.round((1 - share * power) / 0.9 * steps)
     least = jnp.where((whole < 0) | (share == 0), 0, 1).astype(code.dtype)
     code = jnp.where(code < least, least, code)
-    return jnp.where(wide < 0, code + 128, code).astype(jnp.uint8), scale
+    # 0 has one code, so that a moment that does not change keeps its code.
+    is_negative = (wide < 0) & (code > 0)
+    return jnp.where(is_negative, code + 128, code).astype(jnp.uint8), scale
 
 
 def decode(codes: Array, scale: Array) -> Array:
