@@ -1,8 +1,15 @@
-"""Optimizer state in 8 bits: the nearest levels, fewer bytes, clear errors."""
+"""Optimizer state in 8 bits: the same numbers under every layout, fewer bytes.
 
+Rounding is discontinuous, and the order of a float32 sum depends on the layout. So
+layouts are compared in float64, where all of them must round to the same codes.
+"""
+
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,27 +17,44 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from nnx_parallel import (
     FSDP,
+    Backend,
+    Checkpoint,
+    Composite,
+    DataParallel,
+    Offload,
+    Pipeline,
+    Precision,
     Strategy,
+    TensorParallel,
     Trainer,
+    audit,
     by_layer,
+    decay_mask,
     plan,
 )
 from nnx_parallel.errors import OptimizerError
 from nnx_parallel.models import GPT, GPTConfig, next_token_loss
-from nnx_parallel.optimizers import eight_bit_state
+from nnx_parallel.optimizers import eight_bit_state, muon, muon_dimension_numbers
 from nnx_parallel.optimizers.eight_bit_state import (
+    EightBitState,
     block_sides,
     decode,
     encode,
 )
-from tests.parity.runs import to_host
+from nnx_parallel.sharding.offload import HOST
+from tests.parity.runs import compiling, to_host
 
 VOCAB, SEQ_LEN, ROWS = 64, 16, 16
 CONFIG = GPTConfig.tiny(
     vocab_size=VOCAB, seq_len=SEQ_LEN, num_layers=2, embed_dim=64, num_heads=4
+)
+# These options select code that computes in float64.
+IN_FLOAT64 = dataclasses.replace(
+    CONFIG, activation="swiglu", norm="rms", zero_centered_norm=True, sinks=True
 )
 ADAMW = eight_bit_state(optax.adamw(1e-2))
 
@@ -57,6 +81,11 @@ def make_trainer(
         loggers=(),
         **options,
     )
+
+
+def train(trainer: Trainer, num_steps: int) -> np.ndarray:
+    batches = [tokens(step % 4) for step in range(num_steps)]
+    return np.array(trainer.fit(batches, num_steps=num_steps)["loss"])
 
 
 # The code
@@ -175,6 +204,58 @@ def test_block_sides_divide_dims() -> None:
     assert block_sides((4095, 4097), 256) is None  # odd in both dims
 
 
+# The same numbers under every layout
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with compiling(optimized=False), jax.enable_x64(True):
+        yield
+
+
+LAYOUTS: dict[str, tuple[Strategy, dict[str, Any]]] = {
+    "fsdp": (fsdp(4), {}),
+    # A shard has 8 rows, half of a tile.
+    "fsdp_cut": (fsdp(8), {}),
+    "zero1": (fsdp(4, "optimizer"), {}),
+    "tp": (TensorParallel(2), {}),
+    "fsdp_tp": (Composite(fsdp(2), TensorParallel(2)), {}),
+    "pipeline": (Composite(Pipeline(2), fsdp(2)), {"num_microbatches": 2}),
+}
+
+
+@cache
+def on_one_device(num_microbatches: int) -> tuple[np.ndarray, Any]:
+    trainer = make_trainer(
+        DataParallel(1),
+        config=IN_FLOAT64,
+        precision=Precision(params="float64"),
+        num_microbatches=num_microbatches,
+    )
+    losses = train(trainer, 20)
+    return losses, [to_host(x) for x in (trainer.state.params, trainer.state.opt_state)]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_changes_no_code(name: str) -> None:
+    strategy, options = LAYOUTS[name]
+    trainer = make_trainer(
+        strategy, config=IN_FLOAT64, precision=Precision(params="float64"), **options
+    )
+    losses = train(trainer, 20)
+    expected, (params, state) = on_one_device(options.get("num_microbatches", 1))
+    np.testing.assert_allclose(losses, expected, rtol=1e-9)
+    for path, x in to_host(trainer.state.params).items():
+        np.testing.assert_allclose(x, params[path], rtol=1e-6, atol=1e-9)
+    found = to_host(trainer.state.opt_state)
+    assert sum(x.dtype == np.uint8 for x in found.values()) >= 12
+    for path, x in found.items():
+        if x.dtype == np.uint8:
+            np.testing.assert_array_equal(x, state[path], path)
+    assert losses[-1] < losses[0]
+
+
 # Placement and bytes
 
 
@@ -215,6 +296,171 @@ def test_plan_counts_the_bytes() -> None:
     ours, plain = (each.memory["optimizer state"] for each in costs)
     assert ours == make_trainer(fsdp(4)).describe().optimizer_bytes
     assert ours < 0.28 * plain
+
+
+def test_codes_need_no_communication_under_fsdp() -> None:
+    """Shards contain complete tiles, so the step has the transfers of plain AdamW."""
+    sent = []
+    for optimizer in (ADAMW, optax.adamw(1e-2)):
+        trainer = make_trainer(fsdp(4), optimizer)
+        batch = trainer.shard_batch(tokens(0))
+        step: Any = trainer.train_step
+        report = audit(step.lower(trainer.state, batch).compile())
+        sent.append((report.count(), report.bytes()))
+    assert sent[0] == sent[1]
+
+
+def test_offloaded_state_gives_same_losses() -> None:
+    plain = make_trainer(fsdp(4))
+    offloaded = make_trainer(fsdp(4), backend=Backend(offload=Offload()))
+    np.testing.assert_allclose(train(offloaded, 4), train(plain, 4), rtol=1e-5)
+    leaves = jax.tree.leaves(offloaded.state.opt_state)
+    assert all(x.sharding.memory_kind == HOST for x in leaves if x.ndim)
+
+
+# Training
+
+
+def test_loss_is_within_a_percent_of_float32() -> None:
+    """After 100 steps on a Markov chain, whose entropy the model approaches."""
+    rng = np.random.default_rng(0)
+    chain = rng.dirichlet(np.full(VOCAB, 0.05), size=VOCAB).cumsum(axis=1)
+    rows = np.zeros((100, ROWS, SEQ_LEN + 1), np.int32)
+    for i in range(1, SEQ_LEN + 1):
+        draws = rng.uniform(size=rows.shape[:2])
+        rows[:, :, i] = (draws[..., None] > chain[rows[:, :, i - 1]]).sum(axis=-1)
+    rows = np.minimum(rows, VOCAB - 1)
+    ends = []
+    for optimizer in (optax.adamw(3e-3), eight_bit_state(optax.adamw(3e-3))):
+        losses = make_trainer(DataParallel(1), optimizer).fit(list(rows), 100)["loss"]
+        ends.append(float(np.mean(losses[-10:])))
+        assert ends[-1] < 0.6 * losses[0]
+    assert abs(ends[1] / ends[0] - 1) < 0.01
+
+
+def labels(model: nnx.Module) -> Any:
+    mask = decay_mask(model)
+    return jax.tree.map(lambda decays: "matrix" if decays else "rest", mask)
+
+
+def by_muon(model: nnx.Module) -> Any:
+    return muon(0.02, muon_weight_dimension_numbers=muon_dimension_numbers(model))
+
+
+# Each optimizer, and the number of its fields with codes.
+OPTIMIZERS: dict[str, tuple[Any, int]] = {
+    "adam": (eight_bit_state(optax.adam(1e-2)), 2),
+    "lion": (eight_bit_state(optax.lion(1e-3)), 1),
+    "momentum": (eight_bit_state(optax.sgd(0.1, momentum=0.9)), 1),
+    "amsgrad": (eight_bit_state(optax.amsgrad(1e-2), block_size=64), 3),
+    "masked": (lambda m: eight_bit_state(optax.adamw(1e-2, mask=decay_mask(m))), 2),
+    "in_chain": (optax.chain(optax.clip_by_global_norm(0.5), ADAMW), 2),
+    "around_chain": (
+        eight_bit_state(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))),
+        2,
+    ),
+    "injected": (
+        eight_bit_state(
+            optax.inject_hyperparams(optax.adam)(optax.constant_schedule(1e-2))
+        ),
+        2,
+    ),
+    "labels": (
+        lambda model: optax.multi_transform(
+            {"matrix": ADAMW, "rest": optax.sgd(0.1, momentum=0.9)}, labels(model)
+        ),
+        2,
+    ),
+    "accumulated": (
+        eight_bit_state(optax.MultiSteps(optax.adam(1e-2), every_k_schedule=2)),
+        2,
+    ),
+    "schedule_free": (
+        eight_bit_state(optax.contrib.schedule_free_adamw(1e-2, b1=0.9)),
+        1,
+    ),
+    "around_layers": (eight_bit_state(by_layer(optax.lamb(1e-2))), 2),
+    "in_layers": (by_layer(ADAMW), 2),
+    "muon": (lambda model: eight_bit_state(by_muon(model)), 3),
+}
+
+
+def is_ours(node: Any) -> bool:
+    return isinstance(node, EightBitState)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_trains_with_codes(name: str) -> None:
+    """Also with microbatches and a moving average; the scales have layers."""
+    optimizer, num_fields = OPTIMIZERS[name]
+    trainer = make_trainer(fsdp(4), optimizer, ema_decay=0.9, num_microbatches=2)
+    losses = train(trainer, 6)
+    assert np.isfinite(losses).all()
+    arrays = to_host(trainer.state.opt_state)
+    kernel = "blocks.layer.mlp.up.kernel"
+    codes = [x for p, x in arrays.items() if p.endswith(kernel) and x.dtype == np.uint8]
+    scales = [x for p, x in arrays.items() if p.endswith(kernel) and "scales." in p]
+    nodes = jax.tree.leaves(trainer.state.opt_state, is_leaf=is_ours)
+    assert sum(len(node.scales) for node in filter(is_ours, nodes)) == num_fields
+    assert len(codes) == len(scales) >= 1
+    side = 8 if name == "amsgrad" else 16
+    for x, scale in zip(codes, scales, strict=True):
+        assert x.any()
+        assert scale.shape == (2, 64 // side, 256 // side)
+
+
+def test_layers_of_a_stack_have_separate_blocks() -> None:
+    trainer = make_trainer(fsdp(4))
+    train(trainer, 2)
+    state: Any = trainer.state.opt_state
+    kernels: Any = state.inner[0].mu["blocks"]["layer"]["mlp"]["up"]["kernel"]
+    scales: Any = state.scales["0.mu"]["blocks"]["layer"]["mlp"]["up"]["kernel"]
+    moments = decode(kernels, scales)
+    for layer in range(2):
+        codes, scale = encode(moments[layer], (16, 16))
+        np.testing.assert_array_equal(codes, kernels[layer])
+        np.testing.assert_array_equal(scale, scales[layer])
+
+
+# Checkpoints
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(
+    "strategy",
+    [TensorParallel(2), Composite(Pipeline(2), fsdp(2)), fsdp(8)],
+    ids=["tp", "pipeline", "fsdp8"],
+)
+def test_state_is_restored_under_another_layout(
+    strategy: Strategy, tmp_path: Path
+) -> None:
+    saved = make_trainer(fsdp(4), checkpoint=Checkpoint(tmp_path), ema_decay=0.9)
+    train(saved, 3)
+    options: Any = {"num_microbatches": 2} if "pipe" in strategy.axis_sizes else {}
+    other = make_trainer(strategy, seed=1, ema_decay=0.9, **options)
+    other.restore(directory=tmp_path)
+    ours, theirs = (
+        to_host(t.state.opt_state) | to_host(t.state.params) for t in (other, saved)
+    )
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        assert x.tobytes() == ours[path].tobytes(), path
+    train(other, 4)  # the restored state can be trained
+
+
+@pytest.mark.bits
+def test_stopped_run_resumes_with_same_bits(tmp_path: Path) -> None:
+    batches = [tokens(step) for step in range(6)]
+    whole = make_trainer(fsdp(4))
+    expected = whole.fit(batches, num_steps=6)["loss"]
+    stopped = make_trainer(fsdp(4), checkpoint=Checkpoint(tmp_path))
+    first = stopped.fit(batches, num_steps=3)["loss"]
+    resumed = make_trainer(fsdp(4), seed=1, checkpoint=Checkpoint(tmp_path))
+    rest = resumed.fit(batches, num_steps=6)["loss"]
+    np.testing.assert_array_equal([*first, *rest], expected)
+    after, known = to_host(resumed.state.opt_state), to_host(whole.state.opt_state)
+    for path, x in known.items():
+        assert x.tobytes() == after[path].tobytes(), path
 
 
 # Errors
