@@ -189,8 +189,9 @@ HELP = {
     ),
     "OptimizerError": Help(
         "The optimizer computes the loss again within an update, as line searches do; "
-        "it is not an Optax transformation; or it gets arrays that are not matrices, or "
-        "dimension numbers or a mask of another model.",
+        "it is not an Optax transformation; it gets arrays that are not matrices, or "
+        "dimension numbers or a mask of another model; or `eight_bit_state` finds no "
+        "moments in its state.",
         "Use the optimizer without the line search, or use another optimizer. Make "
         "dimension numbers and masks from the Trainer's model, with "
         "`muon_dimension_numbers(model)` and `decay_mask(model)` in "

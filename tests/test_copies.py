@@ -42,6 +42,8 @@ from nnx_parallel.errors import (
 )
 from nnx_parallel.layers.dense import named
 
+pytestmark = pytest.mark.long
+
 STEPS, EVERY, DEATH = 12, 4, 9
 COPIED, SAVED = 8, 6  # the newest copy and checkpoint before the death
 LAYOUTS: dict[str, Callable[[], Strategy]] = {

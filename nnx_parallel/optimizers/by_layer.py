@@ -32,7 +32,11 @@ from nnx_parallel.programs import (
 )
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import dotted
-from nnx_parallel.sharding.optimizer import Optimizer, stacked_params
+from nnx_parallel.sharding.optimizer import (
+    Optimizer,
+    knowing_layers,
+    stacked_params,
+)
 from nnx_parallel.state import StatePlan
 
 
@@ -80,7 +84,8 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
             "such as by_layer(optax.lamb(1e-3)). If the optimizer needs the model, "
             "write lambda model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
         )
-    tx = optax.with_extra_args_support(optimizer)
+    # Inside, no array has layers.
+    tx: Any = knowing_layers(optax.with_extra_args_support(optimizer), frozenset())
 
     def init(params: Any) -> Any:
         stacked = _known_stacked()

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import optax
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -34,8 +33,10 @@ def optimizer_specs(
     array's path ends with the parameter's path:
 
     - An array of the parameter's shape has the parameter's ``optimizer`` spec.
-    - An array of another shape, such as Adafactor's factors of rows and columns, has
-      the axes of the parameter's dims with matching sizes.
+    - An array of the parameter's rank, such as the scales of blocks, has the axes of
+      the dims at the same positions.
+    - An array of another rank, such as Adafactor's factors of rows and columns, has the
+      axes of the parameter's dims with matching sizes.
     - Counters and other arrays that belong to no parameter are replicated.
 
     Args:
@@ -55,8 +56,10 @@ def optimizer_specs(
         axes = dim_axes(placements[owner].optimizer, len(shape))
         kept: list[tuple[str, ...]] = []
         start = 0  # dims match in order; an array of Adafactor has only some of them
-        for size in leaf.shape:
+        for dim, size in enumerate(leaf.shape):
             matches = [d for d in range(start, len(shape)) if shape[d] == size]
+            if len(leaf.shape) == len(shape):
+                matches = [dim]
             of_dim = axes[matches[0]] if matches else ()
             start = matches[0] + 1 if matches else start
             kept.append(dividing_prefix(size, of_dim, layout.mesh.shape))
@@ -116,7 +119,8 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if isinstance(optimizer, optax.GradientTransformation):
-        return _knowing_layers(optimizer, model)
+        stacked = (p for p, x in variables_of(model) if array_info(p, x).is_stacked)
+        return knowing_layers(optimizer, frozenset(stacked))
     remedy = (
         " The transformation of an nnx.Optimizer is its `tx`."
         if hasattr(optimizer, "tx")
@@ -151,11 +155,8 @@ def _told(stacked: frozenset[Path]) -> Iterator[None]:
         _stacked.reset(token)
 
 
-def _knowing_layers(tx: Optimizer, model: nnx.Module) -> Optimizer:
-    """Wraps a transformation so that `stacked_params` works inside of it."""
-    stacked = frozenset(
-        path for path, x in variables_of(model) if array_info(path, x).is_stacked
-    )
+def knowing_layers(tx: Optimizer, stacked: frozenset[Path]) -> Optimizer:
+    """Wraps a transformation so that `stacked_params` is known inside of it."""
 
     def inside(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **known: Any) -> Any:
