@@ -40,7 +40,7 @@ from nnx_parallel.distributed import PEER_LOST
 COPY_EVERY, SAVE_EVERY, PROCESSES = 5, 200, 4
 STEPS_PER_ROUND = 24
 _MEMORY = "/dev/shm"
-_ROWS = 2048
+_ROWS = 256
 _LOSES_BOTH = "two neighbours"
 _KINDS = {  # shares of the rounds
     "a process": 50,
@@ -77,7 +77,7 @@ class _Clock(Callback):
         self.ends.append(time.monotonic())
 
 
-def cost(rounds: int = 3, width: int = 4736) -> dict[str, Any]:
+def cost(rounds: int = 2, width: int = 4736) -> dict[str, Any]:
     """Measures what copies of 1 GiB cost a run of one process on one device.
 
     Fits with a copy every 20 steps alternate with fits without copies.

@@ -313,8 +313,8 @@ class CheckpointManager:
         meta = {**self.description, **progress}
         header = make_header(step, groups, meta, numbers, base)
         hashed = {**groups, **({BASE: base} if base else {})}
-        checksums = start_checksums(hashed, "checksums of copies in memory")
-        copies.stage(groups, header, checksums, self._last_listed)
+        start = partial(start_checksums, hashed, "checksums of copies in memory")
+        copies.stage(groups, header, start, self._last_listed)
 
     def save(
         self,

@@ -225,7 +225,6 @@ class _Staged:
     name: Name
     index: dict[str, Any]
     layout: Layout
-    checksums: Callable[[], Checksums]
     exchange: Callable[[Any], list]
     buffer: Buffer | None = None
     error: Exception | None = None
@@ -399,7 +398,7 @@ class MemoryCopies:
         self,
         groups: Groups,
         header: dict[str, Any],
-        checksums: Callable[[], Checksums],
+        start_checksums: Callable[[], Callable[[], Checksums]],
         saved: int,
     ) -> None:
         """Copies arrays into memory; they may be donated once this returns.
@@ -411,7 +410,8 @@ class MemoryCopies:
         Args:
             groups: Arrays by group and path.
             header: Header of a checkpoint of this state.
-            checksums: Waits for the checksums of the arrays.
+            start_checksums: Starts to compute the checksums of the arrays on the
+                devices, and returns a function that waits for them.
             saved: The newest step on storage, or -1.
         """
         if self._staged is not None:
@@ -431,19 +431,24 @@ class MemoryCopies:
             name=Name(step, attempt, me, False),
             index={**head, "layout": layout.text},
             layout=layout,
-            checksums=checksums,
             exchange=reserve_allgather("copy in memory"),
         )
         try:
-            self._make_directory()  # somebody may have deleted it
-            self._fill(staged, words)
-        except OSError as error:
-            staged.error = error
+            try:
+                self._make_directory()  # somebody may have deleted it
+                self._fill(staged, words)
+            except OSError as error:
+                staged.error = error
+            # The devices are free during the copy, and hash after it.
+            checksums = start_checksums()
         except BaseException:  # for example a second Ctrl-C
             staged.has_ended.set()
             raise
         threading.Thread(
-            target=self._finish, args=(staged,), name="nnx_parallel.memory", daemon=True
+            target=self._finish,
+            args=(staged, checksums),
+            name="nnx_parallel.memory",
+            daemon=True,
         ).start()
 
     def _fill(self, staged: _Staged, words: Groups) -> None:
@@ -476,11 +481,11 @@ class MemoryCopies:
             self._spare.remove(found)
             return found
 
-    def _finish(self, staged: _Staged) -> None:
+    def _finish(self, staged: _Staged, checksums: Callable[[], Checksums]) -> None:
         """Completes a copy in the background, on a thread of each process."""
         try:
             # All processes take part in this exchange, even after a problem.
-            staged.index["checksums"] = staged.checksums()
+            staged.index["checksums"] = checksums()
             if staged.error is None:
                 self._complete(staged)
         except Exception as error:  # any error, because the others wait below
