@@ -43,7 +43,7 @@ _INDEX = {
 }
 
 Bounds = tuple[tuple[int, int], ...]
-"""The first and the last index, exclusive, of a part in each dim of its array."""
+"""The start and the stop, exclusive, of a part in each dim of its array."""
 
 
 class Part(NamedTuple):
@@ -163,7 +163,7 @@ class Layout:
     Many arrays are divided in the same way, so the text has each division only once.
 
     Args:
-        text: What `spell` returns.
+        text: The result of `spell`.
 
     Attributes:
         text: The given text.
@@ -201,11 +201,11 @@ class Layout:
             self._stored[part.owners[0], True].append(number)
 
     def numbers(self, owner: int, *, is_second: bool) -> list[int]:
-        """Returns the numbers of the parts in a file: an owner's, or its second one."""
+        """Returns the numbers of the parts in the first or second file of an owner."""
         return self._stored.get((owner, is_second), [])
 
     def bytes_of(self, owner: int, *, is_second: bool) -> int:
-        """Returns the size of such a file."""
+        """Returns the size of the file with these parts."""
         numbers = self.numbers(owner, is_second=is_second)
         return places_of(numbers, self.sizes)[1]
 
@@ -226,8 +226,8 @@ def spell(
     """Returns the text of a layout.
 
     Args:
-        arrays: Group, path, dtype and shape of each array, and a key of its division.
-        divide: Returns bounds, owners and ``is_sent`` of the parts, for a key.
+        arrays: Group, path, dtype and shape of each array, and a key for its division.
+        divide: Maps a key to the bounds, owners and ``is_sent`` of the parts.
     """
     numbers: dict[Any, int] = {}
     spelt = [[*rest, numbers.setdefault(key, len(numbers))] for *rest, key in arrays]
@@ -294,7 +294,7 @@ class Copy:
 
 
 def write_index(directory: Path, name: Name, index: Mapping[str, Any]) -> None:
-    """Writes an index: with it, the file of the same name counts as complete."""
+    """Writes an index, which marks the file of the same name as complete."""
     content = {"version": _VERSION, **index}
     temporary = directory / f"{name.stem}.tmp"
     text = json.dumps(content | {"digest": digest(content)})

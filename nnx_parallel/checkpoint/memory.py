@@ -1,17 +1,17 @@
 """Copies of the training state in the memory of machines, for fast restarts.
 
-A checkpoint on storage is made every few minutes, and a process that dies costs the
-steps since then. A copy in memory is made every few steps. It outlives its process, and
-a second copy on another machine outlives the machine:
+A checkpoint on storage is made every few minutes, and the steps since then are lost if
+a process dies. A copy in memory is made every few steps. It outlives its process, and a
+second copy on another machine outlives the machine:
 
 - A part of an array that several machines hold, as under data parallelism, needs no
   second copy.
 - Any other part is sent to a neighbour, which is a process on another machine.
 
 Two copies are kept: a new copy overwrites the older one, so that a complete copy exists
-at any moment. After a restart the processes agree on the newest step
-whose parts are all in memory somewhere. Each process reads the parts that its layout
-needs, from its own machine or from another one, so the number of processes may change.
+at any moment. After a restart the processes find the newest step of which every part is
+in the memory of some machine. Each process reads the parts that its layout needs, from
+its machine or from another one, so the number of processes may change.
 
 A copy is read only if it is intact, if this user wrote it with this format, and if it
 belongs to this run: the directory of checkpoints has a file with the run's identifier,
@@ -91,7 +91,7 @@ _FINISH_SECONDS = 60.0
 
 
 def forget_copies(directory: str) -> None:
-    """Makes all copies in memory of a run's steps unreadable, on all machines."""
+    """Makes all copies of a run in memory unreadable, on all machines."""
     if process_index() == 0:
         (LiteralPath(directory) / RUN).unlink(missing_ok=True)
 
@@ -175,7 +175,7 @@ def _bounds(index: Iterable[slice], shape: tuple[int, ...]) -> Bounds:
 
 
 def _words(x: Any) -> Any:
-    """Returns an array, or the uint32 words of random keys; also abstract."""
+    """Returns an array, or for random keys their uint32 words; may be abstract."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     if isinstance(x, jax.Array):
@@ -298,7 +298,7 @@ class MemoryCopies:
         return [boot.read_text() if boot.exists() else "", found.st_dev, found.st_ino]
 
     def begin(self) -> None:
-        """Begins to train. Older copies are never read again unless the run used one.
+        """Makes older copies unreadable, unless the run resumed from one of them.
 
         A run that continues from elsewhere may reach other values at the same steps.
         """
@@ -351,7 +351,7 @@ class MemoryCopies:
         return found
 
     def check_space(self, groups: AbstractGroups) -> str:
-        """Checks that two copies fit, and returns a line that says what they take.
+        """Checks that two copies fit, and returns a line with their size.
 
         Raises:
             CheckpointDirectoryError: On all processes, if a machine has too little
@@ -405,7 +405,7 @@ class MemoryCopies:
 
         The second copies are sent in the background. If the copy before this one is
         still in progress, the call waits for it, so that no copy is left out. A failure
-        is a warning, and training goes on.
+        gives a warning, and training goes on.
 
         Args:
             groups: Arrays by group and path.
@@ -439,7 +439,7 @@ class MemoryCopies:
                 self._fill(staged, words)
             except OSError as error:
                 staged.error = error
-            # The devices are free during the copy, and hash after it.
+            # The devices compute checksums only now, so that the copy is not delayed.
             checksums = start_checksums()
         except BaseException:  # for example a second Ctrl-C
             staged.has_ended.set()
@@ -473,7 +473,7 @@ class MemoryCopies:
             list(pool.map(copy, numbers))
 
     def _take(self, name: Name, size: int) -> Buffer:
-        """Returns a buffer of a size, which is a spare one if possible."""
+        """Returns a buffer of a size, if possible a spare one."""
         with self._lock:
             found = next((x for x in self._spare if x.size == size), None)
             if found is None:
@@ -563,7 +563,7 @@ class MemoryCopies:
         self._publish(name, buffer, index)
 
     def _delete_except(self, kept: tuple[int, str] | None) -> None:
-        """Deletes the copies of this object, except one; their memory is used again."""
+        """Deletes this object's copies but one, and keeps their memory for reuse."""
         with self._lock:
             for name, buffer in list(self._buffers.items()):
                 if name[:2] != kept:
@@ -793,7 +793,7 @@ class MemoryCopies:
         self._release()
 
     def _release(self) -> None:
-        """Lets go of the files that were found, so that their memory can be freed."""
+        """Drops the files that were found, so that their memory can be freed."""
         self._found, self._served = None, {}
 
     def close(self, *, saved: int | None) -> None:
@@ -823,7 +823,7 @@ class MemoryCopies:
 
 
 def _with_indexes_first(directory: Path) -> list[Path]:
-    """Returns the files to delete: without its index, a file is not read."""
+    """Returns a directory's files, indexes first: a file without one is not read."""
     found: list[Path] = []
     with contextlib.suppress(FileNotFoundError):
         found = sorted(directory.iterdir(), key=lambda path: path.suffix != ".json")

@@ -136,7 +136,7 @@ class Job:
         devices_per_process: Devices of each process; ``None`` leaves them to JAX.
         max_restarts: Number of times that all processes are started again after a
             failure.
-        min_processes: Fewest processes of a restart. If a restart fails within a
+        min_processes: Smallest number of processes of a restart. If one fails within a
             minute, the next one has one process fewer, without the devices of the
             process that failed first. After a run of more than a minute, all processes
             are tried again. ``None`` means that all processes are needed.
@@ -231,7 +231,7 @@ def launch(job: Job) -> int:
 def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
     """Returns the groups of devices for the next start, one for each process.
 
-    A device that is missing makes each start fail soon, so its group is left out.
+    A missing device makes each start fail soon, so its group is left out.
     """
     early = [*itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])]
     # A failure of the first start does not count, because its cause may be anything.
@@ -293,7 +293,7 @@ def cause_of(
 
     Args:
         files: The file of each process.
-        pids: The number of each process in the operating system.
+        pids: The operating system's number of each process.
         index: The process that failed first.
         code: Its exit code.
     """

@@ -44,8 +44,8 @@ Handler = Callable[
 class Peers:
     """The connections of this process to the other processes of the job.
 
-    All processes make one at the same time, with the same arguments. Close it with
-    `close`, or use it as a context manager.
+    All processes make one at the same time. Close it with `close`, or use it as a
+    context manager.
 
     Args:
         handler: Answers the requests of other processes, on threads of this object. It
@@ -66,7 +66,7 @@ class Peers:
         self._has_key = threading.Event()
         me, host, key = process_index(), "", secrets.token_hex(32)
         if (client := join()) is not None:
-            # The other processes can reach this address, because process 0 sees it.
+            # The other processes can reach this address, because process 0 can.
             with socket.socket(fileno=os.dup(client.connection.fileno())) as peer:
                 host = peer.getsockname()[0]
             # A machine may resolve its own name to a loopback address. The others
@@ -153,7 +153,7 @@ class Peers:
     def _connect(self, process: int) -> Connection:
         """Returns the open connection to a process, or a new one."""
         found = self._connections.get(process)
-        # A connection that has something to read between two requests was closed.
+        # A connection with something to read between two requests was closed.
         if found is not None and not found.poll():
             return found
         host, port = self._addresses[process]

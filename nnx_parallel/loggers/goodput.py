@@ -41,7 +41,7 @@ class Account:
     counts only if the fit ended by an error, a kill or a SIGTERM.
 
     Lines of an older version have no seconds. Then only the time of the compilation and
-    between the fits is known, and `totals` counts these fits in ``num_older``.
+    the time between the fits are known. `totals` counts these fits in ``num_older``.
 
     Example:
         >>> account = Account()
@@ -63,7 +63,7 @@ class Account:
         self._older: float | None = None  # the start of a fit of an older version
 
     def read(self, line: Mapping[str, Any]) -> None:
-        """Takes the next line. Lines that are not of this library change nothing."""
+        """Takes the next line. Lines of other programs change nothing."""
         time, config = _number(line.get("time")), line.get("config")
         if time is None:
             return
@@ -119,7 +119,7 @@ class Account:
 
         Args:
             step: The last step that stays.
-            productive_seconds: The value of the attribute at the end of that step.
+            productive_seconds: `productive_seconds` at the end of that step.
         """
         totals = self.totals()
         lost = max(0.0, totals["steps"] - productive_seconds)
@@ -129,7 +129,7 @@ class Account:
         changes = {"steps": -lost, "repeated": lost, "num_repeated": count}
         for name, change in changes.items():
             totals[name] = totals.get(name, 0) + change
-        # No fit is in progress, so that all seconds are seconds before the next fit.
+        # No fit is in progress, so all seconds count as seconds before the next fit.
         self._before, self._spent, self._began = totals, {}, self._latest
 
     def next_before(self, time: float) -> dict[str, float]:
@@ -181,7 +181,7 @@ class Account:
         return bool(self.totals().get("num_restarts")) or self.total_seconds > 60
 
     def _rows(self) -> list[tuple[str, str, float]]:
-        """Returns the text, the share and the seconds of each part; first the steps."""
+        """Returns the text, the share and the seconds of each part, steps first."""
         totals, total = self.totals(), self.total_seconds
         counts = {name: int(totals.get(name, 0)) for name in _COUNTS}
         return [

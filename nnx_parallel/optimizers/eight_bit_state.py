@@ -2,13 +2,13 @@
 
 Each moment is stored as one byte per number, and one scale per block of numbers. A
 block is defined by the shape of the global array, and its scale is a maximum, which the
-order of numbers does not change. So all layouts compute the same scales, also if they
+order of numbers does not change. So all layouts compute the same scales, even if they
 split a block.
 
 Strategies split dims into large shards. A block is a tile of 16 by 16 numbers, so that
 nearly all shards contain complete tiles, and a device computes their scales without
-communication. A row of 256 numbers would be cut much earlier: a dim of 4096 over 32
-devices has shards of 128.
+communication. A row of 256 numbers would be cut much more often: a dim of 4096 over
+32 devices has shards of 128.
 
 A block without negative numbers, such as a block of second moments, does not need a bit
 for the sign, and has twice as many levels. The sign of the scale tells which code a
@@ -45,7 +45,7 @@ class EightBitState(NamedTuple):
     """The state of `eight_bit_state`.
 
     Attributes:
-        inner: The optimizer's state. Moments are uint8 codes, in their shapes.
+        inner: The optimizer's state. Moments are uint8 codes of the same shapes.
         scales: For each field with moments, scales by parameter. The shape of a scale
             is the number of blocks along each dim of the parameter.
     """
@@ -71,15 +71,15 @@ def eight_bit_state(
     AdamW's state has 2.03 bytes for each parameter instead of 8. An update decodes the
     moments, runs the optimizer in its usual dtypes, and rounds the new moments to the
     nearest codes. The code is the dynamic tree of [1]. Its levels are dense near the
-    largest number of a block, and reach down to its millionth part. A block without
-    negative numbers has 255 nonzero levels, down to the ten-millionth part. In such a
-    block a nonzero number never becomes 0, because Adam divides by the root of the
-    second moment.
+    largest number of a block, and reach down to a millionth of it. A block without
+    negative numbers has 255 nonzero levels, down to a ten-millionth. In such a block a
+    nonzero number never becomes 0, because Adam divides by the root of the second
+    moment.
 
-    A block is a tile of the global array, in its last dim and its largest other dim. So
-    the numbers do not depend on the strategy, and a checkpoint can be restored under
-    any other. Codes and scales are split like the parameter. Devices exchange scales
-    only if their shards cut tiles. Layers of a `Stack` have separate blocks.
+    A block is a tile of the global array, along its last dim and its largest other dim.
+    So the numbers do not depend on the strategy, and a checkpoint can be restored under
+    any other strategy. Codes and scales are split like the parameter. Devices exchange
+    scales only if their shards cut tiles. Layers of a `Stack` have separate blocks.
 
     Arrays of fewer than 4096 numbers (per layer), arrays with blocks of fewer than 64
     numbers because of odd sizes, and all other fields of the state stay as they are.
@@ -261,8 +261,8 @@ def _decode_state(state: EightBitState, moments: Mapping[tuple, _Moment]) -> Any
     return jax.tree_util.tree_map_with_path(one, state.inner)
 
 
-# `encode` does not use the primitives `max`, `min` and `sign`: `state_kinds` tells by
-# them which optimizer a state belongs to.
+# `encode` does not use the primitives `max`, `min` and `sign`, because `state_kinds`
+# recognizes optimizers by them.
 
 
 def encode(x: Array, sides: tuple[int, ...]) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ import jax
 
 from nnx_parallel.distributed.agreement import allgather_object
 
-_ACCOUNT_SECONDS = 30.0  # a killed run loses the account of so many seconds
+_ACCOUNT_SECONDS = 30.0  # a killed run loses up to this much of its account
 _PROBE_STEPS = 16
 _SHORT_WAIT = 1e-3
 
@@ -27,7 +27,8 @@ class WallTime:
     - ``compile``: the step is compiled. Processes compare their programs.
     - ``data``: the devices have no step to run, because the next batch is not ready.
       A wait during which the devices work costs nothing.
-    - ``saves``: the fit waits until a save has copied the state, and for the last save.
+    - ``saves``: the fit waits until a save has copied the state, and until the last
+      save has ended.
     - ``evaluation``: evaluations of the fit, with their callbacks.
 
     The end of a step on the devices is not known while the host waits for a batch. So
@@ -60,13 +61,13 @@ class WallTime:
         self.seconds["start"] = time.perf_counter() - self._called
 
     def note_first_wait(self, seconds: float) -> None:
-        """Counts the wait for the first batch, and the time before it as start."""
+        """Counts the wait for the first batch as data, and the time before as start."""
         self.note_start()
         self.seconds["start"] -= seconds
         self.seconds["data"] += seconds
 
     def note_wait(self, seconds: float, *, is_idle: bool) -> None:
-        """Counts a wait for a batch, as far as no step ran.
+        """Counts the part of a wait for a batch in which no step ran.
 
         Args:
             seconds: Duration of the wait, which has just ended.
@@ -94,7 +95,7 @@ class WallTime:
             self._num_unmeasured = 0
 
     def is_due(self) -> bool:
-        """Returns True once in 30 seconds, when the seconds are to be written."""
+        """Returns True every 30 seconds, when the seconds must be written."""
         now = time.perf_counter()
         is_due = now - self._accounted >= _ACCOUNT_SECONDS
         self._accounted = now if is_due else self._accounted

@@ -65,12 +65,12 @@ class _Lookup:
         return (index if self.column is None else index[..., self.column]).reshape(-1)
 
     def gives_nan(self, values: jax.Array) -> jax.Array:
-        """Tests the values of the index: a lookup of them gives NaN."""
+        """Tests whether a lookup of each value of the index gives NaN."""
         beyond = (values < -self.size) | (values >= self.size)
         return beyond & self.fills
 
     def is_silent(self, values: jax.Array) -> jax.Array:
-        """Tests the values of the index: they are out of range, and give a number."""
+        """Tests whether each value is out of range and its lookup gives a number."""
         is_bad = (values < 0) | (values >= self.size)
         return is_bad & ~self.gives_nan(values)
 
@@ -89,7 +89,7 @@ class _Mask(NamedTuple):
     used: tuple[int, ...] = ()
 
     def leaves_out(self, value: jax.Array) -> jax.Array:
-        """Tests each entry: the mask removes it from the loss."""
+        """Tests whether the mask removes each entry from the loss."""
         value = value.reshape(-1)
         if self.kind == "select_n":
             return ~jnp.isin(value.astype(jnp.int32), jnp.array(self.used))
@@ -130,7 +130,7 @@ class Lookups:
         return {var: eqn for eqn in self.program.eqns for var in eqn.outvars}
 
     def _origin(self, atom: Any) -> Any:
-        """Returns the integers that reshapes and casts have made into an atom."""
+        """Returns the integers from which reshapes and casts made an atom."""
         while (eqn := self._made(atom)) and eqn.primitive.name in _RESHAPES:
             operand = eqn.invars[0]
             if isinstance(operand, jex.Literal) or _is_inexact(operand):
@@ -223,7 +223,7 @@ class Lookups:
             )
 
     def _masks(self, lookup: _Lookup) -> Iterator[_Mask]:
-        """Yields the values of the batch that meet the result of a lookup."""
+        """Yields the values of the batch that are combined with a lookup's result."""
         after = reached(self.program.eqns, lookup.eqn.outvars)
         shape = _squeezed(lookup.index.aval.shape)
         for eqn in self.program.eqns:
@@ -302,7 +302,7 @@ class Lookups:
                 yield LabelRange(*given), bool(is_nan)
 
     def _counts(self, lookup: _Lookup, batch: Any) -> bool:
-        """Returns True if masks do not leave out all silent values of a lookup."""
+        """Returns True if the masks leave a silent value of a lookup in the loss."""
         masks = [*self._masks(lookup)]
         known = [mask for mask in masks if mask.var is not None]
         has_unknown = len(known) < len(masks)
