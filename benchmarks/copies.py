@@ -41,6 +41,7 @@ COPY_EVERY, SAVE_EVERY, PROCESSES = 5, 200, 4
 STEPS_PER_ROUND = 24
 _MEMORY = "/dev/shm"
 _ROWS = 256
+_WHOLE_SECONDS = 3600.0
 _LOSES_BOTH = "two neighbours"
 _KINDS = {  # shares of the rounds
     "a process": 50,
@@ -239,13 +240,13 @@ def soak(rounds: int, seed: int) -> dict[str, Any]:
         directory, run = Path(name), _Run(Path(name), starter, draw, num_steps)
         whole = whole_settings(num_steps, directory / "whole.json")
         with starter.run(whole, PROCESSES, directory) as started:
-            started.end({0}, START_SECONDS)
+            started.end({0}, _WHOLE_SECONDS)
         for before, kind in zip(["", *kinds], kinds, strict=False):
             run.train(kind, before)
         reached = last_step(run.log)
         with run.start({}) as started:
             run.resume(started, kinds[-1], reached)
-            started.end({0}, START_SECONDS)
+            started.end({0}, _WHOLE_SECONDS)
         expected, found = (
             json.loads((directory / x).read_text())["fsdp"]["digest"]
             for x in ("whole.json", "ended.json")
