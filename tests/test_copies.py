@@ -211,7 +211,7 @@ def test_newer_of_memory_and_storage_is_read(dead: Run) -> None:
 
 def test_storage_is_read_if_it_is_newer(dead: Run) -> None:
     dead.trainer(checkpoint={"memory_every": None}).fit(BATCHES, 10)
-    first, _ = dead.fit(checkpoint={"every": 1})
+    first, _ = dead.fit(checkpoint={"every": 5})
     assert first == 10
 
 
@@ -428,6 +428,31 @@ def test_directory_that_others_can_open_raises(run: Run) -> None:
 def test_invalid_intervals_raise(value: Any) -> None:
     with pytest.raises(CheckpointError, match=re.escape(f"memory_every={value}")):
         Checkpoint("/tmp/run", memory_every=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"memory_every": 10, "every": 10},
+            "must be less than every=10: a copy in mem",
+        ),
+        ({"memory_every": True}, "memory_every=True) must be a whole number"),
+        ({"memory_directory": None}, "memory_directory=None) must be the path of a lo"),
+        ({"memory_directory": "gs://a/b"}, "must be the path of a local directory"),
+    ],
+)
+def test_invalid_options_raise(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Checkpoint("/tmp/run", **options)
+
+
+def test_directory_is_absolute() -> None:
+    found = Checkpoint("run", memory_every=1, memory_directory="shm")
+    assert found.memory_directory == os.path.abspath("shm")
+    home = Checkpoint("run", memory_directory="~/shm").memory_directory
+    assert home == os.path.expanduser("~/shm")
+    assert Checkpoint("run", memory_directory="$A/x").memory_directory == "$A/x"
 
 
 def test_neighbours_are_on_other_machines() -> None:

@@ -220,7 +220,7 @@ class CheckpointManager:
             return None
         if self._copies is None:
             self._open()
-            where, every = options.memory_directory, options.memory_every
+            where, every = str(options.memory_directory), options.memory_every
             self._copies = MemoryCopies(str(self.directory), where, every)
         return self._copies
 

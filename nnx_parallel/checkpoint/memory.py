@@ -260,7 +260,10 @@ class MemoryCopies:
         root = Path(os.path.expandvars(memory_directory))
         try:
             if "$" in str(root):
-                raise OSError(f"a variable in memory_directory='{root}' is not set")
+                raise OSError(
+                    f"a variable in memory_directory='{root}' is not set; set it, or "
+                    "name another directory"
+                )
             self._run = root / f"nnx_parallel-{os.getuid()}" / key
             self._make_directory()
         except OSError as error:

@@ -216,8 +216,8 @@ class Checkpoint:
             which a run resumes after a failure; ``None`` makes none. If only one
             machine holds a part of the state, a second copy of the part goes to another
             machine. See `nnx_parallel.checkpoint.memory`.
-        memory_directory: Directory for these copies, which must outlive a process, such
-            as a file system in memory. Environment variables in it (``$NAME``) may
+        memory_directory: Local directory for these copies, usually of a file system in
+            memory. It is made absolute. Environment variables in it (``$NAME``) may
             differ between processes.
         asynchronous: True if a save returns before its files are written.
         resume: True if a fit continues from the latest checkpoint.
@@ -251,7 +251,7 @@ class Checkpoint:
     best_mode: Literal["min", "max"] | None = None
     num_best: int = 1
     memory_every: int | None = None
-    memory_directory: str = "/dev/shm"
+    memory_directory: str | os.PathLike[str] = "/dev/shm"
     asynchronous: bool = True
     resume: bool = True
     frozen: Literal["save", "checksum"] = "save"
@@ -271,16 +271,24 @@ class Checkpoint:
                 if isinstance(self.keep_every, int):
                     raise CheckpointError(
                         f"Checkpoint(keep_every={self.keep_every}) counts steps, and "
-                        f"{name}={value!r} saves any step. Use a duration for both, or "
-                        "a number of steps for both."
+                        f"{name}={value!r} saves any step. Use a duration for "
+                        "keep_every too, or a number of steps for every."
                     )
                 continue
-            if not isinstance(value, int) or value < 1:
+            is_bool = isinstance(value, bool)
+            if is_bool or not isinstance(value, int) or value < 1:
                 raise CheckpointError(
                     f"Checkpoint({name}={value!r}) must be a whole number of at "
                     f"least 1 ({', '.join(_OPTIONAL)} may be None; every and "
                     "keep_every may also be a datetime.timedelta)."
                 )
+        copies, saves = self.memory_every, self.every
+        if copies is not None and isinstance(saves, int) and copies >= saves:
+            raise CheckpointError(
+                f"Checkpoint(memory_every={copies}) must be less than every={saves}: a "
+                "copy in memory is used only if it is newer than the last checkpoint."
+            )
+        self._check_memory_directory()
         if not isinstance(self.keep_best, str | None):
             raise CheckpointError(
                 f"Checkpoint(keep_best={self.keep_best!r}) must be the name of a "
@@ -303,6 +311,18 @@ class Checkpoint:
             path = os.path.abspath(os.path.expanduser(path))
             check_name(path)
         object.__setattr__(self, "directory", path)
+
+    def _check_memory_directory(self) -> None:
+        path = self.memory_directory
+        if not isinstance(path, str | os.PathLike) or is_url(os.fspath(path)):
+            raise CheckpointError(
+                f"Checkpoint(memory_directory={path!r}) must be the path of a local "
+                "directory in memory, such as '/dev/shm' or '/local/$SLURM_JOB_ID'."
+            )
+        path = os.path.expanduser(path)
+        if not path.startswith("$"):  # a variable may hold an absolute path
+            path = os.path.abspath(path)
+        object.__setattr__(self, "memory_directory", path)
 
 
 def given_options(options: Checkpoint | str | os.PathLike[str] | None) -> Checkpoint:

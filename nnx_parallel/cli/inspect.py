@@ -19,6 +19,7 @@ from nnx_parallel.checkpoint.files import (
     printable,
     read_step_metadata,
 )
+from nnx_parallel.checkpoint.memory import RUN
 from nnx_parallel.checkpoint.reader import CheckpointReader
 from nnx_parallel.drawing import aligned
 from nnx_parallel.errors import (
@@ -59,7 +60,12 @@ def _show(
 ) -> int:
     steps = sorted({*saved.steps, *saved.corrupt_steps})
     if not steps:
-        sys.stderr.write(f"No checkpoint in '{directory}'.\n")
+        copies = (
+            " The run makes copies in memory, from which it may continue; only its "
+            "machines can read them."
+        )
+        note = copies * (directory / RUN).exists()
+        sys.stderr.write(f"No checkpoint in '{directory}'.{note}\n")
         return 2
     newest: StoredCheckpoint | None = None
     num_damaged = 0

@@ -222,8 +222,10 @@ def launch(job: Job) -> int:
                 return code
             if left := job.max_restarts - restart:
                 count = len(groups_to_start(whole, failures))
-                who = "all" if count == whole.num_processes else count
-                text = f"Starting {who} processes again ({left} restarts left)."
+                who = "all processes"
+                if count < whole.num_processes:
+                    who = f"{count} process" + "es" * (count != 1)
+                text = f"Starting {who} again ({left} restarts left)."
                 _write(sys.stderr, "launch", text)
     return code
 
