@@ -257,7 +257,7 @@ def test_too_many_consecutive_bad_steps_raise() -> None:
     message = (
         "Step 3: loss nan, gradient norm nan. No earlier step of this fit was "
         "finite. The last 3 steps were bad, and SkipSteps(limit=2) skips no more "
-        "steps. All arrays are finite"
+        "steps. The step's batch has 16 NaN in batch['y'], the first in row 0."
     )
     trainer = make_trainer(faults=Faults(on_non_finite=SkipSteps(limit=2)))
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):

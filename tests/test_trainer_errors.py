@@ -231,7 +231,8 @@ def test_nonfinite_loss_raises_and_is_not_saved(bad_step: int, tmp_path: Path) -
         saved = (bad_step - 1) // 2 * 2
         assert f"there is a checkpoint of step {saved}." in text
     assert "`bias`, `kernel` (2 arrays)." in text
-    assert "Lower the learning rate" in text
+    assert "The step's batch has 64 NaN in batch['x']" in text
+    assert "Lower the learning rate" not in text  # the batch is the cause
     saved = {int(p.name) for p in tmp_path.iterdir() if p.name.isdigit()}
     assert all(step < bad_step for step in saved)
 
