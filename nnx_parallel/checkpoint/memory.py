@@ -520,7 +520,7 @@ class MemoryCopies:
             offsets, size = places_of(sent, layout.sizes)
             second = {str(i): [offsets[i], places[str(i)][1]] for i in sent}
             index = {**staged.index, "places": second}
-            data, starts = memoryview(buffer.bytes), [places[str(i)][0] for i in sent]
+            data, starts = buffer.bytes.data, [places[str(i)][0] for i in sent]
             arrays = (
                 data[start : start + layout.sizes[i]]
                 for i, start in zip(sent, starts, strict=True)
@@ -552,7 +552,7 @@ class MemoryCopies:
                     connection.recv_bytes()
                     continue
                 end = start + sizes[int(number)]
-                connection.recv_bytes_into(memoryview(buffer.bytes)[start:end])
+                connection.recv_bytes_into(buffer.bytes.data[start:end])
             if buffer is None:
                 raise problem
             found = _places(buffer.bytes, [*map(int, index["places"])], sizes)
@@ -787,7 +787,7 @@ class MemoryCopies:
         part = copy.read(number)[
             slices(tuple(bounds), copy.layout.parts[number].bounds)
         ]
-        data = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
         return {"crc": zlib.crc32(data)}, [data]
 
     def use(self, found: Found) -> None:
@@ -848,7 +848,7 @@ def _places(
 ) -> dict[str, list[int]]:
     """Returns the offset and checksum of each part in a file, as JSON values."""
     offsets, _ = places_of(numbers, sizes)
-    view = memoryview(data)
+    view = data.data
     parts = (view[start : start + sizes[i]] for i, start in offsets.items())
     with ThreadPoolExecutor(_THREADS) as pool:
         sums = pool.map(zlib.crc32, parts)
