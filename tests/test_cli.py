@@ -224,9 +224,11 @@ def test_gke_manifest_has_a_pod_for_each_host(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topology", "v5p:2x2"], "Unknown topology 'v5p:2x2'. Write KIND:SHAPE"),
-        (["--topology", "v9:2x2x1"], "Kinds: v4, v5e, v5p, v6e;"),
-        (["--topology", "v5p:1x1x5"], "5 chips, which do not divide by the 4 chips"),
+        (["--topology", "v5p:2x2"], "GKE has no slice 'v5p:2x2'. Write one slice"),
+        (["--topology", "v9:2x2x1"], "no hardware is called 'v9'"),
+        (["--topology", "h100:8"], "Kinds: v4, v5e, v5p, v6e."),
+        (["--topology", "2*v5p:2x2x1"], "GKE has no slice '2*v5p:2x2x1'."),
+        (["--topology", "v5p:1x1x5"], "at most 4 chips or a multiple of 4."),
         ([], "--print gke and --topology are used together"),
         (
             ["--topology", "v5p:2x2x4", "--processes", "2"],

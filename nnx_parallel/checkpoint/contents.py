@@ -502,6 +502,13 @@ def split_base(
     return rest, base
 
 
+def with_base(
+    groups: Groups, base: Mapping[str, jax.Array] | None
+) -> dict[str, Mapping[str, jax.Array]]:
+    """Returns the arrays to hash: the groups, and the base if there is one."""
+    return {**groups, **({BASE: base} if base else {})}
+
+
 def check_base_shapes(
     stored: StoredCheckpoint, wanted: Mapping[str, Any], where: str
 ) -> None:

@@ -97,7 +97,7 @@ def shape_of(bounds: Bounds) -> tuple[int, ...]:
 
 
 def overlap(wanted: Bounds, found: Bounds) -> Bounds | None:
-    """Returns the bounds of the elements in two parts, or ``None`` if there are none.
+    """Returns the bounds of the elements that two parts share, or ``None``.
 
     Example:
         >>> overlap(((0, 4),), ((2, 8),)), overlap(((0, 2),), ((2, 8),))
@@ -259,19 +259,14 @@ class Copy:
         path = f"{name.stem}.json"
         with open(open_private(directory, path), "rb") as file:
             self.index = check_index(parse_object(file.read(MAX_BYTES), path))
-        self.header, self.layout = (
-            self.index["header"],
-            read_layout(self.index["layout"]),
-        )
+        self.header = self.index["header"]
+        self.layout = read_layout(self.index["layout"])
         self.places = {int(i): (x[0], x[1]) for i, x in self.index["places"].items()}
+        sizes = self.layout.sizes
+        bounds = [(start, start + sizes[i]) for i, (start, _) in self.places.items()]
         with open(open_private(directory, self.path.name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            ends = [
-                start + self.layout.sizes[i] for i, (start, _) in self.places.items()
-            ]
-            if min((x for x, _ in self.places.values()), default=0) < 0 or (
-                max(ends, default=0) > size
-            ):
+            if not all(start >= 0 and end <= size for start, end in bounds):
                 raise ValueError(f"'{self.path}' is shorter than its index says.")
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 

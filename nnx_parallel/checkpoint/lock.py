@@ -125,6 +125,14 @@ def lock_directory(directory: str) -> DirectoryLock | None:
     return lock
 
 
+def boot_id() -> str:
+    """Returns an identifier of this boot of the machine, also inside of a container.
+
+    Raises ``OSError`` if the system has none.
+    """
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 def _identify(pid: int) -> tuple[str, str]:
     """Returns an id of this machine's boot, and the start time of one of its processes.
 
@@ -134,7 +142,7 @@ def _identify(pid: int) -> tuple[str, str]:
     try:
         # A host's name does not identify a machine: each container may have a name, and
         # containers may share a name.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return "", ""

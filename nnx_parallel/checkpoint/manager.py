@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -15,7 +15,6 @@ from orbax.checkpoint import v1 as ocp
 
 from nnx_parallel.checkpoint.checksum import PendingChecksums
 from nnx_parallel.checkpoint.contents import (
-    BASE,
     Base,
     Groups,
     check_groups,
@@ -24,6 +23,7 @@ from nnx_parallel.checkpoint.contents import (
     split_base,
     to_groups,
     to_write,
+    with_base,
 )
 from nnx_parallel.checkpoint.files import (
     PART,
@@ -74,7 +74,19 @@ from nnx_parallel.precision import array_bytes
 from nnx_parallel.sharding.checksum import start_checksums
 from nnx_parallel.state import TrainState
 
-_AFRESH = "Nothing is saved on storage, so the run begins afresh."
+
+class Resumed(NamedTuple):
+    """A state from which a run continues.
+
+    Attributes:
+        state: The state.
+        meta: The metadata that was saved with it.
+        where: The place where it was found, for a message.
+    """
+
+    state: TrainState
+    meta: dict[str, Any]
+    where: str
 
 
 class CheckpointManager:
@@ -106,8 +118,6 @@ class CheckpointManager:
         copies_note: A line about the copies in memory, once `check_state` has found
             that they fit; otherwise empty.
         copied_step: The step of the copy in memory that `resume` has read, or ``None``.
-        resumed_from: Text that says where `resume` found the state, or why a run with
-            copies in memory begins afresh.
         report: Function that is called with a message once a checkpoint is on the disk
             and would survive a power cut.
 
@@ -134,7 +144,7 @@ class CheckpointManager:
         self.last_saved: int | None = None
         self.is_preempted = False
         self.report: Callable[[str], object] = str
-        self.copies_note = self.resumed_from = ""
+        self.copies_note = ""
         self.copied_step: int | None = None
         only_hashed = self.options is not None and self.options.frozen == "checksum"
         self._frozen = frozen if only_hashed else ()
@@ -214,7 +224,7 @@ class CheckpointManager:
         return self._reader, self._orbax
 
     def _open_copies(self) -> MemoryCopies | None:
-        """Returns the copies in memory, or ``None`` if there are none."""
+        """Returns the copies in memory, or ``None`` if the run makes none."""
         options = self.options
         if options is None or options.memory_every is None:
             return None
@@ -312,7 +322,7 @@ class CheckpointManager:
         numbers = {name: float(x) for name, x in metrics.items()}
         meta = {**self.description, **progress}
         header = make_header(step, groups, meta, numbers, base)
-        hashed = {**groups, **({BASE: base} if base else {})}
+        hashed = with_base(groups, base)
         start = partial(start_checksums, hashed, "checksums of copies in memory")
         copies.stage(groups, header, start, self._last_listed)
 
@@ -431,8 +441,7 @@ class CheckpointManager:
         # Hashing begins now, because the fit may donate the arrays once this returns.
         # With several processes, Orbax's barriers are programs on the devices: they
         # queue behind the hashes.
-        hashed = {**groups, **({BASE: base} if base else {})}
-        pending = start_checksums(hashed, "saved checksums")
+        pending = start_checksums(with_base(groups, base), "saved checksums")
         checksums = PendingChecksums(header["digest"], pending)
         superseded = self._superseded(saved, step, metrics)
         save = BackgroundSave(step, directory, metrics, superseded)
@@ -549,41 +558,42 @@ class CheckpointManager:
         base: Base | None = None,
         *,
         read_only: bool = False,
-    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
-        """Returns the newest intact state, the metadata, and notes on corrupt steps.
+    ) -> tuple[Resumed | None, list[str]]:
+        """Returns the newest intact state, and notes on steps that were passed over.
 
-        Returns ``None`` if there is no directory or no checkpoint in it. All processes
-        call this. The errors are the same as for `CheckpointReader.restore_newest`.
-        With ``read_only``, nothing is written or renamed, because the run may be alive.
+        The state is ``None`` if there is no directory or no checkpoint in it. All
+        processes call this. The errors are the same as for
+        `CheckpointReader.restore_newest`. With ``read_only``, nothing is written or
+        renamed, because the run may be alive.
         """
         if self.options is None:
-            return None
+            return None, []
         if read_only:
             exists = self.local_directory is None or self.local_directory.is_dir()
             check_consistent("directory of the run", {str(self.directory): exists})
             if not exists:
-                return None
+                return None, []
             reader = CheckpointReader(self.options, self.description)
         else:
             reader = self.saved
         wanted = to_groups(abstract)
-        self.resumed_from = f"in '{self.directory}'"
         copies = None if read_only else self._open_copies()
         if copies is not None and self.options.resume:
-            found = self._resume_copy(copies, reader, abstract, base)
-            if found is not None:
-                return found
+            resumed, notes = self._resume_copy(copies, reader, abstract, base)
+            if resumed is not None:
+                return resumed, notes
         found = reader.restore_newest(wanted, base, quarantines=not read_only)
         lost = copies.notes if copies is not None else []
         if found is None:
-            self.resumed_from = "\n".join([*lost, _AFRESH]) if lost else ""
-            return None
+            if lost:
+                lost = [*lost, "Nothing is saved on storage, so the run begins afresh."]
+            return None, lost
         (groups, meta), notes = found
         notes = [*notes, *lost]
         state = from_groups(abstract, groups)
         if not read_only:
             self.last_saved = int(state.step)
-        return state, meta, notes
+        return Resumed(state, meta, f"in '{self.directory}'"), notes
 
     def _resume_copy(
         self,
@@ -591,10 +601,10 @@ class CheckpointManager:
         reader: CheckpointReader,
         abstract: TrainState,
         base: Base | None,
-    ) -> tuple[TrainState, dict[str, Any], list[str]] | None:
+    ) -> tuple[Resumed | None, list[str]]:
         """Returns the newest state in memory, if it is later than the saved ones."""
         if (found := self._find_copy()) is None:
-            return None
+            return None, []
         stored, load = copies.describe(found), partial(copies.load, found)
         wanted = to_groups(abstract)
         try:
@@ -608,14 +618,14 @@ class CheckpointManager:
                 f"The copy of step {found.step} in memory cannot be read: {error} The "
                 "run continues from storage."
             )
-            return None
+            return None, []
         copies.use(found)
         self.copied_step = found.step
         latest = max(reader.steps, default=None)
         saved = "holds no step" if latest is None else f"holds step {latest}"
-        self.resumed_from = f"in memory; '{self.directory}' {saved}"
+        where = f"in memory; '{self.directory}' {saved}"
         notes = [*copies.notes, *new_average_note(wanted, groups)]
-        return from_groups(abstract, groups), meta, notes
+        return Resumed(from_groups(abstract, groups), meta, where), notes
 
     def is_newest(self, step: int) -> bool:
         """Returns True if a fit would continue from ``step``, which was just read."""

@@ -67,6 +67,7 @@ from nnx_parallel.checkpoint.copies import (
     write_index,
 )
 from nnx_parallel.checkpoint.files import LiteralPath, is_url, read_json
+from nnx_parallel.checkpoint.lock import boot_id
 from nnx_parallel.distributed.agreement import allgather_object, reserve_allgather
 from nnx_parallel.distributed.peers import Peers
 from nnx_parallel.distributed.runtime import process_count, process_index
@@ -91,9 +92,18 @@ _FINISH_SECONDS = 60.0
 
 
 def forget_copies(directory: str) -> None:
-    """Makes all copies of a run in memory unreadable, on all machines."""
-    if process_index() == 0:
-        (LiteralPath(directory) / RUN).unlink(missing_ok=True)
+    """Makes all copies in memory of a run's steps unreadable, on all machines.
+
+    Raises ``CheckpointDirectoryError`` on all processes if process 0 cannot do this.
+    """
+    problem, path = "", LiteralPath(directory) / RUN
+    try:
+        if process_index() == 0:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        problem = str(error)
+    if problem := allgather_object("older copies in memory", problem)[0]:
+        raise CheckpointDirectoryError(f"Cannot delete '{path}': {problem}.")
 
 
 def _identify_run(directory: str, *, is_new: bool = False) -> str:
@@ -243,7 +253,6 @@ class MemoryCopies:
         every: Number of steps between copies.
 
     Attributes:
-        step: Step of the newest complete copy that this object made, or ``None``.
         notes: A line for each copy that is newer than storage and that `find` could not
             use.
 
@@ -253,7 +262,6 @@ class MemoryCopies:
     """
 
     def __init__(self, directory: str, memory_directory: str, every: int) -> None:
-        self.step: int | None = None
         self.notes: list[str] = []
         self._where, self.every = memory_directory, every
         problem, key = "", "run-" + digest({"directory": directory})[:16]
@@ -279,7 +287,9 @@ class MemoryCopies:
         self._buffers: dict[Name, Buffer] = {}
         self._spare: list[Buffer] = []
         self._staged: _Staged | None = None
+        # The newest complete copy, and the copy that the run resumed from.
         self._newest: tuple[int, str] | None = None
+        self._resumed: tuple[int, str] | None = None
         self._known: tuple[list[Any], Layout] | None = None
         self._found: tuple[Found | None] | None = None
         self._served: dict[Name, Copy] = {}
@@ -296,9 +306,10 @@ class MemoryCopies:
 
     def _identify(self) -> list[Any]:
         """Returns identifiers of this machine and of the directory."""
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        found = self._run.stat()
-        return [boot.read_text() if boot.exists() else "", found.st_dev, found.st_ino]
+        boot, found = "", self._run.stat()
+        with contextlib.suppress(OSError):
+            boot = boot_id()
+        return [boot, found.st_dev, found.st_ino]
 
     def begin(self) -> None:
         """Makes older copies unreadable, unless the run resumed from one of them.
@@ -360,12 +371,13 @@ class MemoryCopies:
             CheckpointDirectoryError: On all processes, if a machine has too little
                 memory for them.
         """
-        text = self._layout(_all_words(groups)).text
-        if len(text) > MAX_BYTES // 2 or sum(map(text.count, ",[{")) > MAX_VALUES // 2:
+        layout = self._layout(_all_words(groups))
+        count = sum(map(layout.text.count, ",[{"))
+        if len(layout.text) > MAX_BYTES // 2 or count > MAX_VALUES // 2:
             raise CheckpointDirectoryError(
-                f"The index of a copy in memory would have {len(text):,} characters, "
-                "which is too much to read back: the arrays are divided into too many "
-                "parts. Leave memory_every out."
+                f"The index of a copy in memory would have {len(layout.text):,} "
+                "characters, which is too much to read back: the arrays are divided "
+                "into too many parts. Leave memory_every out."
             )
         needed = self.bytes_of(groups)
         mine = sum(needed[i] for i in self._local())
@@ -379,20 +391,18 @@ class MemoryCopies:
                     f"of process {process}, and '{self._where}' has only "
                     f"{format_bytes(total + left)}. Give it more memory (docker run "
                     "--shm-size), choose another memory_directory, or leave "
-                    "memory_every out. Runs "
-                    f"that were given up may have left files in '{self._run.parent}'."
+                    "memory_every out. Runs that were given up may have left files in "
+                    f"'{self._run.parent}'."
                 )
-        count = len(set(self._machine))
-        second = (
-            f"with second copies on a neighbour, {count} machines"
-            if any(x.is_sent for x in self._layout(_all_words(groups)).parts)
-            else f"{count} machines hold every part"
-            if count > 1
-            else "on one machine: they survive a process, but not the machine"
-        )
-        most = format_bytes(max(needed))
+        num_machines = len(set(self._machine))
+        second = "on one machine: they survive a process, but not the machine"
+        if num_machines > 1:
+            second = f"{num_machines} machines hold every part"
+        if any(part.is_sent for part in layout.parts):
+            second = f"with second copies on a neighbour, {num_machines} machines"
         return (
-            f"every {self.every:,} steps in '{self._where}', {most} a process, {second}"
+            f"every {self.every:,} steps in '{self._where}', "
+            f"{format_bytes(max(needed))} a process, {second}"
         )
 
     # How a copy is made.
@@ -424,7 +434,7 @@ class MemoryCopies:
         self._release()
         if self._has_old:
             # The copy that the run resumed from stays until a newer one is complete.
-            self._has_old = self.step is None
+            self._has_old = self._newest == self._resumed
             self._delete_old()
         me, step = process_index(), int(header["step"])
         words = _all_words(groups)
@@ -498,7 +508,6 @@ class MemoryCopies:
             staged.problem = next(filter(None, staged.exchange(mine)), "")
             if not staged.problem:
                 self._newest = staged.name[:2]
-                self.step = staged.name.step
             elif staged.buffer is not None:
                 with self._lock:
                     self._buffers.setdefault(staged.name, staged.buffer)
@@ -792,7 +801,7 @@ class MemoryCopies:
 
     def use(self, found: Found) -> None:
         """Keeps a copy, which the run resumed from, until there is a newer one."""
-        self._newest = found.step, found.attempt
+        self._newest = self._resumed = found.step, found.attempt
         self._release()
 
     def _release(self) -> None:

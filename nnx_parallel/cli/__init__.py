@@ -10,11 +10,12 @@ from pathlib import Path
 
 from nnx_parallel.cli.doctor import doctor
 from nnx_parallel.cli.inspect import inspect
-from nnx_parallel.cli.launch import MANIFESTS, Job, TpuSlice, launch
+from nnx_parallel.cli.launch import MANIFESTS, Job, gke_hosts, launch
 from nnx_parallel.cli.plan import add_options, run_plan
 from nnx_parallel.cli.verify import verify
 from nnx_parallel.distributed.agreement import versions
-from nnx_parallel.errors import ParallelError, suggest
+from nnx_parallel.errors import ParallelError, PlanError, suggest
+from nnx_parallel.plan.hardware import Topology
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = rest
         return run_plan(options)
     options = _read_after_script(commands["launch"], options, rest)
-    tpu_slice = _tpu_slice(commands["launch"], options)
+    topology = _topology(commands["launch"], options)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes must be at least 1 and --max-restarts at least 0")
     least = options.min_processes
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         min_processes=options.min_processes,
         cpu=options.cpu,
         host=options.host,
-        tpu_slice=tpu_slice,
+        topology=topology,
     )
     if options.print:  # nothing is started, so this machine needs no devices
         sys.stdout.write(MANIFESTS[options.print](job))
@@ -81,30 +82,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _tpu_slice(
+def _topology(
     parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> TpuSlice | None:
+) -> Topology | None:
     """Reads ``--topology``, and sets the number of processes that it implies."""
     if (options.print == "gke") != (options.topology is not None):
         parser.error("--print gke and --topology are used together")
     if options.topology is None:
         return None
     try:
-        found = TpuSlice.parse(options.topology)
-    except ValueError as error:
+        found = Topology.parse(options.topology)
+        hosts, chips = gke_hosts(found)
+    except (PlanError, ValueError) as error:
         parser.error(str(error))
     for name, given, needed in (
-        ("--processes", options.processes, found.num_hosts),
-        ("--devices-per-process", options.devices_per_process, found.chips_per_host),
+        ("--processes", options.processes, hosts),
+        ("--devices-per-process", options.devices_per_process, chips),
     ):
         if given not in (None, needed):
             parser.error(
-                f"{name} is {given}, but {options.topology} has {found.num_hosts} "
-                f"hosts with {found.chips_per_host} chips each. Leave {name} out."
+                f"{name} is {given}, but {found.name} has {hosts} hosts with {chips} "
+                f"chips each. Leave {name} out."
             )
     if options.cpu:
         parser.error("--cpu and --topology exclude each other")
-    options.processes = found.num_hosts
+    options.processes = hosts
     return found
 
 

@@ -36,9 +36,8 @@ from nnx_parallel.distributed.initialize import (
 from nnx_parallel.distributed.messages import listen
 from nnx_parallel.distributed.runtime import PEER_LOST, PREEMPTED, TAGGED
 from nnx_parallel.errors import DeviceMemoryError, MeshShapeError, NonFiniteLossError
-
-RESTART = "NNX_PARALLEL_RESTART"
-"""Environment variable with the number of restarts so far."""
+from nnx_parallel.loggers.logger import RESTART
+from nnx_parallel.plan.hardware import Topology
 
 # GPUs are distributed among processes, and each process sees only its GPUs.
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -65,66 +64,26 @@ _GKE_ACCELERATORS = {
 """Values of GKE's node label for each kind of TPU, as in
 https://cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus"""
 
-_FLAT = ("v5e", "v6e")  # the chips of these kinds form a rectangle, not a box
-
 _CHIPS_PER_HOST = 4
 
 
-@dataclass(frozen=True)
-class TpuSlice:
-    """A slice of TPUs on GKE.
+def gke_hosts(topology: Topology) -> tuple[int, int]:
+    """Returns the number of hosts of a slice on GKE, and the chips of each host.
 
-    Attributes:
-        kind: The kind of the chips, such as ``"v5p"``.
-        shape: The numbers of chips along each dim of the slice.
+    Raises:
+        ValueError: If GKE has no such slice.
     """
-
-    kind: str
-    shape: tuple[int, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> "TpuSlice":
-        """Reads a text such as ``v5p:2x2x4``.
-
-        Raises:
-            ValueError: If GKE has no such slice.
-        """
-        kind, _, dims = text.partition(":")
-        ndim = 2 if kind in _FLAT else 3
-        if kind not in _GKE_ACCELERATORS or not re.fullmatch(
-            rf"[1-9]\d*(x[1-9]\d*){{{ndim - 1}}}", dims
-        ):
-            raise ValueError(
-                f"Unknown topology {text!r}. Write KIND:SHAPE, such as v5p:2x2x4 or "
-                f"v6e:4x4. Kinds: {', '.join(_GKE_ACCELERATORS)}; "
-                f"{' and '.join(_FLAT)} have two dims, the others three."
-            )
-        found = cls(kind, tuple(map(int, dims.split("x"))))
-        chips = math.prod(found.shape)
-        if chips % min(chips, _CHIPS_PER_HOST):
-            raise ValueError(
-                f"The topology {text!r} has {chips} chips, which do not divide by the "
-                f"{_CHIPS_PER_HOST} chips of a host."
-            )
-        return found
-
-    @property
-    def chips_per_host(self) -> int:
-        """The number of chips of each host."""
-        return min(math.prod(self.shape), _CHIPS_PER_HOST)
-
-    @property
-    def num_hosts(self) -> int:
-        """The number of hosts, each of which runs one process."""
-        return math.prod(self.shape) // self.chips_per_host
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The labels of the nodes on GKE."""
-        return {
-            "cloud.google.com/gke-tpu-accelerator": _GKE_ACCELERATORS[self.kind],
-            "cloud.google.com/gke-tpu-topology": "x".join(map(str, self.shape)),
-        }
+    hardware, shape = topology.hardware, topology.shape
+    chips, dims = math.prod(shape), hardware.num_links // 2
+    of_host = min(chips, _CHIPS_PER_HOST)
+    is_one = topology.num_slices == 1 and hardware.name in _GKE_ACCELERATORS
+    if not is_one or len(shape) != dims or chips % of_host:
+        raise ValueError(
+            f"GKE has no slice {topology.name!r}. Write one slice with all of its "
+            "dims, such as v5p:2x2x4 or v6e:4x4, of at most 4 chips or a multiple of "
+            f"4. Kinds: {', '.join(_GKE_ACCELERATORS)}."
+        )
+    return chips // of_host, of_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +101,7 @@ class Job:
             are tried again. ``None`` means that all processes are needed.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
-        tpu_slice: The slice of TPUs on which GKE runs the processes.
+        topology: The slice of TPUs on which GKE runs the processes.
     """
 
     command: tuple[str, ...]
@@ -152,7 +111,7 @@ class Job:
     min_processes: int | None = None
     cpu: bool = False
     host: str = "127.0.0.1"
-    tpu_slice: TpuSlice | None = None
+    topology: Topology | None = None
 
     @property
     def cpu_variables(self) -> dict[str, str]:
@@ -553,7 +512,7 @@ _POD_RULES = f"""\
 def jobset(job: Job) -> str:
     """Returns a Kubernetes JobSet, with one pod per process, restarted together.
 
-    With a ``tpu_slice``, each pod runs on one host of the slice on GKE.
+    With a topology, each pod runs on one host of this slice on GKE.
     """
     # Strings are quoted, because some parsers read an unquoted 3e-4 as a number, and y
     # as true.
@@ -570,13 +529,7 @@ def jobset(job: Job) -> str:
     )
     # With backoffLimit 0 no pod restarts without the others, which would still wait in
     # a collective. The JobSet restarts all pods.
-    where = ""
-    limits = f"{indent}    nvidia.com/gpu: {job.devices_per_process or 1}"
-    if job.tpu_slice:
-        limits = f"{indent}    google.com/tpu: {job.tpu_slice.chips_per_host}"
-        labels = job.tpu_slice.labels.items()
-        pairs = "".join(f'{indent}{k}: "{v}"' for k, v in labels)
-        where = "\n" + 12 * " " + f"nodeSelector:{pairs}"
+    where, limit = _node(job)
     return f"""\
 # Replace IMAGE by the image with the code, then run kubectl apply -f on this file.
 apiVersion: "jobset.x-k8s.io/v1alpha2"
@@ -614,8 +567,21 @@ spec:
               ports:
               - containerPort: {_PORT}
               resources:
-                limits:{" {}" if job.cpu else limits}
+                limits:{" {}" if job.cpu else f"{indent}    {limit}"}
 """
+
+
+def _node(job: Job) -> tuple[str, str]:
+    """Returns the node selector of a pod, which may be empty, and its devices."""
+    if job.topology is None:
+        return "", f"nvidia.com/gpu: {job.devices_per_process or 1}"
+    kind, _, shape = job.topology.name.partition(":")
+    labels = {"accelerator": _GKE_ACCELERATORS[kind], "topology": shape}
+    pairs = (
+        f'\n{14 * " "}cloud.google.com/gke-tpu-{k}: "{v}"' for k, v in labels.items()
+    )
+    selector = f"\n{12 * ' '}nodeSelector:{''.join(pairs)}"
+    return selector, f"google.com/tpu: {gke_hosts(job.topology)[1]}"
 
 
 def tpu(job: Job) -> str:

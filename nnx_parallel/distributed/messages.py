@@ -127,6 +127,16 @@ def handshake(
     return connection
 
 
+def greet(peer: socket.socket, key: bytes) -> Connection:
+    """Makes a connection over a socket that a process of the job has opened.
+
+    Its reads are limited, because a stranger that sends nothing would otherwise block
+    the thread for the whole run.
+    """
+    limit_reads(peer, _GREETING_SECONDS)
+    return handshake(peer, key, mpc.deliver_challenge, mpc.answer_challenge)
+
+
 def limit_reads(peer: socket.socket, seconds: int) -> None:
     """Limits how long reads of the socket or its copies may wait; 0 means no limit."""
     # A timeout that is set by `settimeout` would make the descriptor non-blocking.
@@ -228,11 +238,7 @@ class Server:
     def _authenticate(self, peer: socket.socket) -> None:
         # An error may be caused by a stranger, or by a process that died.
         with contextlib.suppress(Exception), peer:
-            # Otherwise a stranger that sends nothing would block this thread for the
-            # whole run.
-            limit_reads(peer, _GREETING_SECONDS)
-            steps = (mpc.deliver_challenge, mpc.answer_challenge)
-            connection = handshake(peer, self._key, *steps)
+            connection = greet(peer, self._key)
             process = int(receive(connection)["process"])
             limit_reads(peer, 0)
             # Only the server's thread may write `_clients`, because that thread

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing import AuthenticationError
-from multiprocessing import connection as mpc
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 from nnx_parallel.distributed.agreement import allgather_object
 from nnx_parallel.distributed.messages import (
     connect,
-    handshake,
+    greet,
     host_of,
     is_loopback,
     join,
@@ -32,7 +31,6 @@ from nnx_parallel.distributed.messages import (
 from nnx_parallel.distributed.runtime import STATE, process_count, process_index
 from nnx_parallel.errors import ProcessError
 
-_GREETING_SECONDS = 60
 _POLL_SECONDS = 0.05
 
 Handler = Callable[
@@ -99,10 +97,8 @@ class Peers:
     def _serve(self, peer: socket.socket) -> None:
         # An error may be caused by a stranger, or by a process that has died.
         with contextlib.suppress(Exception), peer:
-            self._has_key.wait(_GREETING_SECONDS)
-            limit_reads(peer, _GREETING_SECONDS)
-            steps = (mpc.deliver_challenge, mpc.answer_challenge)
-            connection = handshake(peer, self._key, *steps)
+            self._has_key.wait()
+            connection = greet(peer, self._key)
             limit_reads(peer, 0)
             while True:
                 request = receive(connection)

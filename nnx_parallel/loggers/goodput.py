@@ -29,7 +29,7 @@ PARTS = {
 }
 """Parts of the wall time, and their texts. ``steps`` has the productive seconds."""
 
-_COUNTS = ("num_restarts", "num_repeated", "num_older")
+_COUNTS = ("num_restarts", "num_repeated")
 _NUM_SHOWN = 3
 
 
@@ -39,9 +39,6 @@ class Account:
     The productive seconds are the rest: the time of the steps, with their callbacks,
     without steps that were done again. The time from the end of a fit to the next fit
     counts only if the fit ended by an error, a kill or a SIGTERM.
-
-    Lines of an older version have no seconds. Then only the time of the compilation and
-    the time between the fits are known. `totals` counts these fits in ``num_older``.
 
     Example:
         >>> account = Account()
@@ -59,46 +56,23 @@ class Account:
         self._spent: dict[str, float] = {}
         self._began: float | None = None  # the time when the present fit was called
         self._latest = 0.0
-        self._has_ended = self._has_seconds = False
-        self._older: float | None = None  # the start of a fit of an older version
+        self._has_ended = False
 
     def read(self, line: Mapping[str, Any]) -> None:
         """Takes the next line. Lines of other programs change nothing."""
-        time, config = _number(line.get("time")), line.get("config")
-        if time is None:
-            return
-        if isinstance(config, dict) and "versions" in config:
-            self._older = time
+        time, seconds = _number(line.get("time")), _numbers(line.get("seconds"))
+        before = _numbers(line.get("before"))
         # Lines of a fit that finds nothing to train must not count as time of the run.
-        if "config" in line or "message" in line:
+        if time is None or "config" in line or "message" in line:
             return
-        seconds, before = _numbers(line.get("seconds")), _numbers(line.get("before"))
         if seconds is not None and before is not None:
-            self._before, self._older = before, None
+            self._before = before
             self._began = self._latest = time - sum(seconds.values())
         if seconds is not None:
-            self._spent, self._older, self._has_seconds = seconds, None, True
-            self._has_ended = line.get("ended") is True
-        elif self._older is not None or self._began is None:
-            self._start_older(time if self._older is None else self._older)
-        if not self._has_seconds and (found := _number(line.get("compile_seconds"))):
-            self._spent["compile"] = found
+            self._spent, self._has_ended = seconds, line.get("ended") is True
         self._latest = max(self._latest, time)
         step = line.get("step")
         self.step = step if isinstance(step, int) else self.step
-
-    @property
-    def is_older(self) -> bool:
-        """True if the lines that were read last have no seconds."""
-        is_new = self._began is not None and self._older is None
-        return not (is_new and self._has_seconds)
-
-    def _start_older(self, time: float) -> None:
-        self._before = self.next_before(time)
-        self._before["num_older"] = self._before.get("num_older", 0) + 1
-        self._began = self._latest = time
-        self._spent, self._older = {}, None
-        self._has_ended = self._has_seconds = False
 
     @property
     def productive_seconds(self) -> float:
@@ -124,7 +98,7 @@ class Account:
         totals = self.totals()
         lost = max(0.0, totals["steps"] - productive_seconds)
         count = max(0, self.step - step)
-        if not count:
+        if not count or self._began is None:
             return
         changes = {"steps": -lost, "repeated": lost, "num_repeated": count}
         for name, change in changes.items():
@@ -168,13 +142,7 @@ class Account:
         (_, share, _), *_ = rows = self._rows()
         cells = [(name, format_clock(x), share) for name, share, x in rows]
         title = f"goodput: {share} of {format_clock(total)}"
-        lines = [title, aligned(cells, indent="  ")]
-        if count := int(self.totals().get("num_older", 0)):
-            lines.append(
-                f"  {count} starts are of an older version: their saves, evaluations, "
-                "waits for data and\n  repeated steps are unknown, and count as steps"
-            )
-        return "\n".join(lines)
+        return "\n".join([title, aligned(cells, indent="  ")])
 
     def is_worth_a_line(self) -> bool:
         """Returns True if the run was restarted, or took more than a minute."""
@@ -204,11 +172,11 @@ def read_account(path: Path) -> Account:
             if not line.endswith(b"\n"):  # torn by a crash, or being written
                 break
             # Most lines of a long run have metrics. Of these, the last one is enough.
-            if account.is_older or b'"seconds": {' in line or b'"config": ' in line:
+            if b'"seconds": {' in line:
                 for needed in filter(None, (skipped, line)):
                     account.read(parse_object(needed, path))
                 skipped = b""
-            elif b'"message": ' not in line:
+            elif b'"config": ' not in line and b'"message": ' not in line:
                 skipped = line
     if skipped:
         account.read(parse_object(skipped, path))

@@ -23,7 +23,8 @@ from nnx_parallel.files import open_regular, parse_object
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.goodput import MAX_LINE_BYTES, Account
 
-_RESTART = "NNX_PARALLEL_RESTART"  # the launcher sets it to the number of restarts
+RESTART = "NNX_PARALLEL_RESTART"
+"""Environment variable that the launcher sets to the number of restarts so far."""
 
 
 class Logger(Protocol):
@@ -37,7 +38,9 @@ class Logger(Protocol):
     such as ``expert_loads/blocks.layer.mlp/0``. A logger with a method
     ``configure(config)`` gets the settings of the run after `start`: a dict of JSON
     values such as ``strategy``, ``mesh``, ``num_params``, ``seed`` and ``versions``. A
-    second call has facts about the first batch: ``batch`` and ``num_rows``.
+    second call has facts about the first batch: ``batch`` and ``num_rows``. A logger
+    with the methods ``account`` and ``goodput`` accounts for the wall time, as
+    `JSONLinesLogger` does.
     """
 
     def start(self, *, first_step: int, num_steps: int) -> None:
@@ -99,12 +102,12 @@ class LoggerGroup:
     ) -> None:
         """Passes a fit's seconds by part to the loggers that account for them."""
         for logger in self._active():
-            if isinstance(logger, JSONLinesLogger):
-                self._call(logger, logger.account, step, seconds, has_ended)
+            if account := getattr(logger, "account", None):
+                self._call(logger, account, step, seconds, has_ended)
 
     def goodput(self) -> str:
         """Returns a line about the run's wall time, or "" if it would not be useful."""
-        found = (x.goodput() for x in self._active() if isinstance(x, JSONLinesLogger))
+        found = (getattr(logger, "goodput", str)() for logger in self._active())
         return next(filter(None, found), "")
 
     def message(self, text: str) -> None:
@@ -290,7 +293,7 @@ def _cut_lines(path: Path, last_step: int) -> Account:
         free = (x for x in map(path.with_name, names) if not os.path.lexists(x))
         path.rename(next(free))
         # Only the launcher knows that this is the same run, which died before a save.
-        return account if os.environ.get(_RESTART, "0") != "0" else Account()
+        return account if os.environ.get(RESTART, "0") != "0" else Account()
     if not all(is_kept):
         # A new file is renamed over the old file, so that after a crash one of the two
         # files is complete.

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonState
 
-from nnx_parallel.errors import OptimizerError, kind_of, warn_user
+from nnx_parallel.errors import OptimizerError, warn_user
 from nnx_parallel.optimizers.steps import update_with
 from nnx_parallel.programs import (
     Fold,
@@ -34,6 +34,7 @@ from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.optimizer import (
     Optimizer,
+    check_transformation,
     knowing_layers,
     stacked_params,
 )
@@ -76,14 +77,7 @@ def by_layer(optimizer: Any) -> optax.GradientTransformationExtraArgs:
         >>> trainer = Trainer(model, by_layer(optax.lamb(1e-2)), loss, loggers=())
         >>> history = trainer.fit([np.ones((16, 4), np.float32)] * 2, num_steps=2)
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise OptimizerError(
-            f"by_layer got {kind_of(optimizer)}. It must be an Optax transformation, "
-            "such as by_layer(optax.lamb(1e-3)). If the optimizer needs the model, "
-            "write lambda model: by_layer(optax.adamw(3e-4, mask=decay_mask(model)))."
-        )
+    optimizer = check_transformation("by_layer", optimizer, "optax.lamb(1e-3)")
     # Inside, no array has layers.
     tx: Any = knowing_layers(optax.with_extra_args_support(optimizer), frozenset())
 

@@ -28,7 +28,11 @@ from nnx_parallel.errors import OptimizerError, kind_of
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import path_of
-from nnx_parallel.sharding.optimizer import owner_of, stacked_params
+from nnx_parallel.sharding.optimizer import (
+    check_transformation,
+    owner_of,
+    stacked_params,
+)
 
 MOMENTS = ("mu", "nu", "nu_max", "trace", "exp_avg", "exp_avg_sq", "m", "m1", "n", "v")
 """Fields of Optax's states that hold averages of gradients or of their squares.
@@ -108,15 +112,7 @@ def eight_bit_state(
         [1] Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021,
         https://arxiv.org/abs/2110.02861
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise OptimizerError(
-            f"eight_bit_state got {kind_of(optimizer)}. It must be an Optax "
-            "transformation, such as eight_bit_state(optax.adamw(3e-4)). If the "
-            "optimizer needs the model, write lambda model: "
-            "eight_bit_state(optax.adamw(3e-4, mask=decay_mask(model)))."
-        )
+    given = check_transformation("eight_bit_state", optimizer, "optax.adamw(3e-4)")
     powers = [_MIN_BLOCK * 2**n for n in range(7)]
     if type(block_size) is not int or block_size not in powers:
         raise OptimizerError(
@@ -129,7 +125,7 @@ def eight_bit_state(
             f"eight_bit_state got fields={fields!r}. It must be a collection of names, "
             'such as ("mu", "nu").'
         )
-    tx = optax.with_extra_args_support(optimizer)
+    tx = optax.with_extra_args_support(given)
 
     def moments(params: Any) -> dict[tuple, _Moment]:
         like = jax.eval_shape(tx.init, params)

@@ -34,7 +34,7 @@ from nnx_parallel.programs import (
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import ArrayInfo, path_of
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
-from nnx_parallel.sharding.optimizer import Optimizer, owner_of
+from nnx_parallel.sharding.optimizer import Optimizer, knowing_layers, owner_of
 from nnx_parallel.state import StatePlan, TrainState
 
 
@@ -342,7 +342,7 @@ def _links(update: Any) -> list[Any]:
     name = getattr(update, "__qualname__", "")
     if name == "with_extra_args_support.<locals>.update":
         return _links(_closure_of(update)["tx"].update)
-    if name.startswith("_knowing_layers."):  # of `sharding.optimizer`
+    if name.startswith(f"{knowing_layers.__name__}."):
         return _links(_closure_of(update)["function"])
     if _is_made_by("chain", update):
         return [x for inner in _closure_of(update)["update_fns"] for x in _links(inner)]

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from nnx_parallel.errors import OptimizerError, kind_of
 from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import Path
 from nnx_parallel.sharding.nnx_arrays import array_info, variables_of
@@ -130,6 +131,30 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
         f"optimizer is of type {type(optimizer).__name__}. Pass an Optax "
         "transformation such as optax.adamw(3e-4), optax.MultiSteps(...), or a "
         f"function of the abstract model that returns one.{remedy}"
+    )
+
+
+def check_transformation(
+    owner: str, optimizer: Any, example: str
+) -> optax.GradientTransformation:
+    """Returns the optimizer that a wrapper such as ``by_layer`` got.
+
+    Args:
+        owner: Name of the wrapper, for the error.
+        optimizer: A transformation, or an ``optax.MultiSteps``.
+        example: A call that is right, for the error.
+
+    Raises:
+        OptimizerError: If ``optimizer`` is anything else.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    raise OptimizerError(
+        f"{owner} got {kind_of(optimizer)}. It must be an Optax transformation, such "
+        f"as {owner}({example}). If the optimizer needs the model, write lambda model: "
+        f"{owner}(optax.adamw(3e-4, mask=decay_mask(model)))."
     )
 
 

@@ -269,6 +269,7 @@ class ShownStep:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
+        # A call through `_shown` would leave this frame in the traceback.
         try:
             return self._step(*args)
         except Exception as error:

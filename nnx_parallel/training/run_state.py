@@ -258,11 +258,11 @@ class RunState:
 
     def _begin(self) -> None:
         abstract = self.plan.abstract
-        found = self.checkpoints.resume(abstract, self.base, read_only=True)
+        found, notes = self.checkpoints.resume(abstract, self.base, read_only=True)
         if found is None:
             self._state = self._first_state()
             return
-        self._state, meta, notes = found
+        self._state, meta, _ = found
         self._go_on(meta)
         self._read_step = int(self._state.step)
         notes = [*notes, *self._changes_since(meta)]
@@ -472,24 +472,25 @@ class RunState:
         """
         if not self.is_fresh:
             return ""
-        own, notes = self.checkpoints, []
+        own, notes = self.checkpoints, list[str]()
         has_first = self._state is not None and self._read_step is None
         if self._state is not None:
             self._check_assigned()
         if self._read_step is not None and own.is_newest(self._read_step):
             own.last_saved = self._read_step
-            state = self.state
-        elif found := own.resume(self.plan.abstract, self.base):
-            state, meta, notes = found
+            state, where = self.state, f"in '{own.directory}'"
+        else:
+            found, notes = own.resume(self.plan.abstract, self.base)
+            if found is None:
+                return "\n".join(notes)
+            state, meta, where = found
             notes = [*notes, *self._changes_since(meta)]
             self._go_on(meta)
-        else:
-            return own.resumed_from
         warn_of_changes(self.plan, state)
         if state is not self._state:
             self._replace(state)
         self.is_fresh, self._read_step = False, None
-        done = f"Resumed from step {self.step} {own.resumed_from}."
+        done = f"Resumed from step {self.step} {where}."
         if has_first:
             done += " The weights that the Trainer had before this fit are not used."
         return "\n".join([*notes, done])

@@ -185,6 +185,7 @@ class Fault(Callback):
         if kind == "raise":
             raise ValueError("this process has had enough")
         if kind == "kill":
+            finish_copies(trainer)
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "term":
             os.kill(os.getpid(), signal.SIGTERM)
@@ -223,6 +224,13 @@ def break_copies(settings: Settings) -> None:
         return original(*args)
 
     setattr(MemoryCopies, place, die)
+
+
+def finish_copies(trainer: Any) -> None:
+    """Waits until all processes have completed the last copy in memory."""
+    copies = trainer._run.checkpoints._copies
+    if copies is not None and copies._staged is not None:
+        copies._staged.has_ended.wait()
 
 
 def die_in_save(directory: str) -> None:
