@@ -5,6 +5,9 @@ are made every 5 steps, and checkpoints every 200. In half of the rounds, a proc
 killed at a random moment. In the others a machine loses its memory too, or two
 neighbours do, or a process dies in the middle of a copy or of a restart. At the end
 every parameter must equal the parameter of an undisturbed run, bit for bit.
+
+The time of a restart is measured with the launcher, with and without a compilation
+cache.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -32,7 +37,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.faults import END_SECONDS, START_SECONDS, Run, Starter
+from benchmarks.faults import (
+    END_SECONDS,
+    ROOT,
+    START_SECONDS,
+    WORKER,
+    Run,
+    Starter,
+)
 from benchmarks.timing import Table
 from nnx_parallel import Callback, Checkpoint, Trainer
 from nnx_parallel.distributed import PEER_LOST
@@ -51,6 +63,13 @@ _KINDS = {  # shares of the rounds
     "in a copy": 10,
     "in a restart": 10,
 }
+# On CPUs the processes use different keys in a compilation cache, and only process 0
+# writes to it. So its effect is measured with one process.
+_RESTARTS = {
+    "3 processes": (3, False),
+    "1 process": (1, False),
+    "1 process with a compilation cache": (1, True),
+}
 # After the death of a process, Gloo may find data of a later collective in another one,
 # and abort it.
 _KILLED = {-signal.SIGKILL, PEER_LOST, -signal.SIGABRT}
@@ -64,9 +83,50 @@ def measure(rounds: int = 100) -> Table:
     """
     count = f"{PROCESSES} processes"
     table = Table(f"{rounds} deaths of a run of {count} with copies in memory")
-    for name, figure in {**cost(), **soak(rounds, seed=0)}.items():
+    parts = {
+        f"{name}, {words}": seconds
+        for words, (processes, has_cache) in _RESTARTS.items()
+        for name, seconds in restart(processes, has_cache=has_cache).items()
+    }
+    for name, figure in {**parts, **cost(), **soak(rounds, seed=0)}.items():
         table.add(name, figure)
     return table
+
+
+def restart(processes: int, *, has_cache: bool) -> dict[str, float]:
+    """Returns the seconds from the death of a process to the next step, by part.
+
+    The launcher starts the processes again, which read a copy in memory.
+    """
+    kill = 5
+    fault = {"kind": "kill", "process": processes - 1, "step": kill}
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as name:
+        directory = Path(name)
+        settings = whole_settings(kill + 3, directory / "out.json")
+        settings |= {"checkpoint": _checkpoint(directory, every=2), "fault": fault}
+        settings |= {"model": "gpt", "num_rows": 4 * processes}
+        sizes = ["--processes", str(processes), "--devices-per-process", "1"]
+        command = [sys.executable, "-m", "nnx_parallel", "launch", "--cpu", *sizes]
+        cache = {"JAX_COMPILATION_CACHE_DIR": f"{name}/cache"} if has_cache else {}
+        subprocess.run(
+            [*command, "--max-restarts", "1", str(WORKER), json.dumps(settings)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | cache,
+            capture_output=True,
+            check=True,
+        )
+        log = directory / "run" / "metrics.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+    begins = [i for i, x in enumerate(lines) if x.get("before", {}).get("restarts")]
+    later = lines[begins[0] :]
+    compiled = next(x for x in later if "compile" in x.get("seconds", {}))
+    first = next(x for x in later if "loss" in x)
+    found = {
+        "end of all processes, imports and connections": later[0]["before"]["restarts"],
+        "state read and checked": compiled["seconds"]["start"],
+        "step compiled": compiled["seconds"]["compile"],
+        "first step": first["time"] - compiled["time"],
+    }
+    return {x: round(y, 1) for x, y in {**found, "total": sum(found.values())}.items()}
 
 
 class _Clock(Callback):
@@ -160,13 +220,8 @@ class _Run:
 
     def settings(self, fault: dict[str, Any]) -> dict[str, Any]:
         """Returns settings of the worker."""
-        checkpoint = {
-            "directory": str(self.directory / "run"),
-            "every": SAVE_EVERY,
-            "memory_every": COPY_EVERY,
-            "memory_directory": f"{self.directory}/memory/$NNX_PARALLEL_PROCESS_ID",
-        }
         whole = whole_settings(self.num_steps, self.directory / "ended.json")
+        checkpoint = _checkpoint(self.directory, every=COPY_EVERY)
         return whole | {"checkpoint": checkpoint, "fault": fault}
 
     def train(self, kind: str, before: str) -> None:
@@ -272,6 +327,16 @@ def soak(rounds: int, seed: int) -> dict[str, Any]:
             statistics.median(run.seconds), 2
         ),
         "files left in memory": len(left),
+    }
+
+
+def _checkpoint(directory: Path, every: int) -> dict[str, Any]:
+    """Returns options of a `Checkpoint` with copies after every few steps."""
+    return {
+        "directory": str(directory / "run"),
+        "every": SAVE_EVERY,
+        "memory_every": every,
+        "memory_directory": f"{directory}/memory/$NNX_PARALLEL_PROCESS_ID",
     }
 
 
