@@ -406,6 +406,8 @@ def test_inspect_arrays_lists_run(
         "strategy: DataParallel()",
         "model: Linear",
         "optimizer: ScaleByAdamState",
+        "position: epoch 0, 32 rows read",
+        "mesh: data=8",
         "model: 2 arrays, 80 B",
         "kernel  float32[4, 4]  ",
     ):
@@ -429,6 +431,7 @@ def test_inspect_prints_table_of_steps(
         assert found, line
         assert float(found[1]) == pytest.approx(loss, rel=1e-4)
     assert "model: 2 arrays, 80 B" in text
+    assert "optimizer_states" not in text
     assert "kernel" not in text  # only `--arrays` lists them
     assert max(map(len, (header, *lines[:2]))) <= 80
 

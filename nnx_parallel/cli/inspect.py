@@ -5,6 +5,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -152,6 +153,8 @@ def _judge(
     return stored, "complete: every array matches its checksum"
 
 
+# The errors of a restore show differences in these values.
+_INTERNAL = {"optimizer_states"}
 _GONE = "deleted by the run meanwhile"
 
 
@@ -163,7 +166,8 @@ def _is_gone(saved: CheckpointReader, step: int) -> bool:
 def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
     _write(f"step {stored.step:,}:")
     for name, value in stored.meta.items():
-        _write(f"  {printable(name)}: {printable(value)}")
+        if name not in _INTERNAL:
+            _write(f"  {printable(name)}: {printable(_shown(name, value))}")
     for name, value in stored.metrics.items():
         _write(f"  {name}: {value:.6g}")
     for name, group in stored.groups.items():
@@ -175,6 +179,17 @@ def _describe(stored: StoredCheckpoint, *, arrays: bool) -> None:
         ]
         if arrays:
             _write(aligned(rows, indent="    "))
+
+
+def _shown(name: str, value: Any) -> Any:
+    """Returns a value of a step's metadata as a text for people."""
+    if name == "position" and isinstance(value, dict):
+        shares = value.get("shares")
+        each = "" if shares == 1 else f" by each of {shares} processes"
+        return f"epoch {value.get('epoch')}, {value.get('pass_rows')} rows read{each}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={x}" for key, x in value.items())
+    return f"{value:,}" if type(value) is int else value
 
 
 def _show_goodput(path: LiteralPath) -> None:
