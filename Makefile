@@ -8,9 +8,14 @@ STRATEGY ?=
 PYTEST_ARGS ?=
 
 python := $(VENV)/bin/python
+# XLA's compiler spends a fifth of its time in the C library's allocator. With jemalloc (the
+# package libjemalloc2 of Debian and Ubuntu), programs compile in four fifths of the time.
+jemalloc := $(shell PATH="$$PATH:/sbin" ldconfig -p 2>/dev/null | \
+	awk '/libjemalloc\.so\.2.*64/ {print $$NF; exit}')
+compiling := $(if $(jemalloc),LD_PRELOAD=$(jemalloc))
 # Groups of tests run in the order of collection. The longest groups are in the middle, so
 # both workers end at about the same time.
-pytest := $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
+pytest := $(compiling) $(python) -m pytest -n 2 --own-cores --dist loadgroup --no-loadscope-reorder
 install := $(python) -m pip install -qq --disable-pip-version-check --no-input \
 	$(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
@@ -40,7 +45,7 @@ test-deep: $(VENV)/.dev  ## run more combinations than `make test`; 45 minutes
 	$(pytest) -m "deep and not slow" $(PYTEST_ARGS)
 
 test-faults: $(VENV)/.dev  ## run tests with processes that die, hang, are killed; 8 minutes
-	$(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
+	$(compiling) $(python) -m pytest -n 2 -m "faults and not slow" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## run all tests
 	$(pytest) $(PYTEST_ARGS)
@@ -51,7 +56,7 @@ lint: $(VENV)/.dev  ## check style, format and types
 	$(VENV)/bin/pyright --pythonpath $(python)
 
 docs: $(VENV)/.docs  ## build the site in docs/_build/html; runs every tutorial
-	$(python) -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+	$(compiling) $(python) -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 docs-fast: $(VENV)/.docs  ## build the site in docs/_build/fast without running tutorials; 1 minute
