@@ -9,7 +9,7 @@ rounding the values again gives the same codes and scales.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -123,17 +123,25 @@ def dequantise(codes: Array, bits: Array) -> Array:
         level = codes.astype(scale.dtype) * jnp.asarray(_STEP, scale.dtype)
         return level * spread(scale, codes.shape)
     dim = block_dim(codes, bits)
-    pairs = jnp.stack([codes >> 4, codes & 15], axis=dim + 1)
     shape = (*codes.shape[:dim], 2 * codes.shape[dim], *codes.shape[dim + 1 :])
-    nearest = pairs.reshape(shape)
+    halves = [_level(code, bits.dtype) for code in (codes >> 4, codes & 15)]
+    level = jnp.stack(halves, axis=dim + 1).reshape(shape)
+    level = jax.lax.bitcast_convert_type(level, scale.dtype)
+    return level * spread(scale, shape)
+
+
+def _level(code: Array, dtype: Any) -> Array:
+    """Returns the bits of the level of each code of NF4."""
     # In a stage of a pipeline, XLA's partitioner would abort at a lookup in a table. So
-    # each bit of the code selects one half of the levels that are left.
-    levels = [jnp.asarray(level, scale.dtype) for level in NF4]
+    # each bit of the code selects one half of the levels that are left. A `jnp.where`
+    # would broadcast the levels, and JAX would compute these arrays outside of the scan
+    # over layers and keep them.
+    words = [*np.array(NF4, f"f{dtype.itemsize}").view(dtype)]
     for bit in range(4):
-        is_odd = (nearest >> bit & 1).astype(bool)
-        pairs_of_levels = zip(levels[::2], levels[1::2], strict=True)
-        levels = [jnp.where(is_odd, odd, even) for even, odd in pairs_of_levels]
-    return levels[0] * spread(scale, shape)
+        mask = -(code >> bit & 1).astype(dtype)  # all bits, or none
+        pairs = zip(words[::2], words[1::2], strict=True)
+        words = [even ^ mask & (even ^ odd) for even, odd in pairs]
+    return words[0]
 
 
 def block_dim(codes: Array, bits: Array) -> int:
