@@ -86,7 +86,7 @@ def quantise_blocks(x: Array, base: Base, dim: int, size: int) -> tuple[Array, A
         size: Numbers per block. It is even and divides the dim.
 
     Returns:
-        The codes, and the bits of the scales as unsigned integers. The scales have the
+        The codes, and the bits of the scales as int32 or int64. The scales have the
         shape of the array, with one entry per block along ``dim``.
 
     Example:
@@ -104,7 +104,7 @@ def quantise_blocks(x: Array, base: Base, dim: int, size: int) -> tuple[Array, A
     scale = per_block(jnp.max, jnp.abs(wide), sides)
     whole = spread(scale, x.shape)
     share = wide / jnp.where(whole == 0, 1, whole)
-    bits = jax.lax.bitcast_convert_type(scale, f"uint{8 * scale.dtype.itemsize}")
+    bits = jax.lax.bitcast_convert_type(scale, f"int{8 * scale.dtype.itemsize}")
     if base == "int8":
         return jnp.round(share * 127).astype(jnp.int8), bits
     above = [(share > middle).astype(jnp.uint8) for middle in _MIDDLES]
