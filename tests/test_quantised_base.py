@@ -285,11 +285,11 @@ def test_checkpoint_restores_under_other_strategy(tmp_path: Path) -> None:
         STRATEGIES["pipeline"], checkpoint=tmp_path, num_microbatches=2
     )
     first.save()
-    second = small_trainer(STRATEGIES["both"], checkpoint=tmp_path, seed=1)
+    second = small_trainer(STRATEGIES["both"], seed=1)
     mine, start = arrays_of(first.model), arrays_of(second.model)
     path = "blocks.layer.mlp.up.kernel_codes"
     assert not np.array_equal(mine[path], start[path])
-    second.restore()
+    second.restore(directory=tmp_path)
     assert_same_bits(arrays_of(second.model), mine)
 
 

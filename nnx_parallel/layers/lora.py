@@ -124,7 +124,7 @@ class AdaptedInBits(Adapted):
     kernel_dtype: str
 
     @property
-    def kernel(self) -> nnx.Param:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def kernel(self) -> nnx.Param:
         """The kernel in the compute dtype; it is computed at each access."""
         value = dequantise(self.kernel_codes[...], self.kernel_scale[...])
         # The factors are float32, unless a `Precision` casts them. It would cast a
@@ -204,7 +204,7 @@ class AdaptedSource:
         if not isinstance(source, ReadsArrays):
             return {}
         codes = [path for path in arrays if path[-1] == "kernel_codes"]
-        kernels = arrays_of(abstract_model(source, nnx.Rngs(0))) if codes else {}
+        kernels = arrays_of(abstract_model(self.source, nnx.Rngs(0))) if codes else {}
         pairs = {
             kernel: (path, (*path[:-1], "kernel_scale"))
             for path in codes
@@ -336,14 +336,16 @@ def merge_lora(model: Model) -> Model:
     if not layers:
         raise ModelError(f"{type(model).__name__} has no adapters to merge.")
     for layer in layers:
-        delta, is_in_bits = layer.delta(), isinstance(layer, AdaptedInBits)
-        kernel = layer.restored_kernel() if is_in_bits else layer.kernel
+        delta = layer.delta()
+        if isinstance(layer, AdaptedInBits):
+            kernel = layer.restored_kernel()
+            del layer.kernel_codes, layer.kernel_scale, layer.kernel_dtype
+        else:
+            kernel = layer.kernel
         value = kernel.get_value()
         add = jax.jit(_add_delta, out_shardings=value.sharding)
         kernel.set_value(add(value, delta))
         del layer.lora_a, layer.lora_b, layer.lora_scale
-        if is_in_bits:
-            del layer.kernel_codes, layer.kernel_scale, layer.kernel_dtype
         layer.__class__ = type(layer).__bases__[-1]
         layer.kernel = kernel
     return merged

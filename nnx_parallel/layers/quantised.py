@@ -107,8 +107,10 @@ def quantise_blocks(x: Array, base: Base, dim: int, size: int) -> tuple[Array, A
     bits = jax.lax.bitcast_convert_type(scale, f"int{8 * scale.dtype.itemsize}")
     if base == "int8":
         return jnp.round(share * 127).astype(jnp.int8), bits
-    above = [(share > middle).astype(jnp.uint8) for middle in _MIDDLES]
-    pairs = sum(above[1:], above[0]).reshape(_in_pairs(x.shape, dim))
+    nearest = jnp.zeros(x.shape, jnp.uint8)
+    for middle in _MIDDLES:
+        nearest += share > middle
+    pairs = nearest.reshape(*x.shape[:dim], x.shape[dim] // 2, 2, *x.shape[dim + 1 :])
     first, second = jnp.unstack(pairs, axis=dim + 1)
     return first << 4 | second, bits
 
@@ -144,14 +146,10 @@ def _level(code: Array, dtype: Any) -> Array:
     return words[0]
 
 
-def block_dim(codes: Array, bits: Array) -> int:
+def block_dim(codes: Any, bits: Any) -> int:
     """Returns the dim along which numbers share a scale."""
     sizes = zip(codes.shape, bits.shape, strict=True)
     return next(dim for dim, (num, blocks) in enumerate(sizes) if num != blocks)
-
-
-def _in_pairs(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return (*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
 
 
 # TPUs pad the last dim of an array to 128. A reshape that splits the last dim would

@@ -186,8 +186,9 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
         case "convert_element_type":
             # The cast comes first, so that the gather sends half the bytes in bfloat16.
             # Integers, such as the codes of a kernel, become wider by a cast.
-            given, made = eqn.invars[0].aval, eqn.outvars[0].aval
-            is_wider = made.dtype.itemsize > given.dtype.itemsize
+            pair: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+            given, made = (x.dtype for x in pair)
+            is_wider = made.itemsize > given.itemsize
             return None if is_wider and not is_inexact(given) else place
         case "sharding_constraint":
             # Such a constraint is on parameters that an `nnx.jit` inside the loss
