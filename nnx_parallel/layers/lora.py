@@ -1,7 +1,8 @@
 """LoRA: adds small trained factors to the frozen kernels of linear layers.
 
 An adapted layer has two additional parameters. The paths of all other parameters do not
-change, so that weights, names and checkpoints of the base model still fit.
+change, so that weights, names and checkpoints of the base model still fit. The
+exception is a base in 4 or 8 bits, in which codes and scales replace the kernel.
 """
 
 import math
@@ -99,6 +100,10 @@ class Adapted(nnx.Module):
         b = b.reshape(*stacked, b.shape[lead], -1).astype(a.dtype)
         return (self.lora_scale * (a @ b)).reshape(shape)
 
+    def take_kernel(self) -> nnx.Param:
+        """Returns the kernel as a parameter, for a layer without adapters."""
+        return self.kernel
+
     @property
     def _stored(self) -> nnx.Variable:
         """The Variable that has the names and the number of the kernel's dims."""
@@ -132,14 +137,16 @@ class AdaptedInBits(Adapted):
         cast = self.lora_a.get_value().dtype
         return nnx.Param(value.astype(self.kernel_dtype if cast == "float32" else cast))
 
-    def restored_kernel(self) -> nnx.Param:
-        """Returns the kernel as a parameter, with its former dtype and its names."""
+    def take_kernel(self) -> nnx.Param:
+        """Replaces codes and scales by a kernel with its former dtype and its names."""
         codes, bits = (x.get_value() for x in (self.kernel_codes, self.kernel_scale))
         restore = jax.jit(
             lambda *parts: dequantise(*parts).astype(self.kernel_dtype),
             out_shardings=codes.sharding,
         )
-        return nnx.Param(restore(codes, bits), **self.kernel_codes.get_metadata())
+        kernel = nnx.Param(restore(codes, bits), **self.kernel_codes.get_metadata())
+        del self.kernel_codes, self.kernel_scale, self.kernel_dtype
+        return kernel
 
     @property
     def _stored(self) -> nnx.Variable:
@@ -336,12 +343,7 @@ def merge_lora(model: Model) -> Model:
     if not layers:
         raise ModelError(f"{type(model).__name__} has no adapters to merge.")
     for layer in layers:
-        delta = layer.delta()
-        if isinstance(layer, AdaptedInBits):
-            kernel = layer.restored_kernel()
-            del layer.kernel_codes, layer.kernel_scale, layer.kernel_dtype
-        else:
-            kernel = layer.kernel
+        delta, kernel = layer.delta(), layer.take_kernel()
         value = kernel.get_value()
         add = jax.jit(_add_delta, out_shardings=value.sharding)
         kernel.set_value(add(value, delta))
