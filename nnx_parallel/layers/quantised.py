@@ -93,7 +93,7 @@ def quantise_blocks(x: Array, base: Base, dim: int, size: int) -> tuple[Array, A
         >>> x = jnp.array([1.0, -0.25, 0.5, 0.0])
         >>> codes, bits = quantise_blocks(x, "nf4", 0, 4)
         >>> codes.tolist(), dequantise(codes, bits).tolist()
-        ([244, 199], [1.0, -0.2844413816928864, 0.44070982933044434, 0.0])
+        ([244, 199], [1.0, -0.28444138169288635, 0.44070982933044434, 0.0])
 
     References:
         [1] Dettmers et al., "QLoRA", 2023, sections 2 and 3,
