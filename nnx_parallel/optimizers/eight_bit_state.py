@@ -16,7 +16,7 @@ block uses.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ import optax
 from jax import Array
 
 from nnx_parallel.errors import OptimizerError, kind_of
+from nnx_parallel.layers.quantised import per_block, spread
 from nnx_parallel.precision import sum_dtype
 from nnx_parallel.sharding.model import Path, flatten, nest
 from nnx_parallel.sharding.names import path_of
@@ -278,10 +279,10 @@ def encode(x: Array, sides: tuple[int, ...]) -> tuple[Array, Array]:
         ([[0, 255, 74, 255]], [[0.5, -4.0]])
     """
     wide = x.astype(sum_dtype(x))
-    largest = _per_block(jnp.max, jnp.abs(wide), sides)
-    is_signed = _per_block(jnp.min, wide, sides) < 0
+    largest = per_block(jnp.max, jnp.abs(wide), sides)
+    is_signed = per_block(jnp.min, wide, sides) < 0
     scale = jnp.where(is_signed, -largest, largest)
-    whole = _spread(scale, x.shape)
+    whole = spread(scale, x.shape)
     share = jnp.abs(wide) / jnp.where(whole == 0, 1, jnp.abs(whole))
     share = jnp.where(share >= 0, share, 0)  # NaN has no code
     top = _num_levels(whole)
@@ -296,7 +297,7 @@ def encode(x: Array, sides: tuple[int, ...]) -> tuple[Array, Array]:
 
 def decode(codes: Array, scale: Array) -> Array:
     """Undoes `encode`, up to rounding. The result has the dtype of the scale."""
-    whole, code = _spread(scale, codes.shape), codes.astype(scale.dtype)
+    whole, code = spread(scale, codes.shape), codes.astype(scale.dtype)
     is_negative = (whole < 0) & (code >= 128)
     code = jnp.where(is_negative, code - 128, code)
     top = _num_levels(whole)
@@ -304,31 +305,6 @@ def decode(codes: Array, scale: Array) -> Array:
     share = (1 - 0.9 * ((2 * steps - 1 - code) / steps)) / power
     share = jnp.where(code == 0, 0, share)
     return jnp.where(is_negative, -share, share) * jnp.abs(whole)
-
-
-# TPUs pad the last dim of an array to 128. A reshape that splits the last dim would
-# need eight times the memory. So this dim is split only in the small arrays that have
-# one number for each block of rows.
-
-
-def _per_block(reduce: Callable, x: Array, sides: tuple[int, ...]) -> Array:
-    """Reduces each block to one number, along one dim after the other."""
-    for dim, side in enumerate(sides):
-        shape = (*x.shape[:dim], x.shape[dim] // side, side, *x.shape[dim + 1 :])
-        x = reduce(x.reshape(shape), axis=dim + 1) if side > 1 else x
-    return x
-
-
-def _spread(scale: Array, shape: Sequence[int]) -> Array:
-    """Repeats the scale of each block for all numbers in it."""
-    for dim in reversed(range(len(shape))):
-        if scale.shape[dim] < shape[dim]:
-            side = shape[dim] // scale.shape[dim]
-            wide = jnp.expand_dims(scale, dim + 1)
-            full = (*wide.shape[: dim + 1], side, *wide.shape[dim + 2 :])
-            joined = (*scale.shape[:dim], shape[dim], *scale.shape[dim + 1 :])
-            scale = jnp.broadcast_to(wide, full).reshape(joined)
-    return scale
 
 
 def _num_levels(scale: Array) -> Array:

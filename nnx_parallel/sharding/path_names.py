@@ -132,8 +132,9 @@ def _pairs(modules: str, leaves: str, *names: str) -> list[tuple[str, Names]]:
 
 
 # A kernel is called ``.kernel`` in Flax's modules and ``.w`` in Tunix's. Kernels of
-# experts have one more dim, and may be attributes of the block itself.
-_KERNEL, _BIAS = r"\.(kernel|w)", r"(\.bias|_bias)"
+# experts have one more dim, and may be attributes of the block itself. The codes of a
+# quantised kernel (`lora`) have the kernel's names.
+_KERNEL, _BIAS = r"\.(kernel(_codes)?|w)", r"(\.bias|_bias)"
 _ATTENTION = r"\w*(attn|attention)\w*\.(\w+\.)*"
 _KEY_VALUE = r"[kv]_proj|key|value|wk|wv"
 _UP = r"gate_proj|up_proj|gate_up_proj|w1|w3|c_fc|fc1|fc_in|linear1|wi|wi_\d"

@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 
 from nnx_parallel.errors import WeightsError
-from nnx_parallel.layers.lora import lora
+from nnx_parallel.layers.lora import AdaptedInBits, lora
+from nnx_parallel.layers.quantised import Base
 from nnx_parallel.sharding.model import ModelFn
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.weights.export import (
@@ -72,7 +73,11 @@ class _ReadAdapters(Pretrained):
 
 
 def load_adapters(
-    model: ModelFn, path: str | Path, *, names: Sequence[Entry] | None = None
+    model: ModelFn,
+    path: str | Path,
+    *,
+    names: Sequence[Entry] | None = None,
+    base: Base | None = None,
 ) -> Pretrained:
     """Returns a model with the adapters from a folder in the format of PEFT.
 
@@ -87,6 +92,7 @@ def load_adapters(
             or the name of a repository.
         names: The table of names of the model without adapters. ``None`` takes the
             table of the base model, which must then come from files.
+        base: How the kernels of adapted layers are stored, as in `layers.lora`.
 
     Raises:
         WeightsError: If a setting in the folder is not supported, if shapes differ, or
@@ -121,7 +127,9 @@ def load_adapters(
     adapted: Any = model
     for (rank, scale), layers in strengths.items():
         targets = f"^({'|'.join(map(re.escape, layers))})$"
-        adapted = lora(adapted, targets=targets, rank=rank, alpha=rank * scale)
+        adapted = lora(
+            adapted, targets=targets, rank=rank, alpha=rank * scale, base=base
+        )
     return _ReadAdapters(adapted, file, entries)
 
 
@@ -240,6 +248,11 @@ def save_adapters(
     strengths: dict[str, tuple[int, float]] = {}
     found: set[str] = set()  # names of arrays of the base model
     layers: Any = {dotted(path): module for path, module in nnx.iter_modules(model)}
+    arrays |= {
+        f"{path}.kernel": jax.eval_shape(lambda x: x.kernel.get_value(), layer)
+        for path, layer in layers.items()
+        if isinstance(layer, AdaptedInBits)
+    }
     for rule in numbered_rules(table_of(model, names), arrays):
         if (kernel := arrays.get(rule.ours)) is None:
             continue

@@ -32,6 +32,7 @@ from nnx_parallel.sharding.constrain import (
     use_params,
 )
 from nnx_parallel.sharding.model import Path, flatten
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.sharding.placement import Placement
 
 Places = dict[jex.Var, Placement]
@@ -184,7 +185,11 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
     match eqn.primitive.name:
         case "convert_element_type":
             # The cast comes first, so that the gather sends half the bytes in bfloat16.
-            return place
+            # Integers, such as the codes of a kernel, become wider by a cast.
+            pair: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+            given, made = (x.dtype for x in pair)
+            is_wider = made.itemsize > given.itemsize
+            return None if is_wider and not is_inexact(given) else place
         case "sharding_constraint":
             # Such a constraint is on parameters that an `nnx.jit` inside the loss
             # returns, because they count as assigned. It does not gather them.
