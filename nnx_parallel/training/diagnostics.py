@@ -212,18 +212,89 @@ def _layer_of(error: Exception, model: nnx.Module) -> str:
 
 def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) -> str:
     text, kind = str(error), type(batch).__name__
-    key = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if isinstance(key, str) and isinstance(batch, Mapping) and key not in batch:
-        near = suggest(key, map(str, batch))
-        return f"The batch has no {key!r}.{near} Its names: {[*batch]}."
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(batch, Mapping) and (found := _remedy_of_dict(error, frames, batch)):
+        return found
     if isinstance(batch, tuple | list) and text.startswith(f"{kind} indices must be"):
         return f"The batch is a {kind}: unpack it, as in x, y = batch."
-    is_swapped = text.startswith(
-        f"'{type(model).__name__}' object is not subscriptable"
-    )
+    named = re.escape(type(model).__name__)
+    is_swapped = re.match(f"'{named}' object is not subscriptable", text)
     if is_swapped or text == f"'{kind}' object is not callable":
         call = f"{name.removeprefix('the ')}(model, batch)"
         return f"The model is the first argument, and the batch the second: {call}."
+    if re.search(rf"(operand|Value).*'{named}['( ]", text):
+        return "The loss gets the model, not its outputs: outputs = model(batch['x'])."
+    for type_, remedy in _TRACED.items():
+        if isinstance(error, type_):
+            return f"The loss is traced once, without values. {remedy}"
+    if "Tracer.__format__" in text:
+        return "A traced value has no text: print with jax.debug.print('{}', value)."
+    return _remedy_in_optax(frames) or _remedy_of_layer(text, frames)
+
+
+_TRACED: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "if, while, and, or and bool() need values: "
+    "choose with jnp.where(condition, a, b) or jax.lax.cond.",
+    jax.errors.TracerArrayConversionError: "NumPy needs values: compute with jnp in "
+    "place of np, and leave out np.asarray.",
+    jax.errors.TracerIntegerConversionError: "range() and indices of Python lists "
+    "need values: use sizes such as x.shape[0], jnp.take, or jax.lax.fori_loop.",
+    jax.errors.NonConcreteBooleanIndexError: "The shape of the result would depend on "
+    "values: keep all rows and mask them, as in jnp.where(mask, x, 0).",
+    jax.errors.ConcretizationTypeError: "float(), int(), .item() and shapes need "
+    "values: compute with jnp, mask with jnp.where, or give a fixed size=.",
+}
+"""Remedies for operations that need values. A subclass comes before its base."""
+
+
+def _remedy_of_dict(error: Exception, frames: list, batch: Mapping) -> str:
+    """Returns the remedy for a batch that is not used like a dict."""
+    text, names = str(error), f"Its names: {[*batch]}."
+    key = error.args[0] if isinstance(error, KeyError) and error.args else batch
+    if isinstance(key, str | int) and key not in batch:
+        return f"The batch has no {key!r}.{suggest(str(key), map(str, batch))} {names}"
+    if found := re.fullmatch(r"'\w+' object has no attribute '(\w+)'", text):
+        if text.startswith(f"'{type(batch).__name__}'"):
+            return f"The batch is a dict: write batch[{found[1]!r}]. {names}"
+    is_local = any(x is batch for x in frames[-1].f_locals.values())
+    if is_local and "values to unpack" in text:
+        return f"The batch is a dict: read its arrays by name, as in batch['x']. {names}"
+    given = [x for f in frames if "self" in f.f_locals for x in f.f_locals.values()]
+    if any(x is batch for x in given):
+        return f"The model got the whole batch: model(batch['x']). {names}"
+    return ""
+
+
+def _remedy_in_optax(frames: list) -> str:
+    """Describes the arguments of the function of Optax that raised the error."""
+    for frame in frames:
+        module, called = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("optax.losses") and not called.startswith("_"):
+            arrays = {k: x for k, x in frame.f_locals.items() if hasattr(x, "shape")}
+            text = f"optax.{called} got {shapes_of(arrays)}."
+            if "cross_entropy" in called and "labels" in arrays:
+                text += (
+                    " softmax_cross_entropy_with_integer_labels takes labels that are "
+                    "integers, one for each row of logits: y.astype(np.int32), "
+                    "y[:, 0] or one_hot.argmax(-1). softmax_cross_entropy takes labels "
+                    "of the shape of the logits: jax.nn.one_hot(y, num_classes)."
+                )
+            return text
+    return ""
+
+
+def _remedy_of_layer(text: str, frames: list) -> str:
+    """Returns the shape or dtype of the input that a layer needs."""
+    for frame in reversed(frames):
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nnx.Embed) and "integer" in text:
+            return "It takes integers: give it tokens, such as x.astype(np.int32)."
+        size = getattr(layer, "in_features", None)
+        if isinstance(layer, nnx.Module) and size is not None:
+            size = size if isinstance(size, int) else tuple(size)[-1]
+            is_wrong = re.search("contracting|feature|dim|shape", text)
+            rule = f"It takes arrays whose last dim is {size}: change the data, or "
+            return f"{rule}in_features of the layer." if is_wrong else ""
     return ""
 
 

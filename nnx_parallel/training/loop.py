@@ -501,7 +501,7 @@ class Loop:
     def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
         """Counts the model's FLOPs, and lets go of the first batch later.
 
-        The loss is traced once more for the count, and to find labels out of range. The
+        The loss is traced once more for the count, and to find mistakes such as wrong labels. The
         devices run the first step meanwhile.
         """
         recorder = self._recorder
@@ -510,7 +510,7 @@ class Loop:
             recorder.throughput = replace(recorder.throughput, model_flops=flops)
             # Two programs with collectives must not run at once on simulated devices.
             jax.block_until_ready(self.run.state)
-            self.programs.warn_of_labels(batch, self.run.wrt)
+            self.programs.warn_of_loss(batch, self.run.wrt)
         if num_steps > _STEPS_TO_FIRST_METRICS:
             self._first_batch = None
 
