@@ -6,13 +6,12 @@ is ``bare`` if an error has other words, and ``silent`` if there is neither.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
 import json
 import os
+import subprocess
+import sys
 import tempfile
-import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -29,7 +28,6 @@ import nnx_parallel
 from benchmarks.mistake_table import AREAS
 from benchmarks.timing import Table
 from nnx_parallel import Trainer
-from nnx_parallel.cli import main as run_command
 from nnx_parallel.data import Shared
 from nnx_parallel.layers import lora, merge_lora
 from nnx_parallel.models import GPT, GPTConfig, generate, next_token_loss, pad_prompts
@@ -40,6 +38,8 @@ X = RNG.normal(size=(16, 8)).astype(np.float32)
 Y = np.arange(16, dtype=np.int32) % 4
 T = RNG.normal(size=16).astype(np.float32)
 BATCH = {"x": X, "y": Y, "t": T}
+USED = (Shared, generate, itertools, jnp, json, lora, merge_lora, pad_prompts, P)
+"""Names that only the code of the mistakes uses."""
 PROMPT = np.array([[1, 2, 3]], np.int32)
 SGD = optax.sgd(0.1)
 
@@ -128,8 +128,9 @@ def ce0(model: Any, batch: Any) -> jax.Array:
 
 def make(**options: Any) -> Trainer:
     """Returns a Trainer of the classifier."""
-    settings: dict[str, Any] = {"model": MLP, "optimizer": SGD, "loss": ce}
-    return Trainer(**(settings | {"loggers": ()} | options))
+    build: Any = Trainer
+    settings = {"model": MLP, "optimizer": SGD, "loss": ce, "loggers": ()}
+    return build(**(settings | options))
 
 
 def fit(data: Any = (BATCH,), **options: Any) -> Any:
@@ -159,15 +160,15 @@ def llama(folder: Path) -> None:
 
 def cli(*arguments: str) -> None:
     """Runs a command; raises an error with what it prints."""
-    printed = io.StringIO()
-    code: Any = 0
-    with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
-        try:
-            code = run_command(arguments)
-        except SystemExit as error:
-            code = error.code
-    if code:
-        raise SystemError(printed.getvalue())
+    done = subprocess.run(
+        [sys.executable, "-m", "nnx_parallel", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    if done.returncode:
+        raise SystemError(done.stdout + done.stderr)
 
 
 def parse(text: str) -> list[tuple[str, list[str], str]]:
@@ -184,11 +185,12 @@ def run(code: str) -> tuple[str, str]:
     """Runs a mistake: the kind of its error, or nothing, and all that it says."""
     names = {k: x for k, x in globals().items() if not k.startswith("_")}
     environment, error = dict(os.environ), None
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(
-        record=True
-    ) as caught:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
-        names |= {"n": nnx_parallel, "tmp": Path(folder)}
+        names |= {"n": nnx_parallel, "tmp": Path(folder), "__name__": "mistake"}
         names["script"] = lambda: (Path(folder) / "train.py").write_text(SCRIPT)
         try:
             exec(compile(code, "mistake", "exec"), names)

@@ -161,7 +161,7 @@ def lora(
         ModelError: If no layer matches, or if a matching layer cannot be adapted or
             already has adapters.
         RuleError: If ``targets`` is not a valid regex.
-        ValueError: If ``rank`` is below 1.
+        ValueError: If ``rank`` is below 1, or if ``alpha`` is not a number.
 
     Example:
         >>> model = lora(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), targets="", rank=2)
@@ -176,6 +176,8 @@ def lora(
     check_regex("lora(targets=)", targets)
     if not isinstance(rank, int) or rank < 1:
         raise ValueError(f"lora(rank={rank!r}): it must be an int of at least 1.")
+    if alpha is not None and not isinstance(alpha, int | float):
+        raise ValueError(f"lora(alpha={alpha!r}): it must be a number, or None.")
     scale = 1.0 if alpha is None else alpha / rank
 
     def adapt(model: nnx.Module, rngs: nnx.Rngs) -> None:

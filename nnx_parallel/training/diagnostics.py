@@ -38,6 +38,7 @@ from nnx_parallel.errors import (
     ParallelError,
     ParallelWarning,
     hide_own_frames,
+    kind_of,
     suggest,
     warn_user,
 )
@@ -133,6 +134,11 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 def check_loss(function: Callable, name: str = "loss") -> None:
     """Raises an error if a function's parameters do not fit its arguments."""
+    if not callable(function):
+        raise TypeError(
+            f"The {name} is {kind_of(function)}. It must be a function {name}(model, "
+            "batch)."
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -189,8 +195,9 @@ def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
         # A half-built layer may raise further errors, which must not hide this one.
         with contextlib.suppress(Exception):
             call += _layer_of(error, model)
-        if remedy := _remedy_of_call(error, name, model, batch):
-            call += f". {remedy}"
+        with contextlib.suppress(Exception):
+            if remedy := _remedy_of_call(error, name, model, batch):
+                call += f". {remedy}"
         error.add_note(_CallNote(call))
         raise
 
@@ -205,7 +212,7 @@ def _layer_of(error: Exception, model: nnx.Module) -> str:
                 dotted(p): v.get_value()
                 for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
             }
-            shapes = f", a {type(layer).__name__} of {shapes_of(params)}"
+            shapes = f", {kind_of(layer)} of {shapes_of(params)}"
             return f", layer `{dotted(path)}`" + shapes * bool(params)
     return ""
 
@@ -223,7 +230,10 @@ def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) 
         call = f"{name.removeprefix('the ')}(model, batch)"
         return f"The model is the first argument, and the batch the second: {call}."
     if re.search(rf"(operand|Value).*'{named}['( ]", text):
-        return "The loss gets the model, not its outputs: outputs = model(batch['x'])."
+        return (
+            "The first argument of loss(model, batch) is the model, not its outputs: "
+            "outputs = model(batch['x'])."
+        )
     for type_, remedy in _TRACED.items():
         if isinstance(error, type_):
             return f"The loss is traced once, without values. {remedy}"
@@ -253,12 +263,14 @@ def _remedy_of_dict(error: Exception, frames: list, batch: Mapping) -> str:
     key = error.args[0] if isinstance(error, KeyError) and error.args else batch
     if isinstance(key, str | int) and key not in batch:
         return f"The batch has no {key!r}.{suggest(str(key), map(str, batch))} {names}"
-    if found := re.fullmatch(r"'\w+' object has no attribute '(\w+)'", text):
-        if text.startswith(f"'{type(batch).__name__}'"):
-            return f"The batch is a dict: write batch[{found[1]!r}]. {names}"
+    kind = re.escape(type(batch).__name__)
+    if found := re.fullmatch(rf"'{kind}' object has no attribute '(\w+)'", text):
+        return f"The batch is a dict: write batch[{found[1]!r}]. {names}"
     is_local = any(x is batch for x in frames[-1].f_locals.values())
     if is_local and "values to unpack" in text:
-        return f"The batch is a dict: read its arrays by name, as in batch['x']. {names}"
+        return (
+            f"The batch is a dict: read its arrays by name, as in batch['x']. {names}"
+        )
     given = [x for f in frames if "self" in f.f_locals for x in f.f_locals.values()]
     if any(x is batch for x in given):
         return f"The model got the whole batch: model(batch['x']). {names}"
@@ -340,6 +352,11 @@ class ShownStep:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
+        if args and not isinstance(args[0], TrainState):
+            raise TypeError(
+                f"The first argument of the step is {kind_of(args[0])}. It must be the "
+                "state: state, metrics = trainer.train_step(state, batch)."
+            )
         # A call through `_shown` would leave this frame in the traceback.
         try:
             return self._step(*args)
@@ -404,13 +421,18 @@ def check_model(model: object, *losses: Callable | None) -> None:
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
                 "Read trainer.model again after each step, or build a new model."
             )
-    names = (name for loss in given for name, x in _held_by(loss) if x is model)
-    if held := [*names]:
+    for name in (name for loss in given for name in names_of(model, loss)):
         raise LossError(
-            f"The loss uses the model as {held[0]!r} from outside, where it is not "
+            f"The loss uses the model as {name!r} from outside, where it is not "
             "trained: its gradient would be 0. Use the first argument of the loss "
             "instead: loss(model, batch)."
         )
+
+
+def names_of(model: object, function: Callable | None) -> list[str]:
+    """Returns the names by which a function uses a built model from outside."""
+    held = _held_by(function) if isinstance(model, nnx.Module) and function else []
+    return [name for name, x in held if x is model]
 
 
 def _held_by(function: Callable) -> list[tuple[str, object]]:
@@ -569,16 +591,17 @@ def broken_arrays(state: TrainState) -> list[str]:
     return [path for path in arrays if not sound.get(path, True)]
 
 
-def _nan_in(batch: Any) -> str:
-    """Describes the first array of a batch that has NaN; empty if there is none."""
-    for keys, x in jax.tree.leaves_with_path(batch):
-        if is_inexact(x) and x.ndim:
-            # (rows, ...) -> (rows,)
-            counts = jnp.isnan(x).sum(axis=tuple(range(1, x.ndim)))
-            if count := int(counts.sum()):
-                row = int(jnp.argmax(counts > 0))
-                name = f"batch{jax.tree_util.keystr(keys)}"
-                return f"{count:,} NaN in {name}, the first in row {row}"
+def _bad_values_in(batch: Any) -> str:
+    """Describes the first array that has NaN, else infinity; empty if there is none."""
+    for kind, test in (("NaN", jnp.isnan), ("infinite values", jnp.isinf)):
+        for keys, x in jax.tree.leaves_with_path(batch):
+            if is_inexact(x) and x.ndim:
+                # (rows, ...) -> (rows,)
+                counts = test(x).sum(axis=tuple(range(1, x.ndim)))
+                if count := int(counts.sum()):
+                    row = int(jnp.argmax(counts > 0))
+                    name = f"batch{jax.tree_util.keystr(keys)}"
+                    return f"{count:,} {kind} in {name}, the first in row {row}"
     return ""
 
 
@@ -626,9 +649,9 @@ def explain_non_finite(
             f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
             f"({len(bad)} arrays)."
         )
-    if found := _nan_in(batch):
+    if found := _bad_values_in(batch):
         return (
-            f"The step's batch has {found}. Remove NaN from the data, or leave such "
+            f"The step's batch has {found}. Remove them from the data, or leave such "
             f"steps out with SkipSteps. {arrays} {kept}"
         )
     if not bad:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel.data.batches import BatchAgreement, place_batch
+from nnx_parallel.data.batches import BatchAgreement, check_batch, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
@@ -491,6 +491,7 @@ class Programs:
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, after a check that it divides evenly."""
+        check_batch(batch)
         return place_batch(
             batch,
             self.plan.layout,

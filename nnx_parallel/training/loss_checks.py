@@ -29,7 +29,8 @@ class LossChecks:
     """Checks of a loss; each gives the texts of its warnings.
 
     Attributes:
-        program: The loss as a function of ``(params, variables, batch, key)``.
+        program: The loss and its `Mean` as a function of ``(params, variables, batch,
+            key)``.
         num_rows: Number of rows of the batch.
         is_shared: True if other losses train the same model, as with `Players`.
     """
@@ -44,6 +45,7 @@ class LossChecks:
         yield from self._outside_data()
         yield from sorted({*self._pairs()})
         yield from self._double_softmax()
+        yield from self._mean_of_mean()
 
     @cached_property
     def _after_params(self) -> set[jex.Var]:
@@ -62,7 +64,7 @@ class LossChecks:
         return None if isinstance(atom, jex.Literal) else self._maker.get(atom)
 
     def _without_gradient(self) -> Iterator[str]:
-        wanted = {*variables_in(jax.tree.leaves(self.program.outputs))}
+        wanted = {*variables_in([self.program.outputs[0]])}
         for eqn in reversed(self.program.eqns):
             if eqn.primitive.name not in _FLAT and not wanted.isdisjoint(eqn.outvars):
                 wanted.update(filter(_is_inexact, variables_in(eqn.invars)))
@@ -103,20 +105,20 @@ class LossChecks:
         """Finds ``(rows, 1)`` against ``(rows,)``, which gives ``(rows, rows)``."""
         count, params = self.num_rows, self._after_params
         for eqn in self.program.eqns:
-            shape = getattr(eqn.outvars[0].aval, "shape", None)
-            if eqn.primitive.name not in ELEMENTWISE or shape != (count, count):
+            is_square = _shape(eqn.outvars[0]) == (count, count)
+            if eqn.primitive.name not in ELEMENTWISE or not is_square:
                 continue
             inputs = variables_in(eqn.invars)
-            columns = [x for x in inputs if x.aval.shape == (count, 1)]
-            makers = [self._made(x) for x in inputs if x.aval.shape == (1, count)]
+            columns = [x for x in inputs if _shape(x) == (count, 1)]
+            makers = [self._made(x) for x in inputs if _shape(x) == (1, count)]
             rows = [x for e in makers if e for x in variables_in(e.invars)]
-            if count == 1 or not columns or [x.aval.shape for x in rows] != [(count,)]:
+            if count == 1 or not columns or [*map(_shape, rows)] != [(count,)]:
                 continue
             pair = columns[0], rows[0]
             given = [x for x in pair if x in self._after_batch and x not in params]
-            if len(given) == len(params.intersection(pair)) == 1:
-                if self._is_column(pair[0]):
-                    yield self._pair_text(given[0])
+            is_mixed = len(given) == len(params.intersection(pair)) == 1
+            if is_mixed and self._is_column(pair[0]):
+                yield self._pair_text(given[0])
 
     def _is_column(self, atom: Any) -> bool:
         """Tests that an array has its last dim from a product, or from the batch.
@@ -128,13 +130,13 @@ class LossChecks:
             return True
         if eqn.primitive.name in ELEMENTWISE or eqn.primitive.name in _WRAPPERS:
             inputs = variables_in(eqn.invars)
-            return any(self._is_column(x) for x in inputs if x.aval.ndim == 2)
+            return any(self._is_column(x) for x in inputs if len(_shape(x)) == 2)
         return eqn.primitive.name not in ("broadcast_in_dim", "reshape")
 
     def _pair_text(self, given: jex.Var) -> str:
         n, name = self.num_rows, name_in_batch(self.program, given)
         shapes = [f"({n}, 1)", f"({n},)"]
-        own, other = shapes if len(given.aval.shape) == 2 else reversed(shapes)
+        own, other = shapes if len(_shape(given)) == 2 else reversed(shapes)
         fix = "{}[:, 0]" if own == shapes[0] else "{}[:, None]"
         return (
             f"The loss combines values of shape {own} from {name} with values of shape "
@@ -166,6 +168,26 @@ class LossChecks:
                 )
                 return
 
+    def _constant(self, var: jex.Var) -> Any:
+        value = self.program.consts.get(var)
+        return value if jnp.size(value) == 1 else None
+
+    def _mean_of_mean(self) -> Iterator[str]:
+        for term in self.program.outputs[1].terms:
+            is_literal = isinstance(term.weight, jex.Literal)
+            weight = term.weight.val if is_literal else self._constant(term.weight)
+            eqn = self._made(term.total)
+            if eqn is None or eqn.primitive.name != "div" or weight == 1:
+                continue
+            inner, count = self._made(eqn.invars[0]), eqn.invars[1]
+            is_sum = inner is not None and inner.primitive.name == "reduce_sum"
+            if is_sum and getattr(count, "val", 1) == inner.invars[0].aval.size > 1:
+                yield (
+                    "The total of the loss's Mean is a mean already, so it is divided "
+                    "by a count twice. Give the sum and its weight: Mean(losses.sum(), "
+                    "losses.size), or return losses.mean()."
+                )
+
 
 _WRAPPERS = ("custom_jvp_call", "custom_vjp_call")
 
@@ -177,6 +199,10 @@ def name_in_batch(program: TracedFunction, atom: Any) -> str:
     used = {atom, *(v for eqn in steps for v in variables_in(eqn.invars))}
     names = (f"batch{jax.tree_util.keystr(keys)}" for keys, x in leaves if x in used)
     return next(names, "an index")
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
 
 
 def _is_inexact(atom: Any) -> bool:
