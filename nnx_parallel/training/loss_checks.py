@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,7 +171,7 @@ class LossChecks:
 
     def _constant(self, var: jex.Var) -> Any:
         value = self.program.consts.get(var)
-        return value if jnp.size(value) == 1 else None
+        return value if value is not None and jnp.size(value) == 1 else None
 
     def _mean_of_mean(self) -> Iterator[str]:
         for term in self.program.outputs[1].terms:
@@ -179,9 +180,10 @@ class LossChecks:
             eqn = self._made(term.total)
             if eqn is None or eqn.primitive.name != "div" or weight == 1:
                 continue
-            inner, count = self._made(eqn.invars[0]), eqn.invars[1]
-            is_sum = inner is not None and inner.primitive.name == "reduce_sum"
-            if is_sum and getattr(count, "val", 1) == inner.invars[0].aval.size > 1:
+            inner, divisor = self._made(eqn.invars[0]), getattr(eqn.invars[1], "val", 0)
+            if inner is None or inner.primitive.name != "reduce_sum":
+                continue
+            if divisor == math.prod(_shape(inner.invars[0])) > 1:
                 yield (
                     "The total of the loss's Mean is a mean already, so it is divided "
                     "by a count twice. Give the sum and its weight: Mean(losses.sum(), "
