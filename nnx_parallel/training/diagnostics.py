@@ -236,7 +236,7 @@ def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) 
         )
     for type_, remedy in _TRACED.items():
         if isinstance(error, type_):
-            return f"The loss is traced once, without values. {remedy}"
+            return f"{name.capitalize()} is traced once, without values. {remedy}"
     if "Tracer.__format__" in text:
         return "A traced value has no text: print with jax.debug.print('{}', value)."
     return _remedy_in_optax(frames) or _remedy_of_layer(text, frames)
@@ -271,8 +271,9 @@ def _remedy_of_dict(error: Exception, frames: list, batch: Mapping) -> str:
         return (
             f"The batch is a dict: read its arrays by name, as in batch['x']. {names}"
         )
-    given = [x for f in frames if "self" in f.f_locals for x in f.f_locals.values()]
-    if any(x is batch for x in given):
+    # A model may take a dict, but a layer of Flax takes arrays.
+    layers = [f for f in frames if f.f_globals.get("__name__", "").startswith("flax.")]
+    if any(x is batch for frame in layers for x in frame.f_locals.values()):
         return f"The model got the whole batch: model(batch['x']). {names}"
     return ""
 
@@ -299,14 +300,18 @@ def _remedy_of_layer(text: str, frames: list) -> str:
     """Returns the shape or dtype of the input that a layer needs."""
     for frame in reversed(frames):
         layer = frame.f_locals.get("self")
+        if not isinstance(layer, nnx.Module):
+            continue
         if isinstance(layer, nnx.Embed) and "integer" in text:
             return "It takes integers: give it tokens, such as x.astype(np.int32)."
         size = getattr(layer, "in_features", None)
-        if isinstance(layer, nnx.Module) and size is not None:
-            size = size if isinstance(size, int) else tuple(size)[-1]
-            is_wrong = re.search("contracting|feature|dim|shape", text)
-            rule = f"It takes arrays whose last dim is {size}: change the data, or "
-            return f"{rule}in_features of the layer." if is_wrong else ""
+        if size is None or not re.search("contracting|feature|dim|shape", text):
+            return ""
+        size = size if isinstance(size, int) else tuple(size)[-1]
+        return (
+            f"It takes arrays whose last dim is {size}: change the data, or "
+            "in_features of the layer."
+        )
     return ""
 
 
@@ -650,9 +655,10 @@ def explain_non_finite(
             f"({len(bad)} arrays)."
         )
     if found := _bad_values_in(batch):
+        mask = ", unless they are a mask" * ("infinite" in found)
         return (
-            f"The step's batch has {found}. Remove them from the data, or leave such "
-            f"steps out with SkipSteps. {arrays} {kept}"
+            f"The step's batch has {found}. Remove them from the data{mask}, or leave "
+            f"such steps out with SkipSteps. {arrays} {kept}"
         )
     if not bad:
         return (
