@@ -357,7 +357,7 @@ class ShownStep:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
-        if args and not isinstance(args[0], TrainState):
+        if len(args) > 1 and not isinstance(args[0], TrainState):
             raise TypeError(
                 f"The first argument of the step is {kind_of(args[0])}. It must be the "
                 "state: state, metrics = trainer.train_step(state, batch)."
