@@ -39,6 +39,7 @@ NAMES = {
     "scaling": "CPU time and bytes over 1, 2, 4 and 8 devices",
     "gpu": "a GPT on one GPU against PyTorch (needs both; --tiny needs neither)",
     "strangers": "public models, unchanged, beside plain nnx.jit; --rounds of them",
+    "mistakes": "mistakes of users, by whether a message says what to change",
     "grouped": "experts on one GPU against PyTorch's grouped products, likewise",
 }
 

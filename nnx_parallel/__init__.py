@@ -104,12 +104,24 @@ __all__ = [
 ]
 
 
+_OTHER_NAMES = {
+    "DDP": "DataParallel",
+    "DistributedDataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "fully_shard": "FSDP",
+    "ZeRO": "FSDP",
+}
+"""Names of strategies in other libraries."""
+
+
 def __getattr__(name: str) -> object:
     # `from nnx_parallel import Stack` gets an error that says where `Stack` is.
     # Names that the package exported before get such an error too.
     if home := errors.home_of(name):
         raise ImportError(f"{name} is in {home}: from {home} import {name}.")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    ours = _OTHER_NAMES.get(name, name)
+    near = errors.suggest(ours, __all__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
 
 
 def __dir__() -> list[str]:

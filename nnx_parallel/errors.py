@@ -66,6 +66,7 @@ _OTHER_NAMES = {
     "num_groups": "n_group n_groups",
     "top_groups": "topk_group topk_groups",
     "bias_rate": "bias_update_speed bias_update_rate",
+    "max_new_tokens": "max_length max_tokens num_tokens n_tokens",
     "balance_loss": "aux_loss aux_loss_coef router_aux_loss_coef load_balance_loss",
     "z_loss": "router_z_loss router_z_loss_coef",
 }
@@ -79,8 +80,12 @@ _HINTS = {
 _FIRST = {
     "Trainer.save": " It saves to the directory in Trainer(checkpoint=...).",
     "WandbLogger": " Write WandbLogger(project=...).",
+    **{name: f" Write {name}(config, rngs=rngs)." for name in ("GPT", "ViT", "ResNet")},
 }
 """Remedies for positional arguments that a method or class does not take."""
+
+_ALONE = ("GPT", "ViT", "ResNet", "generate")
+"""Classes and functions whose arguments are not suggested to others."""
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
 """Classes that group options of the Trainer, and the former prefix of the options."""
@@ -99,19 +104,23 @@ def suggests_names(taker: T) -> T:
     if inspect.isclass(taker):  # a dataclass of options, for example
         taker.__init__ = suggests_names(taker.__init__)
         return taker  # pyright: ignore[reportReturnType]
-    parameters = list(inspect.signature(taker).parameters.values())[1:]  # after `self`
+    parameters = list(inspect.signature(taker).parameters.values())
+    if parameters[0].name == "self":
+        del parameters[0]
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
     title = taker.__qualname__.removesuffix(".__init__")
     _KNOWN[title] = known
     kinds = [p.kind for p in parameters]
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     most = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    most_given = most + ("." in taker.__qualname__)  # with `self`
 
     @functools.wraps(taker)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if len(args) - 1 > most and title in _FIRST:
+        if len(args) > most_given and title in _FIRST:
+            count = len(args) - most_given + most
             raise TypeError(
-                f"{title} takes {most} positional arguments, but got {len(args) - 1}."
+                f"{title} takes {most} positional arguments, but got {count}."
                 + _FIRST[title]
             )
         for name in kwargs:
@@ -130,7 +139,8 @@ def _remedy(title: str, name: str) -> str:
     known = _KNOWN[title]
     ours = [own for own, theirs in _OTHER_NAMES.items() if name in theirs.split()]
     near = [own for own in ours if own in known]
-    homes = {own: [x for x in _KNOWN if own in _KNOWN[x]] for own in (name, *ours)}
+    owners = {x: known for x, known in _KNOWN.items() if x not in _ALONE}
+    homes = {own: [x for x in owners if own in owners[x]] for own in (name, *ours)}
     own, owners = next(((x, y) for x, y in homes.items() if y), ("", []))
     if owners and not near:
         has = "has" if len(owners) == 1 else "have"
@@ -205,7 +215,8 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
         *_, frame = frame, *_callers(main)
     known = frame.f_globals.setdefault("__warningregistry__", {})
     place = frame.f_code.co_filename, frame.f_lineno
-    warnings.warn_explicit(text, category, *place, frame.f_globals["__name__"], known)
+    module = frame.f_globals.get("__name__")
+    warnings.warn_explicit(text, category, *place, module, known)
 
 
 def user_frame() -> FrameType:

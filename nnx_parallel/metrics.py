@@ -244,9 +244,10 @@ def as_mean(value: Any, name: str, weight: float = 1.0) -> Mean:
 def check_scalar(value: Any, name: str) -> None:
     """Raises a `LossError` unless a value is a single real number."""
     if not isinstance(value, get_args(ArrayLike)):
+        key = " A dict of metrics needs the key 'loss'." * isinstance(value, Mapping)
         raise LossError(
             f"{name} is a {type(value).__name__}. It must be a real scalar or a "
-            "Mean(total, weight)."
+            f"Mean(total, weight).{key}"
         )
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     is_real = any(jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
@@ -329,10 +330,21 @@ def split_loss_output(
                 "metrics), where metrics is a dict of scalars or Means. For several "
                 "values: return loss, (second, third)."
             )
+        if type(output[1]).__name__ == "State":
+            raise LossError(
+                "The loss returned an nnx.State beside the loss, such as gradients. "
+                "The Trainer computes the gradients: return only the loss, without "
+                "nnx.grad or nnx.value_and_grad."
+            )
         loss, metrics = output[0], _by_name(_without_outputs(output[1]))
         if "loss" in metrics and (same := metrics.pop("loss")) is not loss:
             metrics["aux.loss"] = same
     mean = as_mean(loss, "The loss", weight)
+    if any(isinstance(t.weight, int | float) and t.weight == 0 for t in mean.terms):
+        raise LossError(
+            "The loss is a Mean with the weight 0, so no row would count. The weight "
+            "is the number of rows or tokens in the total: Mean(losses.sum(), count)."
+        )
     # The dtype of the returned loss is checked, because `as_mean` casts integers.
     dtype = jnp.result_type(loss.total if isinstance(loss, Mean) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):

@@ -66,6 +66,9 @@ make_trainer = partial(
 
 
 BATCH = {"x": np.ones((8, 4), np.float32)}
+WIDTH = (
+    "It takes arrays whose last dim is 4: change the data, or in_features of the layer."
+)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -82,7 +85,10 @@ def test_labels_outside_classes_raise(fused: bool) -> None:
         "labels are 0 to 3. To leave out a label, give it the weight 0."
     )
     with pytest.raises(NonFiniteLossError, match=re.escape(message)):
-        make_trainer(loss=loss).fit([BATCH | {"y": labels}] * 3, 3)
+        make_trainer(
+            model=lambda rngs: nnx.Linear(4, 4, use_bias=not fused, rngs=rngs),
+            loss=loss,
+        ).fit([BATCH | {"y": labels}] * 3, 3)
 
 
 @pytest.mark.parametrize(
@@ -139,6 +145,7 @@ def test_wrong_values_in_late_batch_are_named(wrong: dict, message: str) -> None
 def test_error_in_loss_names_shapes_and_model() -> None:
     wide = {"x": np.ones((16, 9), np.float32), "y": np.zeros(16, np.int32)}
     note = "in the loss, batch {x: f32[16,9], y: i32[16]}, model Linear"
+    note += f". {WIDTH}"
     with pytest.raises(TypeError) as found:
         make_trainer(loss=optax_loss).fit([wide], 1)
     assert found.value.__notes__[-1] == note
@@ -219,7 +226,7 @@ def test_error_in_layer_names_layer() -> None:
         make_trainer(model=Perceptron).fit([BATCH], 1)
     assert found.value.__notes__[-1] == (
         "in the loss, batch {x: f32[8,4]}, model Perceptron, layer `layers.1`, a "
-        "Linear of {bias: f32[4], kernel: f32[4,4]}"
+        f"Linear of {{bias: f32[4], kernel: f32[4,4]}}. {WIDTH}"
     )
 
 
@@ -290,7 +297,7 @@ def test_error_in_step_of_custom_loop_is_shown_like_error_of_fit(
     for call in (step, step.lower, step.trace):
         with pytest.raises(TypeError) as found:
             call(trainer.state, batch)
-        assert found.value.__notes__[-1] == note
+        assert found.value.__notes__[-1] == f"{note}. {WIDTH}"
         files = files_in_trace(found.value)
         package = str(Path(nnx_parallel.__file__).parent)
         assert not [file for file in files if file.startswith(package)]
@@ -424,8 +431,10 @@ def test_unknown_history_metric_raises() -> None:
         KeyError, match=r"'val_loss' is not a metric of this fit\. It has"
     ):
         history["val_loss"]
+    with pytest.warns(UserWarning, match="This fit trains nothing"):
+        empty = trainer.fit([BATCH], 1)
     with pytest.raises(KeyError, match="'loss': the fit ran no step"):
-        trainer.fit([BATCH], 1)["loss"]
+        empty["loss"]
     assert history.get("val_loss") is None
 
 

@@ -59,6 +59,12 @@ def read_weights(
 def _read(
     where: str, wanted: Mapping[str, Any], known: Collection[str]
 ) -> dict[str, jax.Array]:
+    if where.endswith(".safetensors"):
+        raise CheckpointReadError(
+            f"'{where}' is a file of safetensors, and load_weights reads Orbax "
+            "checkpoints. Give the Trainer a model that reads it: "
+            "model=GPT.from_pretrained(folder), or weights.Pretrained(build, path)."
+        )
     if not is_url(where) and not Path(where).is_dir():
         raise CheckpointNotFoundError(f"Directory '{where}' does not exist.")
     try:

@@ -196,6 +196,11 @@ class CheckpointReader:
         )
         if step is None:
             problem = f"No checkpoint {where}. Save one first."
+            if os.path.exists(f"{self.directory}/_CHECKPOINT_METADATA"):
+                problem = (
+                    f"No checkpoint of a Trainer {where}, but a plain one of Orbax. "
+                    "Read it with trainer.load_weights(path)."
+                )
         elif step == "best":
             problem = (
                 f"No best checkpoint {where}: none was saved with the metric of "

@@ -39,7 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] in (["plan"], ["launch"]) and "--" in given:
         at = given.index("--")
         given, rest = given[:at], given[at + 1 :]
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        command = commands[options.command]
+        known = [x for x in command._option_string_actions if x.startswith("--")]
+        command.error(
+            f"unrecognized arguments: {' '.join(unknown)}.{suggest(unknown[0], known)} "
+            f"Options: {', '.join(known)}."
+        )
     if options.command == "inspect":
         return inspect(options.directory, verify=options.verify, arrays=options.arrays)
     if options.command == "doctor":

@@ -150,6 +150,11 @@ def _named_leaves(batch: Any) -> dict[str, Any]:
 
 
 def _check_leaf(name: str, leaf: Any) -> None:
+    if isinstance(leaf, str | bytes):
+        raise DataError(
+            f"{name} is a text, {leaf[:20]!r}. Leaves must be arrays of booleans or "
+            "numbers: encode it, or leave it out of the batch."
+        )
     if not isinstance(leaf, np.ndarray | jax.Array):
         is_torch = type(leaf).__module__.partition(".")[0] == "torch"
         place = " In a DataLoader, collate_fn does this." if is_torch else ""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import queue
 import threading
 import time
@@ -381,8 +382,10 @@ def check_data(data: object) -> None:
             "pass `[batch]` for a single one."
         )
     if not isinstance(data, Iterable):
+        is_maker = inspect.isgeneratorfunction(data)
+        call = f" Call the function: {getattr(data, '__name__', '')}()." * is_maker
         raise DataError(
             f"Data of type {type(data).__name__} cannot be iterated over. It must be "
             "an iterable of batches, for instance a list, an object with `__iter__`, "
-            "or a Grain dataset."
+            f"or a Grain dataset.{call}"
         )

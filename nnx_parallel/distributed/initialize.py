@@ -3,6 +3,7 @@
 import ctypes
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -152,7 +153,8 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
     The values in ``given`` take precedence over the environment.
 
     Raises:
-        ProcessError: If a variable that must be an integer is not.
+        ProcessError: If a variable that must be an integer is not, or if only some of
+            the variables are set.
 
     Example:
         >>> env = {"JAX_COORDINATOR_ADDRESS": "host:1234",
@@ -166,6 +168,11 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
         if {address, *numbers} <= env.keys():
             found = (_integer(env, name) for name in numbers)
             return ProcessSpec(env[address], *found)
+        if some := {address, *numbers} & env.keys():
+            raise ProcessError(
+                f"Of the variables {address}, {', '.join(numbers)}, only "
+                f"{', '.join(sorted(some))} is set. Set all three, or none."
+            )
     if not (env.keys() >= _SLURM_STEP or env.keys() & _CLUSTERS):
         return None
     # If the cluster says that the run has one process, JAX's coordination service is
@@ -178,12 +185,6 @@ def find_process(given: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec | No
 
 
 def _check(spec: ProcessSpec) -> None:
-    if has_backend():
-        raise ProcessError(
-            f"initialize() came too late: JAX has started and found "
-            f"{jax.device_count()} devices. Call it at the start of the script, before "
-            "any code that uses an array or a device."
-        )
     address, count, number = spec
     if None in spec and spec != ProcessSpec():
         raise ProcessError(
@@ -195,6 +196,17 @@ def _check(spec: ProcessSpec) -> None:
         raise ProcessError(
             f"process_id={number} is invalid for num_processes={count}. It must be "
             f"from 0 to {count - 1}."
+        )
+    if address is not None and not re.search(r":\d+$", address):
+        raise ProcessError(
+            f"coordinator_address={address!r} has no port. Write host:port, such as "
+            "'10.0.0.1:8476'."
+        )
+    if has_backend():
+        raise ProcessError(
+            f"initialize() came too late: JAX has started and found "
+            f"{jax.device_count()} devices. Call it at the start of the script, before "
+            "any code that uses an array or a device."
         )
 
 

@@ -429,6 +429,11 @@ class Embed(nnx.Module):
 
         A token outside of the vocabulary gives NaN, so that the loss is not finite.
         """
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(
+                f"Embed got tokens of dtype {tokens.dtype}. It takes integers, the "
+                "numbers of rows: tokens.astype(np.int32)."
+            )
         table, name = self.embedding[...], "tokens or positions"
         observe_range(tokens, table.shape[0], name=name, is_table=True)
         return look_up(table, tokens, self.vocab_name)

@@ -294,6 +294,7 @@ def lora(
             quantised, or already has adapters.
         RuleError: If ``targets`` is not a valid regex.
         ValueError: If ``rank`` is below 1, or if ``base`` is invalid.
+        ValueError: If ``rank`` is below 1, or if ``alpha`` is not a number.
 
     Example:
         >>> model = lora(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), targets="", rank=2)
@@ -311,6 +312,8 @@ def lora(
         raise ValueError(f"lora(rank={rank!r}): it must be an int of at least 1.")
     if base not in (None, *get_args(Base)):
         raise ValueError(f"lora(base={base!r}): it must be 'nf4', 'int8' or None.")
+    if alpha is not None and not isinstance(alpha, int | float):
+        raise ValueError(f"lora(alpha={alpha!r}): it must be a number, or None.")
     scale = 1.0 if alpha is None else alpha / rank
 
     def adapt(model: nnx.Module, rngs: nnx.Rngs) -> None:

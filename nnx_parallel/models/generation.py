@@ -7,7 +7,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
+from nnx_parallel.errors import kind_of, suggests_names
 from nnx_parallel.models.gemma3n import Gemma3n
 from nnx_parallel.models.gpt import GPT
 
@@ -24,6 +26,7 @@ Decoder = GPT | Gemma3n
 """Models with a cache of keys and values."""
 
 
+@suggests_names
 def generate(
     model: Decoder,
     prompt: jax.Array,
@@ -64,9 +67,10 @@ def generate(
         shorter prompt continues right after its last token.
 
     Raises:
-        TypeError: If the model is neither a `GPT` nor a `Gemma3n`.
-        ValueError: If an argument is out of range, or if a model with learned positions
-            has fewer positions than tokens.
+        TypeError: If the model is neither a `GPT` nor a `Gemma3n`, or if an argument
+            has the wrong type.
+        ValueError: If the prompt or an argument is out of range, or if a model with
+            learned positions has fewer positions than tokens.
 
     Example:
         >>> from nnx_parallel.models import GPT, GPTConfig
@@ -77,14 +81,17 @@ def generate(
     """
     if not isinstance(model, Decoder):
         raise TypeError(
-            f"generate got a {type(model).__name__}, but it needs a GPT or a Gemma3n, "
+            f"generate got {kind_of(model)}, but it needs a GPT or a Gemma3n, "
             "which has a cache of keys and values. Call another model in a loop, and "
-            "append a token that you choose from the last logits."
+            "append a token that you choose from the last logits. The model of a "
+            "Trainer is trainer.eval_model."
         )
     vocab = model.config.vocab_size
     top = vocab if top_k is None else top_k
     if isinstance(stop, int):
         raise TypeError(f"stop is {stop}; it must be a sequence, such as ({stop},).")
+    _check_kinds(temperature, top_p, (max_new_tokens, top, pad, *stop), key)
+    _check_prompt(prompt, vocab)
     sampler = _Sampler(temperature, top, top_p, tuple(stop), pad)
     sampler.check(vocab, has_key=key is not None)
     if max_new_tokens < 1:
@@ -111,12 +118,19 @@ def pad_prompts(
         ``prompt``, int32 ``(batch, prompt_len)``, and ``lengths``, int32 ``(batch,)``.
 
     Raises:
+        TypeError: If a prompt is not a sequence of tokens.
         ValueError: If there is no prompt, or if a prompt is empty.
 
     Example:
         >>> pad_prompts([[5, 6, 7], [8]])["prompt"].tolist()
         [[5, 6, 7], [8, 0, 0]]
     """
+    for tokens in prompts:
+        if isinstance(tokens, str) or not isinstance(tokens, Iterable):
+            raise TypeError(
+                f"A prompt is {kind_of(tokens)}. Each prompt must be a list of tokens: "
+                "pad_prompts([[5, 6, 7], [8]]). A tokenizer encodes text."
+            )
     lengths = [len(tokens) for tokens in prompts]
     if not all(lengths) or not lengths:
         raise ValueError(
@@ -176,6 +190,40 @@ def _continue(
     _, rest = jax.lax.scan(step, carry, (jnp.arange(num_new - 1), keys[1:]))
     # (batch, 1), (batch, num_new - 1)
     return jnp.concatenate([first[:, None], rest.T.astype(prompt.dtype)], axis=1)
+
+
+def _check_kinds(
+    temperature: object, top_p: object, integers: tuple, key: object
+) -> None:
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} is {kind_of(value)}; it must be a number.")
+    names = ("max_new_tokens", "top_k", "pad", *(("stop",) * len(integers)))
+    for name, value in zip(names, integers, strict=False):
+        if not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name} has {kind_of(value)}; it must be an integer.")
+    if key is not None and not isinstance(key, jax.Array):
+        raise TypeError(f"key is {kind_of(key)}; it must be jax.random.key(0).")
+
+
+def _check_prompt(prompt: Any, vocab: int) -> None:
+    """Checks the shape of the prompt and, outside of a trace, its tokens."""
+    shape, dtype = getattr(prompt, "shape", None), getattr(prompt, "dtype", None)
+    is_int = dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+    if shape is None or len(shape) != 2 or not is_int or 0 in shape:
+        found = kind_of(prompt) if shape is None else f"{dtype}{list(shape)}"
+        raise ValueError(
+            f"The prompt is {found}. It must be tokens, an array of integers of shape "
+            "(batch, prompt_len) with at least 1 token, such as jnp.array([[1, 2]]). "
+            "A tokenizer encodes text; pad_prompts makes an array of lists."
+        )
+    if not isinstance(prompt, Tracer) and getattr(prompt, "is_fully_addressable", True):
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocab:
+            raise ValueError(
+                f"The prompt has tokens from {low} to {high}; tokens of this model are "
+                f"from 0 to {vocab - 1}. Use the tokenizer that belongs to the model."
+            )
 
 
 def _check_lengths(prompt: jax.Array, lengths: jax.Array | None) -> None:

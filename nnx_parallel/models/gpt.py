@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import (
     Dense,
     Embed,
@@ -463,6 +464,7 @@ class GPT(Published):
     families = FAMILIES
     config_type = GPTConfig
 
+    @suggests_names
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         vocab, embed = config.vocab_size, config.embed_dim
         self.config = config

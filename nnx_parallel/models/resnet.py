@@ -231,6 +231,7 @@ class ResNet(Published):
     families = FAMILIES
     config_type = ResNetConfig
 
+    @suggests_names
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         size, stride = (3, 1) if config.is_small else (7, 2)

@@ -18,6 +18,7 @@ from einops import rearrange
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import Dense, Embed, Stack, name_products, named, project
 from nnx_parallel.layers.attention import attention
 from nnx_parallel.models.rotary import rotate_by
@@ -194,6 +195,7 @@ class ViT(Published):
     families = FAMILIES
     config_type = ViTConfig
 
+    @suggests_names
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.patches = nnx.Linear(

@@ -20,7 +20,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from nnx_parallel.errors import OptimizerError, kind_of, warn_user
+from nnx_parallel.errors import OptimizerError, ParallelWarning, kind_of, warn_user
 from nnx_parallel.optimizers.matrices import placing_updates
 from nnx_parallel.optimizers.offload import offloaded_update
 from nnx_parallel.programs import (
@@ -296,6 +296,63 @@ def learning_rates(
         labels = [str(index) for index in range(len(found))]
     names = [f"learning_rate/{label}" for label in labels]
     return dict(zip(names, found.values(), strict=True))
+
+
+_KNOWN_LINK = re.compile(
+    r"(scale|identity|set_to_zero|trace|ema|clip\w*|adaptive_grad_clip|zero_nans|"
+    r"add_decayed_weights|masked|centralize|"
+    r"scale_by_(?!schedule|\w*search|lbfgs|polyak)\w+)\.<locals>\.update_fn"
+)
+"""Functions of Optax that keep the sign of a gradient, and ``scale``."""
+
+
+def warn_of_direction(tx: Any) -> None:
+    """Warns of an optimizer that does not go down the gradient.
+
+    Only chains of Optax with constant rates are understood.
+
+    Raises:
+        OptimizerError: If the learning rate is a text.
+    """
+    links = _links(getattr(tx, "update", None))
+    names = [getattr(link, "__qualname__", "") for link in links]
+    makers = [name.partition(".")[0] for name in names]
+    held = [*zip(makers, map(_closure_of, links), strict=True)]
+    rates: list[Any] = [
+        known.get("step_size") for maker, known in held if maker == "scale"
+    ]
+    if any(isinstance(rate, str) for rate in rates):
+        raise OptimizerError(
+            "The optimizer's learning rate is a text. It must be a number or a "
+            "schedule, as in optax.adamw(3e-4)."
+        )
+    is_known = all(_KNOWN_LINK.fullmatch(name) for name in names)
+    if not is_known or not all(isinstance(x, int | float) for x in rates):
+        return
+    decays = [known.get("weight_decay") for _, known in held]
+    decay = max([0, *(x for x in decays if isinstance(x, int | float))])
+    text, rate = "", math.prod(rates)
+    if 0 in rates or "set_to_zero" in makers:
+        text = "The learning rate is 0, so nothing is trained."
+    elif not rates:
+        text = (
+            f"The optimizer has no learning rate (it is {', '.join(makers)}). It adds "
+            "gradients to the parameters, so the loss goes up."
+        )
+    elif len(rates) == 1 and rate > 0:
+        text = (
+            f"The learning rate is {-rate:g}. With a negative learning rate, the loss "
+            "goes up."
+        )
+    elif abs(decay * rate) >= 1:
+        text = (
+            f"The weight decay {decay:g} times the learning rate {abs(rate):g} is "
+            f"{abs(decay * rate):g}. Each step subtracts this multiple of a parameter "
+            "from it, so it must be far below 1; usual decays are 0.01 to 0.1."
+        )
+    if text:
+        remedy = "optax.chain(..., optax.scale_by_learning_rate(3e-4))"
+        warn_user(f"{text} Take optax.adamw(3e-4), or {remedy}.", ParallelWarning)
 
 
 def _schedules(part: Any, seen: set[int]) -> list[Callable | None] | None:

@@ -28,7 +28,7 @@ from nnx_parallel.programs import carried_by_scan, variables_in, walk
 from nnx_parallel.training.model_flops import (
     count_jaxpr_flops,
     count_model_flops,
-    loss_of_arrays,
+    mean_of_arrays,
     one_device,
 )
 
@@ -101,7 +101,10 @@ def trace_costs(parts: Parts, remat: Remat, platform: str) -> RowCosts:
     traced = "described" if platform == "gpu" else platform
     parts = parts.with_rows(_ROWS)
     plan = parts.on(one_device(traced))
-    objective, given = loss_of_arrays(plan, parts.loss, parts.batch, remat)
+    mean_of, given = mean_of_arrays(plan, parts.loss, parts.batch, remat)
+
+    def objective(*arrays: Any) -> Any:
+        return mean_of(*arrays).value
 
     def forward(params: dict, *rest: Any) -> Any:
         return jax.vjp(lambda p: objective(p, *rest), params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -248,7 +249,17 @@ def build_model(model_fn: ModelFn, rngs: nnx.Rngs) -> nnx.Module:
         raise TypeError(
             f"model={model_fn} cannot be called with only rngs: {error}. {remedy}"
         ) from None
-    model = build(*args, **keywords)
+    try:
+        model = build(*args, **keywords)
+    except (AttributeError, TypeError) as error:
+        if re.search(
+            "has no attribute '(params|dropout)'|missing .*'rngs'", str(error)
+        ):
+            error.add_note(
+                "A layer needs the nnx.Rngs that model= is called with: "
+                "model=lambda rngs: Net(rngs=rngs), and nnx.Linear(4, 4, rngs=rngs)."
+            )
+        raise
     if not isinstance(model, nnx.Module):
         found = type(model).__name__
         raise TypeError(

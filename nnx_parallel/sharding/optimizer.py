@@ -1,6 +1,7 @@
 """Placement of optimizer state: each array follows the parameter that it belongs to."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -116,6 +117,16 @@ def as_transformation(optimizer: Any, model: Any) -> Optimizer:
         TypeError: If ``optimizer`` is anything else.
     """
     if isinstance(optimizer, Callable) and not isinstance(optimizer, tuple):
+        with contextlib.suppress(ValueError):  # a function in C may have no signature
+            signature = inspect.signature(optimizer)
+            try:
+                signature.bind(model)
+            except TypeError as error:
+                raise TypeError(
+                    f"optimizer is a function with the signature {signature}, and is "
+                    f"called with the abstract model: {error}. Write lambda model: "
+                    "optax.adamw(...)."
+                ) from None
         optimizer = optimizer(model)
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()

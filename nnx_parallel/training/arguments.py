@@ -6,6 +6,7 @@ mistakes are found where an argument is read.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -345,6 +347,7 @@ def check_arguments(model: object, arguments: Mapping[str, Any]) -> None:
     _check_kinds({**arguments, **({"names": None} if is_auto else {})}, _KINDS)
     for name, elements in _LISTS.items():
         _check_list(name, arguments[name], elements)
+    _check_hooks(arguments["callbacks"])
     backend = arguments["backend"]
     if arguments["devices"] is not None and backend is not None and backend.mesh:
         raise ValueError(
@@ -397,6 +400,44 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
             )
 
 
+_HOOKS = {name: x for name, x in vars(Callback).items() if name.startswith("on_")}
+_OTHER_HOOKS = {
+    "on_step_end": "on_train_batch_end on_batch_end on_log after_step on_train_step",
+    "on_fit_start": "on_train_begin on_train_start setup on_training_start",
+    "on_fit_end": "on_train_end teardown on_training_end",
+    "on_eval_end": "on_validation_end on_validation_epoch_end on_evaluate on_test_end "
+    "on_validation_batch_end",
+}
+"""Hooks of other libraries' callbacks, by our hook with the same purpose."""
+
+
+def _check_hooks(callbacks: Any) -> None:
+    """Raises an error for a hook that no fit would call, or with other arguments."""
+    for i, callback in enumerate(
+        callbacks if isinstance(callbacks, list | tuple) else ()
+    ):
+        for name in dir(type(callback)):
+            others = [own for own, x in _OTHER_HOOKS.items() if name in x.split()]
+            near = others or difflib.get_close_matches(name, _HOOKS, n=1, cutoff=0.9)
+            where = f"callbacks[{i}], a {type(callback).__name__},"
+            if near and name not in _HOOKS:
+                raise TypeError(
+                    f"{where} has the method {name}, which no fit calls. The hook is "
+                    f"{near[0]}{inspect.signature(_HOOKS[near[0]])}. Hooks: "
+                    f"{', '.join(_HOOKS)}."
+                )
+            if name in _HOOKS:
+                signature = inspect.signature(getattr(callback, name))
+                wanted = [*inspect.signature(_HOOKS[name]).parameters][1:]
+                try:
+                    signature.bind(*wanted)
+                except TypeError as error:
+                    raise TypeError(
+                        f"{where} has {name}{signature}: {error}. A fit calls "
+                        f"{name}({', '.join(wanted)})."
+                    ) from None
+
+
 def check_update(optimizer: object, loss: object) -> None:
     """Raises a `TypeError` if an optimizer or a loss has the wrong type."""
     if _is_transformation(loss) and callable(optimizer):
@@ -409,6 +450,12 @@ def check_update(optimizer: object, loss: object) -> None:
             f"loss is {kind_of(loss)}. It must be a function loss(model, batch), which "
             "returns a scalar or a Mean."
         )
+    if inspect.isfunction(loss) and loss.__module__.startswith("optax."):
+        raise TypeError(
+            f"loss is optax.{loss.__name__}, a function of arrays. Write a function "
+            "loss(model, batch) that calls it with the outputs of the model and the "
+            "labels, and returns the mean."
+        )
     _check_optimizer(optimizer)
 
 
@@ -417,6 +464,17 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(
             "optimizer is an nnx.Optimizer. The Trainer keeps the optimizer's state "
             "itself: pass the Optax transformation that it was made from."
+        )
+    if inspect.isclass(optimizer):
+        raise TypeError(
+            f"optimizer is the class {optimizer.__name__}. It must be an Optax "
+            "transformation, as in Trainer(model, optax.adamw(3e-4), loss)."
+        )
+    every = getattr(optimizer, "_every_k_schedule", None)
+    if isinstance(optimizer, optax.MultiSteps) and every and every(0) < 1:
+        raise ValueError(
+            f"optax.MultiSteps got every_k_schedule={every(0)}. It must be at least 1, "
+            "the number of steps whose gradients are added up."
         )
     if optimizer is muon:
         raise TypeError(

@@ -177,7 +177,8 @@ class EarlyStopping(Callback):
             source = "an evaluation" if self.needs_evaluation else "training"
             raise ValueError(
                 f"EarlyStopping({self.metric!r}): no such metric at step {step}. "
-                f"Metrics of {source}: {', '.join(sorted(metrics))}."
+                f"Metrics of {source}: {', '.join(sorted(metrics))}. A metric of an "
+                "evaluation has the prefix eval_, as in eval_loss."
             )
         if self.observe(step, float(metrics[name])):
             trainer.stop(self._reason())

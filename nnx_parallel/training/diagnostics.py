@@ -38,6 +38,7 @@ from nnx_parallel.errors import (
     ParallelError,
     ParallelWarning,
     hide_own_frames,
+    kind_of,
     suggest,
     warn_user,
 )
@@ -133,6 +134,11 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 def check_loss(function: Callable, name: str = "loss") -> None:
     """Raises an error if a function's parameters do not fit its arguments."""
+    if not callable(function):
+        raise TypeError(
+            f"The {name} is {kind_of(function)}. It must be a function {name}(model, "
+            "batch)."
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -189,8 +195,9 @@ def noting_call(name: str, model: nnx.Module, batch: Any) -> Iterator[None]:
         # A half-built layer may raise further errors, which must not hide this one.
         with contextlib.suppress(Exception):
             call += _layer_of(error, model)
-        if remedy := _remedy_of_call(error, name, model, batch):
-            call += f". {remedy}"
+        with contextlib.suppress(Exception):
+            if remedy := _remedy_of_call(error, name, model, batch):
+                call += f". {remedy}"
         error.add_note(_CallNote(call))
         raise
 
@@ -205,25 +212,106 @@ def _layer_of(error: Exception, model: nnx.Module) -> str:
                 dotted(p): v.get_value()
                 for p, v in nnx.to_flat_state(nnx.state(layer, nnx.Param))
             }
-            shapes = f", a {type(layer).__name__} of {shapes_of(params)}"
+            shapes = f", {kind_of(layer)} of {shapes_of(params)}"
             return f", layer `{dotted(path)}`" + shapes * bool(params)
     return ""
 
 
 def _remedy_of_call(error: Exception, name: str, model: nnx.Module, batch: Any) -> str:
     text, kind = str(error), type(batch).__name__
-    key = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if isinstance(key, str) and isinstance(batch, Mapping) and key not in batch:
-        near = suggest(key, map(str, batch))
-        return f"The batch has no {key!r}.{near} Its names: {[*batch]}."
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(batch, Mapping) and (found := _remedy_of_dict(error, frames, batch)):
+        return found
     if isinstance(batch, tuple | list) and text.startswith(f"{kind} indices must be"):
         return f"The batch is a {kind}: unpack it, as in x, y = batch."
-    is_swapped = text.startswith(
-        f"'{type(model).__name__}' object is not subscriptable"
-    )
+    named = re.escape(type(model).__name__)
+    is_swapped = re.match(f"'{named}' object is not subscriptable", text)
     if is_swapped or text == f"'{kind}' object is not callable":
         call = f"{name.removeprefix('the ')}(model, batch)"
         return f"The model is the first argument, and the batch the second: {call}."
+    if re.search(rf"(operand|Value).*'{named}['( ]", text):
+        return (
+            "The first argument of loss(model, batch) is the model, not its outputs: "
+            "outputs = model(batch['x'])."
+        )
+    for type_, remedy in _TRACED.items():
+        if isinstance(error, type_):
+            return f"{name.capitalize()} is traced once, without values. {remedy}"
+    if "Tracer.__format__" in text:
+        return "A traced value has no text: print with jax.debug.print('{}', value)."
+    return _remedy_in_optax(frames) or _remedy_of_layer(text, frames)
+
+
+_TRACED: dict[type[Exception], str] = {
+    jax.errors.TracerBoolConversionError: "if, while, and, or and bool() need values: "
+    "choose with jnp.where(condition, a, b) or jax.lax.cond.",
+    jax.errors.TracerArrayConversionError: "NumPy needs values: compute with jnp in "
+    "place of np, and leave out np.asarray.",
+    jax.errors.TracerIntegerConversionError: "range() and indices of Python lists "
+    "need values: use sizes such as x.shape[0], jnp.take, or jax.lax.fori_loop.",
+    jax.errors.NonConcreteBooleanIndexError: "The shape of the result would depend on "
+    "values: keep all rows and mask them, as in jnp.where(mask, x, 0).",
+    jax.errors.ConcretizationTypeError: "float(), int(), .item() and shapes need "
+    "values: compute with jnp, mask with jnp.where, or give a fixed size=.",
+}
+"""Remedies for operations that need values. A subclass comes before its base."""
+
+
+def _remedy_of_dict(error: Exception, frames: list, batch: Mapping) -> str:
+    """Returns the remedy for a batch that is not used like a dict."""
+    text, names = str(error), f"Its names: {[*batch]}."
+    key = error.args[0] if isinstance(error, KeyError) and error.args else batch
+    if isinstance(key, str | int) and key not in batch:
+        return f"The batch has no {key!r}.{suggest(str(key), map(str, batch))} {names}"
+    kind = re.escape(type(batch).__name__)
+    if found := re.fullmatch(rf"'{kind}' object has no attribute '(\w+)'", text):
+        return f"The batch is a dict: write batch[{found[1]!r}]. {names}"
+    is_local = any(x is batch for x in frames[-1].f_locals.values())
+    if is_local and "values to unpack" in text:
+        return (
+            f"The batch is a dict: read its arrays by name, as in batch['x']. {names}"
+        )
+    # A model may take a dict, but a layer of Flax takes arrays.
+    layers = [f for f in frames if f.f_globals.get("__name__", "").startswith("flax.")]
+    if any(x is batch for frame in layers for x in frame.f_locals.values()):
+        return f"The model got the whole batch: model(batch['x']). {names}"
+    return ""
+
+
+def _remedy_in_optax(frames: list) -> str:
+    """Describes the arguments of the function of Optax that raised the error."""
+    for frame in frames:
+        module, called = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if module.startswith("optax.losses") and not called.startswith("_"):
+            arrays = {k: x for k, x in frame.f_locals.items() if hasattr(x, "shape")}
+            text = f"optax.{called} got {shapes_of(arrays)}."
+            if "cross_entropy" in called and "labels" in arrays:
+                text += (
+                    " softmax_cross_entropy_with_integer_labels takes labels that are "
+                    "integers, one for each row of logits: y.astype(np.int32), "
+                    "y[:, 0] or one_hot.argmax(-1). softmax_cross_entropy takes labels "
+                    "of the shape of the logits: jax.nn.one_hot(y, num_classes)."
+                )
+            return text
+    return ""
+
+
+def _remedy_of_layer(text: str, frames: list) -> str:
+    """Returns the shape or dtype of the input that a layer needs."""
+    for frame in reversed(frames):
+        layer = frame.f_locals.get("self")
+        if not isinstance(layer, nnx.Module):
+            continue
+        if isinstance(layer, nnx.Embed) and "integer" in text:
+            return "It takes integers: give it tokens, such as x.astype(np.int32)."
+        size = getattr(layer, "in_features", None)
+        if size is None or not re.search("contracting|feature|dim|shape", text):
+            return ""
+        size = size if isinstance(size, int) else tuple(size)[-1]
+        return (
+            f"It takes arrays whose last dim is {size}: change the data, or "
+            "in_features of the layer."
+        )
     return ""
 
 
@@ -269,6 +357,11 @@ class ShownStep:
 
     def __call__(self, *args: Any) -> Any:
         """Runs the step."""
+        if len(args) > 1 and not isinstance(args[0], TrainState):
+            raise TypeError(
+                f"The first argument of the step is {kind_of(args[0])}. It must be the "
+                "state: state, metrics = trainer.train_step(state, batch)."
+            )
         # A call through `_shown` would leave this frame in the traceback.
         try:
             return self._step(*args)
@@ -333,13 +426,18 @@ def check_model(model: object, *losses: Callable | None) -> None:
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "
                 "Read trainer.model again after each step, or build a new model."
             )
-    names = (name for loss in given for name, x in _held_by(loss) if x is model)
-    if held := [*names]:
+    for name in (name for loss in given for name in names_of(model, loss)):
         raise LossError(
-            f"The loss uses the model as {held[0]!r} from outside, where it is not "
+            f"The loss uses the model as {name!r} from outside, where it is not "
             "trained: its gradient would be 0. Use the first argument of the loss "
             "instead: loss(model, batch)."
         )
+
+
+def names_of(model: object, function: Callable | None) -> list[str]:
+    """Returns the names by which a function uses a built model from outside."""
+    held = _held_by(function) if isinstance(model, nnx.Module) and function else []
+    return [name for name, x in held if x is model]
 
 
 def _held_by(function: Callable) -> list[tuple[str, object]]:
@@ -498,16 +596,17 @@ def broken_arrays(state: TrainState) -> list[str]:
     return [path for path in arrays if not sound.get(path, True)]
 
 
-def _nan_in(batch: Any) -> str:
-    """Describes the first array of a batch that has NaN; empty if there is none."""
-    for keys, x in jax.tree.leaves_with_path(batch):
-        if is_inexact(x) and x.ndim:
-            # (rows, ...) -> (rows,)
-            counts = jnp.isnan(x).sum(axis=tuple(range(1, x.ndim)))
-            if count := int(counts.sum()):
-                row = int(jnp.argmax(counts > 0))
-                name = f"batch{jax.tree_util.keystr(keys)}"
-                return f"{count:,} NaN in {name}, the first in row {row}"
+def _bad_values_in(batch: Any) -> str:
+    """Describes the first array that has NaN, else infinity; empty if there is none."""
+    for kind, test in (("NaN", jnp.isnan), ("infinite values", jnp.isinf)):
+        for keys, x in jax.tree.leaves_with_path(batch):
+            if is_inexact(x) and x.ndim:
+                # (rows, ...) -> (rows,)
+                counts = test(x).sum(axis=tuple(range(1, x.ndim)))
+                if count := int(counts.sum()):
+                    row = int(jnp.argmax(counts > 0))
+                    name = f"batch{jax.tree_util.keystr(keys)}"
+                    return f"{count:,} {kind} in {name}, the first in row {row}"
     return ""
 
 
@@ -555,10 +654,11 @@ def explain_non_finite(
             f"Not finite at step {step}, the last step done: {', '.join(bad[:5])} "
             f"({len(bad)} arrays)."
         )
-    if found := _nan_in(batch):
+    if found := _bad_values_in(batch):
+        mask = ", unless they are a mask" * ("infinite" in found)
         return (
-            f"The step's batch has {found}. Remove NaN from the data, or leave such "
-            f"steps out with SkipSteps. {arrays} {kept}"
+            f"The step's batch has {found}. Remove them from the data{mask}, or leave "
+            f"such steps out with SkipSteps. {arrays} {kept}"
         )
     if not bad:
         return (

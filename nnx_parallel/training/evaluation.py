@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from nnx_parallel.data.batches import BatchAgreement, place_batch
+from nnx_parallel.data.batches import BatchAgreement, check_batch, place_batch
 from nnx_parallel.data.prefetch import PrefetchIterator
 from nnx_parallel.data.rows import count_rows, join_rows
 from nnx_parallel.distributed.runtime import Watchdog
@@ -56,6 +56,7 @@ from nnx_parallel.training.compilation import (
 )
 from nnx_parallel.training.diagnostics import agree_on_program, check_loss
 from nnx_parallel.training.lookups import Lookups, warn_of_labels
+from nnx_parallel.training.loss_checks import LossChecks
 from nnx_parallel.training.model_flops import TracedLoss, on_one_device
 from nnx_parallel.training.players import Players, StepByTurns
 from nnx_parallel.training.step import (
@@ -228,9 +229,7 @@ class Programs:
     rank: Callable[[Batch, str], Mapping[Remat, float]] | None = None  # for "auto"
     _compiled_evals: set[tuple] = field(default_factory=set, init=False)
     _traced_evals: set[_Known] = field(default_factory=set, init=False)
-    _examined: dict[tuple, tuple[float | None, Lookups | None]] = field(
-        default_factory=dict, init=False
-    )
+    _examined: dict[tuple, "_Examined"] = field(default_factory=dict, init=False)
     _by_code: dict[Any, set[_Known]] = field(default_factory=dict, init=False)
     # The choices of "auto" by the shapes of a batch.
     _chosen: dict[tuple, "_Chosen"] = field(default_factory=dict, init=False)
@@ -384,37 +383,36 @@ class Programs:
         Returns ``None`` if one device could not run the loss. It also does so with
         `Players`, because their losses need different FLOPs.
         """
-        return None if self.players is not None else self._examine(batch, wrt)[0]
+        return None if self.players is not None else self._examine(batch, wrt).flops
 
-    def warn_of_labels(self, batch: Batch, wrt: Any) -> None:
-        """Warns of labels and tokens out of range that leave the loss finite.
+    def warn_of_loss(self, batch: Batch, wrt: Any) -> None:
+        """Warns of mistakes that leave the loss finite, such as wrong labels.
 
         All processes must call this, while no other program runs.
         """
         for name, programs in self.turns.items():
-            trained = wrt[name] if self.players else wrt
-            _, lookups = programs._examine(batch, trained)
-            if lookups is not None:
-                warn_of_labels(lookups, batch)
+            found = programs._examine(batch, wrt[name] if self.players else wrt)
+            for text in found.texts:
+                warn_user(text, ParallelWarning)
+            if found.lookups is not None:
+                warn_of_labels(found.lookups, batch)
 
-    def _examine(self, batch: Batch, wrt: Any) -> tuple[float | None, Lookups | None]:
-        """Returns the FLOPs and the lookups of the loss. They are found in one trace.
-
-        Both are ``None`` if one device could not run the loss. The FLOPs of a player's
-        loss are not counted.
-        """
+    def _examine(self, batch: Batch, wrt: Any) -> "_Examined":
+        """Examines the loss in one trace. The FLOPs of a player are not counted."""
         leaves, structure = jax.tree.flatten(batch)
         shapes = structure, *map(jax.typeof, leaves)
         if shapes not in self._examined:
-            self._examined[shapes] = None, None
+            self._examined[shapes] = found = _Examined()
             with contextlib.suppress(Exception):  # the loss may name a mesh axis
                 plan = on_one_device(self.plan, wrt)
                 traced = TracedLoss.of(plan, self._own_loss, batch)
+                given = traced.program, count_rows(batch), bool(self.plan.player)
+                with contextlib.suppress(Exception):  # no check may end a run
+                    found.texts = [*LossChecks(*given).texts()]
                 lookups = Lookups(traced.program)
-                lookups = lookups if lookups.found else None
-                self._examined[shapes] = None, lookups
+                found.lookups = lookups if lookups.found else None
                 if not self.plan.player:
-                    self._examined[shapes] = traced.count_flops(), lookups
+                    found.flops = traced.count_flops()
         return self._examined[shapes]
 
     @cached_property
@@ -494,6 +492,7 @@ class Programs:
 
     def shard_batch(self, batch: Batch) -> Batch:
         """Puts a training batch on the mesh, after a check that it divides evenly."""
+        check_batch(batch)
         return place_batch(
             batch,
             self.plan.layout,
@@ -649,7 +648,8 @@ class Programs:
             step = programs._make_step(_Known(programs._own_loss), is_loss=True)
             arguments = state.params, state.variables, state.key, (0,), batch
             found += execution_of(self.plan).observe_labels(partial(step, *arguments))
-            _, lookups = programs._examine(batch, wrt[name] if self.players else wrt)
+            trained = wrt[name] if self.players else wrt
+            lookups = programs._examine(batch, trained).lookups
             with contextlib.suppress(Exception):  # the search must not hide the error
                 wrong = lookups.wrong(batch) if lookups else ()
                 # The causes of NaN come first.
@@ -679,6 +679,15 @@ class Programs:
                     yield None
                     return
                 yield item.batch
+
+
+@dataclass
+class _Examined:
+    """Results of a trace of the loss; empty if one device could not run the loss."""
+
+    flops: float | None = None
+    lookups: Lookups | None = None
+    texts: list[str] = field(default_factory=list)  # of warnings
 
 
 @dataclass(frozen=True)

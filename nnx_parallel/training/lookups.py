@@ -20,10 +20,10 @@ from nnx_parallel.layers.loss import LabelRange
 from nnx_parallel.programs import (
     TracedFunction,
     bind,
-    needed,
     reached,
     variables_in,
 )
+from nnx_parallel.training.loss_checks import name_in_batch
 
 _MODE = jax.lax.GatherScatterMode
 
@@ -293,7 +293,8 @@ class Lookups:
         for lookup, (low, high, is_nan, is_silent) in zip(
             self.found, facts, strict=True
         ):
-            name, key = self._name(lookup), (lookup.index, lookup.size)
+            key = lookup.index, lookup.size
+            name = name_in_batch(self.program, lookup.index)
             if key in seen or not (is_nan or is_silent):
                 continue
             if is_nan or self._counts(lookup, batch):
@@ -322,13 +323,6 @@ class Lookups:
             return wrong.any()
 
         return bool(count(batch))
-
-    def _name(self, lookup: _Lookup) -> str:
-        leaves = jax.tree.leaves_with_path(self._of_batch)
-        steps = needed(self.program.eqns, [lookup.index])
-        used = {lookup.index, *(v for eqn in steps for v in variables_in(eqn.invars))}
-        names = (f"batch{jax.tree_util.keystr(k)}" for k, var in leaves if var in used)
-        return next(names, "an index")
 
 
 def _is_inexact(atom: Any) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from nnx_parallel.data.batches import BatchAgreement, data_share
 from nnx_parallel.data.position import Epochs, Repeated, warn_of_one_shot
@@ -31,7 +32,12 @@ from nnx_parallel.distributed.runtime import (
     Watchdog,
     make_interrupt,
 )
-from nnx_parallel.errors import CheckpointError, NonFiniteLossError
+from nnx_parallel.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    ParallelWarning,
+    warn_user,
+)
 from nnx_parallel.loggers.logger import Logger, LoggerGroup, default_loggers
 from nnx_parallel.precision import format_clock
 from nnx_parallel.state import TrainState
@@ -229,7 +235,7 @@ class Loop:
         elif run.step < self.num_steps:
             self._train()
         else:
-            self._pass_over()
+            self._pass_over(is_first=bool(header))
         # The wait is inside the context of `_termination`. Outside this context, a
         # SIGTERM would end the save early.
         self._wait_for_save()
@@ -243,8 +249,15 @@ class Loop:
         if self._stop_reason in _SIGNALS:
             logger.message(checkpoints.exit_message(run.step))
 
-    def _pass_over(self) -> None:
+    def _pass_over(self, *, is_first: bool) -> None:
         """Ends a fit that has no steps to train."""
+        if not is_first:  # a restarted program may find that all is done
+            warn_user(
+                f"This fit trains nothing: {self.num_steps} steps are asked for, and "
+                f"{self.run.step} are done already. num_steps and num_epochs are the "
+                "totals of the run, including earlier fits.",
+                ParallelWarning,
+            )
         self.run.data.pass_over(self.data, self.num_steps, self.run.step)
         self._logger.message(f"All {self.num_steps} steps are done: nothing to train.")
 
@@ -275,6 +288,17 @@ class Loop:
             directory = self.run.checkpoints.directory
             saved = f"Step {self.run.checkpoints.last_saved} is saved in '{directory}'."
         count = run.step - first_step
+        rates = self._recorder.history().get("learning_rate", ())
+        # A schedule that ends at 0 may be off by a rounding.
+        most = np.abs(rates).max(initial=0)
+        zeros = np.count_nonzero(np.abs(rates) <= 1e-6 * most)
+        if zeros > max(2, len(rates) // 10):
+            warn_user(
+                f"The learning rate was 0 in {zeros} of {len(rates)} steps, which "
+                "changed nothing. Is the schedule shorter than the run? The schedule "
+                "must cover all steps of the run.",
+                ParallelWarning,
+            )
         parts = [
             f"Trained {count:,} step{'s' * (count != 1)} in {spent}.",
             self._recorder.best_eval(name, mode),
@@ -501,8 +525,8 @@ class Loop:
     def _begin_metrics(self, num_steps: int, batch: Batch) -> None:
         """Counts the model's FLOPs, and lets go of the first batch later.
 
-        The loss is traced once more for the count, and to find labels out of range. The
-        devices run the first step meanwhile.
+        The loss is traced once more for the count, and to find mistakes such as wrong
+        labels. The devices run the first step meanwhile.
         """
         recorder = self._recorder
         if num_steps == 1 and recorder.throughput is not None:
@@ -510,7 +534,7 @@ class Loop:
             recorder.throughput = replace(recorder.throughput, model_flops=flops)
             # Two programs with collectives must not run at once on simulated devices.
             jax.block_until_ready(self.run.state)
-            self.programs.warn_of_labels(batch, self.run.wrt)
+            self.programs.warn_of_loss(batch, self.run.wrt)
         if num_steps > _STEPS_TO_FIRST_METRICS:
             self._first_batch = None
 

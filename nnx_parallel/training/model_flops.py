@@ -77,7 +77,10 @@ def count_model_flops(plan: StatePlan, loss: LossFn, batch: Batch) -> float:
 
 @dataclass(frozen=True, eq=False)
 class TracedLoss:
-    """A loss on one device, as a program of ``(params, variables, batch, key)``."""
+    """A loss on one device, as a program of ``(params, variables, batch, key)``.
+
+    The program returns the loss, and its `Mean`.
+    """
 
     plan: StatePlan
     objective: Callable[..., Any]
@@ -87,7 +90,12 @@ class TracedLoss:
     @classmethod
     def of(cls, plan: StatePlan, loss: LossFn, batch: Batch) -> Self:
         """Traces a loss. It takes the arguments of `count_model_flops`."""
-        objective, given = loss_of_arrays(plan, loss, batch)
+        mean_of, given = mean_of_arrays(plan, loss, batch)
+
+        def objective(*arrays: Any) -> tuple[Any, Any]:
+            mean = mean_of(*arrays)
+            return mean.value, mean
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the trace of the step shows them
             program = trace(objective, *given, inlined=is_call)
@@ -121,7 +129,7 @@ def _unneeded_flops(
             pairs = zip((*chosen, *fixed), (*chosen_arrays, *fixed_arrays), strict=True)
             arrays = dict(pairs)
             split = ({p: arrays[p] for p in group} for group in (trained, others))
-            return objective(*map(nest, split), *rest)
+            return objective(*map(nest, split), *rest)[0]
 
         arrays = ([*each.values()] for each in (chosen, fixed))
         gradient = jax.make_jaxpr(jax.grad(mean))(*arrays, *rest)
@@ -130,26 +138,26 @@ def _unneeded_flops(
     return flops(trained | frozen) - flops(trained)
 
 
-def loss_of_arrays(
+def mean_of_arrays(
     plan: StatePlan, loss: LossFn, batch: Batch, remat: Remat = "none"
 ) -> tuple[Callable[..., Any], tuple]:
-    """Returns the loss as a function of arrays, and the shapes of its arguments."""
+    """Returns the loss's `Mean` as a function of arrays, and its arguments' shapes."""
     state = plan.abstract
 
-    def objective(params: dict, variables: dict, batch: Batch, key: Any) -> Any:
+    def mean_of(params: dict, variables: dict, batch: Batch, key: Any) -> Any:
         with using(plan.layout), default_remat(remat):
             model = plan.merge(params, variables, training=True)
             mean, _ = split_loss_output(
                 call_loss(plan.precision, loss, model, batch, key)
             )
-            return mean.value
+            return mean
 
     def unplaced(x: Any) -> jax.ShapeDtypeStruct:
         # JAX would refuse shardings on a mesh other than the mesh of the trace.
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     arrays = state.params, state.variables, batch, state.key
-    return objective, jax.tree.map(unplaced, arrays)
+    return mean_of, jax.tree.map(unplaced, arrays)
 
 
 def count_jaxpr_flops(jaxpr: Any) -> float:

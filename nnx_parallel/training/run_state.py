@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import jax
@@ -24,7 +25,10 @@ from nnx_parallel.errors import (
     CheckpointError,
     DonatedArrayError,
     NonFiniteLossError,
+    ParallelWarning,
     StateStructureError,
+    kind_of,
+    warn_user,
 )
 from nnx_parallel.layers.stack.build import find_blocks
 from nnx_parallel.optimizers.steps import state_kinds, warn_of_changes
@@ -223,8 +227,29 @@ class RunState:
 
     @state.setter
     def state(self, state: TrainState) -> None:
+        if not isinstance(state, TrainState):
+            raise TypeError(
+                f"trainer.state is assigned {kind_of(state)}. It must be a TrainState, "
+                "such as the first result of trainer.train_step(state, batch)."
+            )
+        if self._shapes != (found := _shapes_of(state)):
+            arrays = (flatten_pure(x) for x in (self.plan.whole.abstract, state))
+            wanted, found = ({p: x.shape for p, x in each.items()} for each in arrays)
+            wrong = [p for p in wanted | found if wanted.get(p) != found.get(p)]
+            shown = [
+                f"`{path}` has shape {found.get(path)} instead of {wanted.get(path)}"
+                for path in wrong[:3]
+            ]
+            raise StateStructureError(
+                f"The state belongs to another run. {len(wrong)} arrays differ: "
+                f"{'; '.join(shown)}. Assign a state of this Trainer."
+            )
         self._replace(state)
         self.is_fresh = self._is_assigned = False
+
+    @cached_property
+    def _shapes(self) -> Any:
+        return _shapes_of(self.plan.whole.abstract)
 
     @contextlib.contextmanager
     def set_aside(self, restore: Callable[[], TrainState]) -> Iterator[None]:
@@ -503,6 +528,14 @@ class RunState:
                 f"The checkpoint evaluated {before}, and this run evaluates {now}: "
                 "their metrics are not comparable."
             )
+        before, now = meta.get("seed"), own["seed"]
+        if before not in (now, None):
+            warn_user(
+                f"seed={now} has no effect: the run goes on from a checkpoint with the "
+                f"random numbers of seed={before}. For another seed, start a new run "
+                "in another directory.",
+                ParallelWarning,
+            )
         before, now = (list(x.get("players", {}).items()) for x in (meta, own))
         if before != now:
             yield (
@@ -668,6 +701,11 @@ class RunState:
         step: Any = state and state.step
         is_known = state and not step.is_deleted() and step.is_ready()
         return facts | {"step": f"{int(step)}" if is_known else "-"}
+
+
+def _shapes_of(state: TrainState) -> Any:
+    leaves, structure = jax.tree.flatten(state)
+    return structure, [x.shape for x in leaves]
 
 
 def frozen_paths(plan: StatePlan) -> frozenset[str]:

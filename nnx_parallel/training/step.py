@@ -43,6 +43,7 @@ from nnx_parallel.optimizers.steps import (
     final_gradients,
     learning_rates,
     optimize,
+    warn_of_direction,
     where,
 )
 from nnx_parallel.precision import Precision, cast_floating, sum_dtype
@@ -53,6 +54,7 @@ from nnx_parallel.sharding.donation import Donating
 from nnx_parallel.sharding.layout import Execution
 from nnx_parallel.sharding.model import arrays_of, flatten, nest, plain_attributes
 from nnx_parallel.sharding.names import dotted, path_of
+from nnx_parallel.sharding.nnx_arrays import variables_of
 from nnx_parallel.state import StatePlan, TrainState
 from nnx_parallel.training.arguments import LossFn, LossOutput, SkipSteps
 from nnx_parallel.training.compilation import jit_step
@@ -126,6 +128,8 @@ def make_train_step(
     """
     check_dtypes(plan)
     warn_of_modes(plan, options.policy)
+    warn_of_direction(plan.tx)
+    warn_of_adapters(plan)
     warn_of_stacked_updates(plan)
     check_offload(plan, options.policy)
     compute = partial(_compute, plan, loss, options, _Told())
@@ -254,7 +258,7 @@ def _compute(
         assigned = nest({path: x for path, x in after.items() if path in trained})
         params, variables = plan.take_assigned(state.params, variables)
         variables, found = finish_step(plan, params, variables)
-        counts = None if always and all(always) else means["loss"].counts
+        counts = None if always and all(always) else jnp.asarray(means["loss"].counts)
         metrics = {
             name: x if isinstance(x, jax.Array) else result_of(x)
             for name, x in means.items()
@@ -619,6 +623,19 @@ def warn_of_modes(plan: StatePlan, remat: Remat | Literal["auto"]) -> None:
             f"remat={remat!r} acts on the blocks of a Stack, and this model "
             "has none: nothing is recomputed. Put its repeated blocks into a Stack, or "
             "use nnx.remat inside the model.",
+        )
+
+
+def warn_of_adapters(plan: StatePlan) -> None:
+    """Warns if adapters are trained together with all other parameters."""
+    model = plan.model.copy()
+    adapters = {path for path, _ in variables_of(model, nnx.LoRAParam)}
+    params = {path for path, _ in variables_of(model, nnx.Param)}
+    if adapters and not plan.player and params == params & plan.trained_paths:
+        warn_user(
+            "The model has adapters of LoRA, and all its other parameters are trained "
+            "too. To train only the adapters, pass Trainer(wrt=nnx.LoRAParam).",
+            ParallelWarning,
         )
 
 

@@ -15,7 +15,7 @@ from nnx_parallel.data.rows import LastBatch
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.distributed.runtime import print_once, raising_interrupts
 from nnx_parallel.drawing import as_html
-from nnx_parallel.errors import kind_of, suggests_names
+from nnx_parallel.errors import ParallelWarning, kind_of, suggests_names, warn_user
 from nnx_parallel.layers.stack.scan import Remat
 from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
@@ -44,6 +44,7 @@ from nnx_parallel.training.diagnostics import (
     check_length,
     check_model,
     check_seed,
+    names_of,
     show_as_users,
 )
 from nnx_parallel.training.evaluation import Programs, params_of
@@ -73,7 +74,7 @@ _METHODS = {
         ("resume", "resume_from_checkpoint"),
         "fit(...), which resumes from the newest step in Trainer(checkpoint=...)",
     ),
-    "predict_step": "predict(data, function)",
+    **dict.fromkeys(("predict_step", "forward"), "predict(data, function)"),
     "summary": "describe()",
     "train_on_batch": "train_step(trainer.state, trainer.shard_batch(batch)), which "
     "returns the new state and the metrics. Assign the state to trainer.state",
@@ -574,6 +575,13 @@ class Trainer:
                 "function)."
             )
         seed = check_seed(seed)
+        for name in names_of(self._source, function):
+            warn_user(
+                f"The function of predict uses the model as {name!r} from outside, "
+                "where it has the weights from before training. Use the first "
+                "argument of the function: function(model, batch).",
+                ParallelWarning,
+            )
         self._run.begin("predict")
         return self._programs.predict(self.state, data, function, seed=seed, ema=ema)
 

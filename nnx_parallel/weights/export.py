@@ -17,7 +17,7 @@ from flax import nnx
 
 from nnx_parallel.distributed.agreement import meet
 from nnx_parallel.durable import make_directory, move, publish, sync
-from nnx_parallel.errors import WeightsError
+from nnx_parallel.errors import WeightsError, kind_of
 from nnx_parallel.layers.experts.moe import RouterBias
 from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.tree import gather_at
@@ -170,6 +170,11 @@ def table_of(model: nnx.Module, names: Sequence[Entry] | None) -> Sequence[Entry
         return names
     if isinstance(model, Published):
         return model.names_in_files()
+    if not isinstance(model, nnx.Module):
+        raise WeightsError(
+            f"The model is {kind_of(model)}. It must be an nnx.Module, such as "
+            "trainer.eval_model."
+        )
     raise WeightsError(
         f"{type(model).__name__} has no table of names: pass names=[(our path, their "
         "name, pattern), ...]."
