@@ -293,8 +293,8 @@ def lora(
         ModelError: If no layer matches, or if a matching layer cannot be adapted or
             quantised, or already has adapters.
         RuleError: If ``targets`` is not a valid regex.
-        ValueError: If ``rank`` is below 1, or if ``base`` is invalid.
-        ValueError: If ``rank`` is below 1, or if ``alpha`` is not a number.
+        ValueError: If ``rank`` is below 1, if ``base`` is invalid, or if ``alpha`` is
+            not a number.
 
     Example:
         >>> model = lora(nnx.Linear(4, 6, rngs=nnx.Rngs(0)), targets="", rank=2)
