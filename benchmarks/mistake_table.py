@@ -1054,7 +1054,7 @@ make(model=Modes, loss=lambda m, b: m(b["x"], train=True).mean()).evaluate([BATC
 make(loss=lambda m, b: n.Mean(m(b["x"]).sum(), 0.0)).fit([BATCH], 1)
 # the training batch of another key in the evaluation :: no 'y'
 make().evaluate([{"x": X}])
-# samples of nothing :: encode
+# samples of nothing :: prompts
 fit(callbacks=[n.TextSamples()])
 """
 
