@@ -359,5 +359,5 @@ def wait_for(run: Run, condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not condition():
         if time.monotonic() > deadline or run.codes() != [None] * len(run.pids):
-            raise RuntimeError(f"The run ended or hangs: {run.text()}")
+            raise RuntimeError(f"The run ended or hangs: {run.show()}")
         time.sleep(0.002)

@@ -128,6 +128,15 @@ class Run:
         """Returns the output of all processes."""
         return "".join(path.read_text(errors="replace") for path in self.outputs)
 
+    def show(self) -> str:
+        """Returns the exit codes, the output, and the stacks of live processes."""
+        codes = self.codes()
+        for pid, code in zip(self.pids, codes, strict=True):
+            if code is None:
+                os.kill(pid, signal.SIGUSR1)
+        time.sleep(1)  # until the stacks are written
+        return f"{codes}, {self.text()}"
+
     def codes(self) -> list[int | None]:
         """Returns the exit codes: -n after signal n, ``None`` if a process is alive."""
         return [self.starter.code(pid) for pid in self.pids]
@@ -137,7 +146,7 @@ class Run:
         deadline = time.monotonic() + seconds
         while None in (found := self.codes()):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"The run hangs: {self.text()}")
+                raise RuntimeError(f"The run hangs: {self.show()}")
             time.sleep(0.01)
         codes = [code for code in found if code is not None]
         if not expected.issuperset(codes):
@@ -148,7 +157,7 @@ class Run:
 # Imports the slow packages, and then forks a process for each line that it reads. They
 # end like any script: with Python's hooks, and JAX's exit handler.
 _STARTER = """
-import json, os, signal, sys
+import faulthandler, json, os, signal, sys
 import jax
 from tests.processes import worker
 codes = {}
@@ -170,6 +179,7 @@ output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 for number in (1, 2):
     os.dup2(output, number)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+faulthandler.register(signal.SIGUSR1, all_threads=True)
 # A process that a shell starts in the background ignores SIGINT, with its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(request["variables"])
