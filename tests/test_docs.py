@@ -49,7 +49,7 @@ SCRIPT = "python train.py"
 # These commands cannot run here: they install packages or need a cluster.
 OTHERS = (
     *("pip install ", "sbatch ", "kubectl apply ", "TPU="),
-    *("docker ", "gcloud ", "sky ", "uv "),
+    *("docker ", "export JAX_COMPILATION_CACHE_DIR=", "gcloud ", "sky ", "uv "),
 )
 
 

@@ -106,6 +106,7 @@ def test_header_advises_stack_for_many_equal_blocks() -> None:
     assert [advice in text for text in texts] == [False, True]
 
 
+@pytest.mark.filterwarnings("ignore:The learning rate is -0.1")
 def test_summary_names_best_evaluation() -> None:
     memory = Memory()
     trainer = make_trainer(memory, optimizer=optax.sgd(-0.1))  # the loss rises

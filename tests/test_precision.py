@@ -21,6 +21,9 @@ BATCH = {
 }
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:The model has adapters of LoRA")
+
+
 class Adapted(nnx.Module):
     """A frozen linear layer, a trained adapter, and running statistics."""
 
