@@ -334,7 +334,7 @@ def warn_of_direction(tx: Any) -> None:
     text, rate = "", math.prod(rates)
     if 0 in rates or "set_to_zero" in makers:
         text = "The learning rate is 0, so nothing is trained."
-    elif not rates and any(maker.startswith("scale_by_") for maker in makers):
+    elif not rates and not {*makers} <= {"identity", "trace"}:  # they collect gradients
         text = (
             f"The optimizer has no learning rate (it is {', '.join(makers)}). It adds "
             "gradients to the parameters, so the loss goes up."
