@@ -22,6 +22,8 @@ from nnx_parallel.training import auto_remat
 from nnx_parallel.training.auto_remat import Choice, step_bytes
 from tests.test_messages import Memory
 
+pytestmark = pytest.mark.long
+
 BATCH = {"x": np.random.default_rng(0).normal(size=(256, 16)).astype(np.float32)}
 RANKED: dict[Any, float] = {"none": 100.0, "dots": 60.0, Save("a"): 30.0, "full": 20.0}
 

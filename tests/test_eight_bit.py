@@ -55,6 +55,8 @@ from nnx_parallel.models import (
 from nnx_parallel.precision import EightBit
 from tests.parity.runs import compiling, to_host
 
+pytestmark = pytest.mark.long
+
 ROWS, SEQ_LEN, VOCAB = 16, 16, 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -16,6 +16,8 @@ from nnx_parallel.audit import Report
 from nnx_parallel.layers import cross_entropy, linear_cross_entropy
 from nnx_parallel.sharding import LogicalRules, using
 
+pytestmark = pytest.mark.long
+
 ROWS, SEQ, EMBED, VOCAB = 8, 12, 16, 24
 STRATEGIES: dict[str, Strategy] = {
     "one": DataParallel(1),

@@ -40,7 +40,7 @@ from nnx_parallel.sharding import offload as offloading
 from nnx_parallel.sharding.placement import Placement
 from tests.tpus import numbers_from
 
-pytestmark = pytest.mark.bits
+pytestmark = [pytest.mark.bits, pytest.mark.long]
 
 WIDTH, LAYERS = 16, 4
 ADAMW = optax.adamw(1e-2)

@@ -22,6 +22,8 @@ from nnx_parallel.errors import (
 from nnx_parallel.layers import Embed, lora
 from nnx_parallel.models import GPT, GPTConfig, generate, pad_prompts
 
+pytestmark = pytest.mark.long
+
 X = np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8)
 Y = np.arange(16, dtype=np.int32) % 4
 T = np.linspace(0, 1, 16, dtype=np.float32)

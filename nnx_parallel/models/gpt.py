@@ -428,7 +428,8 @@ class Block(nnx.Module):
 
 def _stack(config: GPTConfig, layers: range, *, rngs: nnx.Rngs) -> Stack:
     """Returns a stack with one block for each of these layers."""
-    kinds = [config.layer_parts[i] for i in layers]
+    parts = config.layer_parts
+    kinds = [parts[i] for i in layers]
     period = period_of(kinds)
     configs = [config.with_parts(*kind) for kind in kinds[:period]]
     makers = [partial(Block, each) for each in configs]
