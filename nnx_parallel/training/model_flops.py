@@ -107,19 +107,25 @@ class TracedLoss:
         forward = sum(map(_eqn_flops, needed(self.program.eqns, outputs)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            unneeded = _unneeded_flops(self.plan, self.objective, self.given)
+            unneeded = _unneeded_flops(
+                self.plan, self.objective, self.given, 3 * forward
+            )
         return 3 * forward - unneeded
 
 
 def _unneeded_flops(
-    plan: StatePlan, objective: Callable[..., Any], given: tuple
+    plan: StatePlan, objective: Callable[..., Any], given: tuple, most: float
 ) -> float:
-    """Counts the FLOPs of gradients that only frozen parameters need."""
+    """Counts the FLOPs of gradients that only frozen parameters need.
+
+    ``most`` has the FLOPs of a step if no parameter is frozen.
+    """
     params, variables, *rest = given
     trained, others = flatten(params), flatten(variables)
     paths = {path for path, _ in variables_of(plan.model.copy(), nnx.Param)}
-    frozen = {p: x for p, x in others.items() if p in paths and is_inexact(x)}
-    if not frozen:
+    known = {p: x for p, x in others.items() if p in paths}
+    frozen = {p: x for p, x in known.items() if is_inexact(x)}
+    if not known:
         return 0.0
 
     def flops(chosen: dict) -> float:
@@ -135,7 +141,10 @@ def _unneeded_flops(
         gradient = jax.make_jaxpr(jax.grad(mean))(*arrays, *rest)
         return count_jaxpr_flops(gradient.jaxpr)
 
-    return flops(trained | frozen) - flops(trained)
+    # JAX cannot differentiate with respect to the codes of a quantised kernel, so its
+    # gradient is counted as unneeded, together with the gradient of the model's input.
+    has_codes = len(frozen) < len(known)
+    return (most if has_codes else flops(trained | frozen)) - flops(trained)
 
 
 def mean_of_arrays(
