@@ -201,6 +201,7 @@ def run(base: Base, strategy: str) -> Run:
 QUICK = {("nf4", "pipeline")}
 
 
+@pytest.mark.bits
 @pytest.mark.parametrize(
     ("base", "strategy"),
     [
