@@ -84,7 +84,7 @@ _FIRST = {
 }
 """Remedies for positional arguments that a method or class does not take."""
 
-_ALONE = ("GPT", "ViT", "ResNet", "generate")
+_NOT_SUGGESTED = ("GPT", "ViT", "ResNet", "generate")
 """Classes and functions whose arguments are not suggested to others."""
 
 _GROUPS = {"Evaluation": "eval_", "Faults": "", "Debugging": "", "Backend": ""}
@@ -139,7 +139,7 @@ def _remedy(title: str, name: str) -> str:
     known = _KNOWN[title]
     ours = [own for own, theirs in _OTHER_NAMES.items() if name in theirs.split()]
     near = [own for own in ours if own in known]
-    owners = {x: known for x, known in _KNOWN.items() if x not in _ALONE}
+    owners = {x: known for x, known in _KNOWN.items() if x not in _NOT_SUGGESTED}
     homes = {own: [x for x in owners if own in owners[x]] for own in (name, *ours)}
     own, owners = next(((x, y) for x, y in homes.items() if y), ("", []))
     if owners and not near:

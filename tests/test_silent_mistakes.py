@@ -153,6 +153,11 @@ def test_legal_losses_do_not_warn(loss: Any) -> None:
     make(loss).fit([BATCH], 1)
 
 
+def every(tree: Any) -> Any:
+    """A mask that selects all parameters."""
+    return jax.tree.map(lambda _: True, tree)
+
+
 RATES: list[tuple[Any, str]] = [
     (optax.sgd(-0.1), "The learning rate is -0.1. With a negative learning rate"),
     (optax.adamw(0.0), "The learning rate is 0, so nothing is trained."),
@@ -162,6 +167,10 @@ RATES: list[tuple[Any, str]] = [
         "The optimizer has no learning rate (it is clip, scale_by_adam).",
     ),
     (optax.adamw(1e-3, weight_decay=1e5), "The weight decay 100000 times the learning"),
+    (
+        optax.adamw(1e-3, weight_decay=1e5, mask=every),
+        "The weight decay 100000 times the learning",
+    ),
 ]
 
 
@@ -174,7 +183,11 @@ def test_optimizer_in_wrong_direction_warns(optimizer: Any, message: str) -> Non
 def test_optimizers_in_right_direction_do_not_warn() -> None:
     ascent = optax.chain(optax.sgd(0.1), optax.scale(-1.0))
     adam = optax.chain(optax.scale_by_adam(), optax.scale(-1e-3))
-    for optimizer in (optax.adafactor(1e-3), optax.lion(1e-4), adam, ascent):
+    masked = optax.masked(optax.adamw(1e-3), every)
+    doubled = optax.chain(optax.masked(optax.sgd(0.1), every), optax.scale(2.0))
+    cocob = optax.contrib.cocob()
+    core = optax.adafactor(1e-3), optax.lion(1e-4), optax.adamw(1e-3, mask=every)
+    for optimizer in (*core, adam, ascent, masked, doubled, cocob):
         _ = make(optimizer=optimizer).train_step
     with pytest.raises(OptimizerError, match="learning rate is a text"):
         _ = make(optimizer=optax.sgd("0.1")).train_step  # pyright: ignore[reportArgumentType]

@@ -300,10 +300,13 @@ def learning_rates(
 
 _KNOWN_LINK = re.compile(
     r"(scale|identity|set_to_zero|trace|ema|clip\w*|adaptive_grad_clip|zero_nans|"
-    r"add_decayed_weights|masked|centralize|"
+    r"add_decayed_weights|centralize|"
     r"scale_by_(?!schedule|\w*search|lbfgs|polyak)\w+)\.<locals>\.update_fn"
 )
-"""Functions of Optax that keep the sign of a gradient, and ``scale``."""
+"""Functions in the namespace ``optax`` that keep the signs of gradients, and ``scale``.
+
+Others, such as ``optax.contrib.scale_by_cocob``, may include the learning rate.
+"""
 
 
 def warn_of_direction(tx: Any) -> None:
@@ -314,7 +317,7 @@ def warn_of_direction(tx: Any) -> None:
     Raises:
         OptimizerError: If the learning rate is a text.
     """
-    links = _links(getattr(tx, "update", None))
+    links = [y for x in _links(getattr(tx, "update", None)) for y in _without_mask(x)]
     names = [getattr(link, "__qualname__", "") for link in links]
     makers = [name.partition(".")[0] for name in names]
     held = [*zip(makers, map(_closure_of, links), strict=True)]
@@ -326,7 +329,7 @@ def warn_of_direction(tx: Any) -> None:
             "The optimizer's learning rate is a text. It must be a number or a "
             "schedule, as in optax.adamw(3e-4)."
         )
-    is_known = all(_KNOWN_LINK.fullmatch(name) for name in names)
+    is_known = all(map(_KNOWN_LINK.fullmatch, names)) and {*makers} <= {*dir(optax)}
     if not is_known or not all(isinstance(x, int | float) for x in rates):
         return
     decays = [known.get("weight_decay") for _, known in held]
@@ -353,6 +356,15 @@ def warn_of_direction(tx: Any) -> None:
     if text:
         remedy = "optax.chain(..., optax.scale_by_learning_rate(3e-4))"
         warn_user(f"{text} Take optax.adamw(3e-4), or {remedy}.", ParallelWarning)
+
+
+def _without_mask(link: Any) -> list[Any]:
+    """Returns the weight decays inside a mask, and any other function as it is."""
+    if _is_made_by("masked", link):
+        inner = _links(_closure_of(link)["inner"].update)
+        if all(_is_made_by("add_decayed_weights", x) for x in inner):
+            return inner
+    return [link]
 
 
 def _schedules(part: Any, seen: set[int]) -> list[Callable | None] | None:

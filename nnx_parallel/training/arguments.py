@@ -402,9 +402,9 @@ def _check_list(name: str, value: Any, elements: _Elements) -> None:
 
 _HOOKS = {name: x for name, x in vars(Callback).items() if name.startswith("on_")}
 _OTHER_HOOKS = {
-    "on_step_end": "on_train_batch_end on_batch_end on_log after_step on_train_step",
-    "on_fit_start": "on_train_begin on_train_start setup on_training_start",
-    "on_fit_end": "on_train_end teardown on_training_end",
+    "on_step_end": "on_train_batch_end on_batch_end on_log on_train_step",
+    "on_fit_start": "on_train_begin on_train_start on_training_start",
+    "on_fit_end": "on_train_end on_training_end",
     "on_eval_end": "on_validation_end on_validation_epoch_end on_evaluate on_test_end "
     "on_validation_batch_end",
 }

@@ -23,6 +23,7 @@ from nnx_parallel.programs import (
     reached,
     variables_in,
 )
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.training.loss_checks import name_in_batch
 
 _MODE = jax.lax.GatherScatterMode
@@ -133,7 +134,7 @@ class Lookups:
         """Returns the integers from which reshapes and casts made an atom."""
         while (eqn := self._made(atom)) and eqn.primitive.name in _RESHAPES:
             operand = eqn.invars[0]
-            if isinstance(operand, jex.Literal) or _is_inexact(operand):
+            if isinstance(operand, jex.Literal) or is_inexact(operand.aval):
                 break
             atom = operand
         return atom
@@ -187,7 +188,7 @@ class Lookups:
                     column=column,
                     size=table.shape[dim] + 1 - eqn.params["slice_sizes"][dim],
                     is_table=not self._after_batch.intersection(variables_in([array])),
-                    fills=mode == _MODE.FILL_OR_DROP and _is_inexact(array),
+                    fills=mode == _MODE.FILL_OR_DROP and is_inexact(array.aval),
                 )
 
     def _column(self, indices: Any, i: int, count: int) -> tuple[Any, int | None]:
@@ -323,10 +324,6 @@ class Lookups:
             return wrong.any()
 
         return bool(count(batch))
-
-
-def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def _squeezed(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from nnx_parallel.programs import (
     variables_in,
 )
 from nnx_parallel.sharding.names import path_of
+from nnx_parallel.sharding.nnx_arrays import is_inexact
 
 _FLAT = frozenset(("stop_gradient", "round", "floor", "ceil", "sign"))
 """Primitives whose derivative is 0."""
@@ -68,7 +69,7 @@ class LossChecks:
         wanted = {*variables_in([self.program.outputs[0]])}
         for eqn in reversed(self.program.eqns):
             if eqn.primitive.name not in _FLAT and not wanted.isdisjoint(eqn.outvars):
-                wanted.update(filter(_is_inexact, variables_in(eqn.invars)))
+                wanted.update(v for v in variables_in(eqn.invars) if is_inexact(v.aval))
         params = jax.tree.leaves_with_path(self.program.inputs[0])
         still = [path_of(keys) for keys, var in params if var not in wanted]
         if len(still) == len(params):
@@ -205,7 +206,3 @@ def name_in_batch(program: TracedFunction, atom: Any) -> str:
 
 def _shape(atom: Any) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
-
-
-def _is_inexact(atom: Any) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)

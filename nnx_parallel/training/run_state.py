@@ -240,9 +240,11 @@ class RunState:
                 f"`{path}` has shape {found.get(path)} instead of {wanted.get(path)}"
                 for path in wrong[:3]
             ]
+            differ = f"{len(wrong)} arrays differ: {'; '.join(shown)}"
             raise StateStructureError(
-                f"The state belongs to another run. {len(wrong)} arrays differ: "
-                f"{'; '.join(shown)}. Assign a state of this Trainer."
+                "The state belongs to another run. "
+                f"{differ if wrong else 'Its pytree has another structure'}. Assign a "
+                "state of this Trainer."
             )
         self._replace(state)
         self.is_fresh = self._is_assigned = False
