@@ -1030,7 +1030,7 @@ n.visualize(MLP)
 n.GPTConfig
 # a name that does not exist :: DataParallel
 n.DDP
-# a player that is no Player :: Player
+# a player of another type :: Player
 n.Players(a=optax.sgd(0.1))
 # players and a loss :: loss
 fit(optimizer=n.Players(a=n.Player(SGD, ce)), loss=ce)
