@@ -1,10 +1,11 @@
 """``python -m benchmarks copies`` ends a run with copies in memory many times.
 
-Each process has a directory of its own, so it counts as a machine of its own. Copies
-are made every 5 steps, and checkpoints every 200. In half of the rounds, a process is
-killed at a random moment. In the others a machine loses its memory too, or two
-neighbours do, or a process dies in the middle of a copy or of a restart. At the end
-every parameter must equal the parameter of an undisturbed run, bit for bit.
+Each process runs on a machine of its own: a network namespace, and a directory for the
+copies. Copies are made every 5 steps, and checkpoints every 200. In half of the
+rounds, a process is killed at a random moment. In the others a machine vanishes with
+its memory, or two neighbours do, or a process dies in the middle of a copy or of a
+restart. At the end every parameter must equal the parameter of an undisturbed run, bit
+for bit.
 
 The time of a restart is measured with the launcher, with and without a compilation
 cache.
@@ -42,6 +43,7 @@ from benchmarks.faults import (
     ROOT,
     START_SECONDS,
     WORKER,
+    Network,
     Run,
     Starter,
 )
@@ -55,6 +57,7 @@ _MEMORY = "/dev/shm"
 _ROWS = 256
 _WHOLE_SECONDS = 3600.0
 _LOSES_BOTH = "two neighbours"
+_MACHINES = "a machine", _LOSES_BOTH
 _UNUSED = "in memory is not used"
 _KINDS = {  # shares of the rounds
     "a process": 50,
@@ -200,16 +203,19 @@ class _Run:
     Attributes:
         lost: Steps that were done again, by the kind of death.
         seconds: Time from the start of the processes to their first step.
+        noticed: Time from the loss of a machine to the end of all processes.
         from_storage: Number of starts that read a checkpoint.
         begun: The step from which the newest of these starts began.
     """
 
     directory: Path
     starter: Starter
+    network: Network
     draw: random.Random
     num_steps: int
     lost: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     seconds: list[float] = field(default_factory=list)
+    noticed: list[float] = field(default_factory=list)
     from_storage: int = 0
     begun: int = 0
 
@@ -243,17 +249,16 @@ class _Run:
             if in_copy:
                 run.end(_KILLED, START_SECONDS)
             else:
-                self._kill(run, victims)
-        if kind in ("a machine", _LOSES_BOTH):
-            for victim in victims:
-                shutil.rmtree(self.directory / "memory" / str(victim))
+                self._wait(run)
+                self._end(run, victims, are_machines=kind in _MACHINES)
         if kind == "in a restart":
             with self.start(fault | {"kind": "in_read"}) as run:
                 run.end(_KILLED, START_SECONDS)
 
     def start(self, fault: dict[str, Any]) -> Any:
         """Starts the processes, with a fault in one of them."""
-        return self.starter.run(self.settings(fault), PROCESSES, self.directory)
+        settings, where = self.settings(fault), self.directory
+        return self.starter.run(settings, PROCESSES, where, self.network)
 
     def resume(self, run: Run, before: str, reached: int) -> None:
         """Waits for the first step, and notes what the death before it has cost."""
@@ -273,14 +278,27 @@ class _Run:
         if not is_copy:
             self.begun = int(first[1]) - 1
 
-    def _kill(self, run: Run, victims: list[int]) -> None:
-        """Kills processes after some steps."""
+    def _wait(self, run: Run) -> None:
+        """Waits for a random moment after a random step."""
         wanted = last_step(self.log) + self.draw.randrange(1, STEPS_PER_ROUND)
         wait_for(run, lambda: last_step(self.log) >= wanted)
         time.sleep(self.draw.uniform(0, 0.05))
+
+    def _end(self, run: Run, victims: list[int], *, are_machines: bool) -> None:
+        """Kills processes, or makes their machines vanish with their memory."""
+        if not are_machines:
+            for victim in victims:
+                os.kill(run.pids[victim], signal.SIGKILL)
+            run.end(_KILLED, END_SECONDS)
+            return
+        start = time.monotonic()
         for victim in victims:
-            os.kill(run.pids[victim], signal.SIGKILL)
-        run.end(_KILLED, END_SECONDS)
+            self.network.cut(victim)
+        run.end({PEER_LOST}, END_SECONDS)
+        self.noticed.append(time.monotonic() - start)
+        for victim in victims:
+            shutil.rmtree(self.directory / "memory" / str(victim))
+            self.network.join(victim)
 
 
 def soak(rounds: int, seed: int) -> dict[str, Any]:
@@ -288,6 +306,7 @@ def soak(rounds: int, seed: int) -> dict[str, Any]:
 
     Raises:
         RuntimeError: If a process hangs, or ends in an undocumented way.
+        OSError: If the system does not permit network namespaces.
     """
     draw = random.Random(seed)
     shares = ([name] * max(1, rounds * x // 100) for name, x in _KINDS.items())
@@ -297,8 +316,10 @@ def soak(rounds: int, seed: int) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(dir=_MEMORY) as name,
         closing(Starter()) as starter,
+        closing(Network(PROCESSES)) as network,
     ):
-        directory, run = Path(name), _Run(Path(name), starter, draw, num_steps)
+        directory = Path(name)
+        run = _Run(directory, starter, network, draw, num_steps)
         whole = whole_settings(num_steps, directory / "whole.json")
         with starter.run(whole, PROCESSES, directory) as started:
             started.end({0}, _WHOLE_SECONDS)
@@ -325,6 +346,9 @@ def soak(rounds: int, seed: int) -> dict[str, Any]:
         "most steps lost, without two neighbours": max(in_memory),
         "seconds from a start to its first step, median": round(
             statistics.median(run.seconds), 2
+        ),
+        "seconds from the loss of a machine to the end of all processes, median": round(
+            statistics.median(run.noticed), 2
         ),
         "files left in memory": len(left),
     }

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,68 @@ class Run:
         return codes
 
 
+class Network:
+    """Network namespaces of Linux that stand for machines, joined by a bridge.
+
+    It needs the rights of an administrator. The network of the host is not touched.
+
+    Args:
+        count: Number of machines.
+
+    Raises:
+        OSError: If the system does not permit namespaces.
+    """
+
+    def __init__(self, count: int) -> None:
+        name = f"machines-{os.getpid()}"
+        self._switch, self._count = name, count
+        self.namespaces = [f"{name}-{i}" for i in range(count)]
+        self.addresses = [f"10.77.0.{i + 1}" for i in range(count)]
+        try:
+            self._ip(f"netns add {name}", f"-n {name} link add bridge type bridge")
+            self._ip(f"-n {name} link set bridge up")
+            for i, (machine, address) in enumerate(
+                zip(self.namespaces, self.addresses, strict=True)
+            ):
+                peer = f"peer name port{i} netns {name}"
+                self._ip(
+                    f"netns add {machine}",
+                    f"link add eth0 netns {machine} type veth {peer}",
+                    f"-n {name} link set port{i} master bridge up",
+                    f"-n {machine} addr add {address}/24 dev eth0",
+                    f"-n {machine} link set eth0 up",
+                    f"-n {machine} link set lo up",
+                )
+        except OSError:
+            self.close()
+            raise
+
+    def _ip(self, *commands: str) -> None:
+        for command in commands:
+            words = ["ip", *command.split()]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(f"ip {command}: {done.stderr.strip()}")
+
+    def cut(self, machine: int) -> None:
+        """Cuts a machine off, without any message to the others."""
+        self._ip(f"-n {self._switch} link set port{machine} down")
+
+    def join(self, machine: int) -> None:
+        """Connects a machine again."""
+        self._ip(f"-n {self._switch} link set port{machine} up")
+
+    def close(self) -> None:
+        """Deletes the namespaces."""
+        for name in (*self.namespaces, self._switch):
+            with suppress(OSError):
+                self._ip(f"netns del {name}")
+
+
 # Imports the slow packages, and then forks a process for each line that it reads. They
 # end like any script: with Python's hooks, and JAX's exit handler.
 _STARTER = """
-import faulthandler, json, os, signal, sys
+import ctypes, faulthandler, json, os, signal, socket, sys
 import jax
 from tests.processes import worker
 codes = {}
@@ -183,6 +241,15 @@ faulthandler.register(signal.SIGUSR1, all_threads=True)
 # A process that a shell starts in the background ignores SIGINT, with its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.update(request["variables"])
+if request["machine"]:
+    namespace, address = request["machine"]
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    # Gloo listens on the address of the host's name, so the name becomes the address.
+    new_network, new_name = 0x40000000, 0x04000000
+    if libc.setns(file, new_network) or libc.unshare(new_name):
+        raise OSError(ctypes.get_errno(), "the process cannot change its namespace")
+    socket.sethostname(address)
 if request["is_shared"]:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
 sys.argv[1:] = [request["settings"]]
@@ -226,20 +293,32 @@ class Starter:
 
     @contextmanager
     def run(
-        self, settings: dict[str, Any], processes: int, directory: Path
+        self,
+        settings: dict[str, Any],
+        processes: int,
+        directory: Path,
+        network: Network | None = None,
     ) -> Iterator[Run]:
-        """Starts the processes of a run; kills those that are alive at the end."""
+        """Starts the processes of a run; kills those that are alive at the end.
+
+        With a network, each process runs on its own machine.
+        """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
+        host = network.addresses[0] if network else "127.0.0.1"
         run = Run(self, [], [directory / f"output{i}" for i in range(processes)])
         try:
             for i, output in enumerate(run.outputs):
                 variables = {
-                    "NNX_PARALLEL_COORDINATOR": f"127.0.0.1:{port}",
+                    "NNX_PARALLEL_COORDINATOR": f"{host}:{port}",
                     "NNX_PARALLEL_NUM_PROCESSES": str(processes),
                     "NNX_PARALLEL_PROCESS_ID": str(i),
                 }
+                machine = (
+                    [network.namespaces[i], network.addresses[i]] if network else None
+                )
                 request = {
+                    "machine": machine,
                     "output": str(output),
                     "variables": variables,
                     "is_shared": processes > 1,

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from nnx_parallel.distributed.messages import host_of, is_loopback, join
+from nnx_parallel.distributed.messages import (
+    HEARTBEAT_SECONDS,
+    host_of,
+    is_loopback,
+    join,
+)
 from nnx_parallel.distributed.runtime import TAGGED, has_backend, tag, tag_logging
 from nnx_parallel.errors import ProcessError
 
@@ -51,7 +56,7 @@ def initialize(
     *,
     local_device_ids: Sequence[int] | None = None,
     start_seconds: int = 300,
-    heartbeat_seconds: int = 30,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
     shutdown_seconds: int = 300,
 ) -> None:
     """Joins the other processes of a run; does nothing if there is only one process.
@@ -70,9 +75,10 @@ def initialize(
         process_id: Number of this process, from 0.
         local_device_ids: Devices of this machine that this process uses.
         start_seconds: Longest time in which all processes must start.
-        heartbeat_seconds: Time without a heartbeat after which a process counts as
-            dead. It matters only for machines that vanish, because the death of a
-            process is noticed at once.
+        heartbeat_seconds: Time after which a machine that vanishes counts as lost, and
+            all processes end. The death of a process is noticed at once. A machine
+            answers even if its processes are busy, so only a break of the network can
+            be mistaken for a loss.
         shutdown_seconds: Longest time that a process waits at its end for the other
             processes.
 
@@ -86,6 +92,10 @@ def initialize(
     """
     if os.environ.get(TAGGED) == str(os.getppid()):
         _outlive_launcher()
+    if heartbeat_seconds < 1:
+        raise ProcessError(
+            f"heartbeat_seconds={heartbeat_seconds} is invalid. It must be at least 1."
+        )
     given = ProcessSpec(coordinator_address, num_processes, process_id)
     spec = find_process(given, os.environ)
     if jax.distributed.is_initialized():
@@ -102,13 +112,15 @@ def initialize(
         *spec,
         local_device_ids=local_device_ids,
         initialization_timeout=start_seconds,
-        heartbeat_timeout_seconds=heartbeat_seconds,
+        # JAX would abort the processes before they can print a reason.
+        heartbeat_timeout_seconds=3 * heartbeat_seconds,
         shutdown_timeout_seconds=shutdown_seconds,
         coordinator_bind_address=address if is_local else None,
     )
     if tag():
         tag_logging()
-    join()
+    if (client := join()) is not None:
+        client.set_heartbeat(heartbeat_seconds)
 
 
 class _Pipe(io.FileIO):

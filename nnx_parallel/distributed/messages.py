@@ -2,8 +2,10 @@
 
 A thread of process 0 collects one value from each process and sends all values to each
 process. The thread notices the death of a process at once, because the operating system
-closes the socket of a process in whatever way it dies. Messages are JSON over TCP. A
-process that connects must know a key that process 0 publishes in JAX's key-value store.
+closes the socket of a process in whatever way it dies. A machine that vanishes closes
+nothing, but its system no longer answers the probes of the other systems. Messages are
+JSON over TCP. A process that connects must know a key that process 0 publishes in JAX's
+key-value store.
 
 Without this module, JAX's coordination service (with a heartbeat of 10 s, the reason in
 its key-value store, and `os._exit` in ``sys.excepthook``) also ends all processes in
@@ -18,7 +20,7 @@ from the fault until the last process ended. There were two processes on CPU, wi
     an exception              1.0, printed               0.1, printed
     ``sys.exit`` too early    5 to 6, aborts             next exchange, printed
     a hang, watchdog of 2 s   3.0, printed               2.1, printed
-    a machine vanishes        9 to 10, aborts            the same: JAX's heartbeat
+    a machine vanishes        9 to 10, aborts            10, printed
     exchange of a value       1.4 to 3 ms                0.2 to 0.5 ms
 
 With a ``missed_heartbeat_callback`` in Python, JAX aborts with ``std::bad_cast``. With
@@ -27,6 +29,7 @@ With a ``missed_heartbeat_callback`` in Python, JAX aborts with ``std::bad_cast`
 
 import atexit
 import contextlib
+import errno
 import inspect
 import ipaddress
 import json
@@ -144,6 +147,26 @@ def limit_reads(peer: socket.socket, seconds: int) -> None:
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
+def watch(connection: Connection | socket.socket, seconds: float) -> None:
+    """Makes reads fail if the other machine does not answer for some seconds.
+
+    The other machine's system answers, so a busy process counts as alive.
+    """
+    probes = 4
+    options = {
+        "TCP_KEEPIDLE": max(1, round(seconds / (probes + 1))),
+        "TCP_KEEPINTVL": max(1, round(seconds / (probes + 1))),
+        "TCP_KEEPCNT": probes,
+        # While sent bytes are unconfirmed, the system sends no probes.
+        "TCP_USER_TIMEOUT": round(1000 * seconds),
+    }
+    with socket.socket(fileno=os.dup(connection.fileno())) as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # macOS lacks some of them
+                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def send(connection: Connection, message: dict[str, Any]) -> None:
     """Sends a JSON message; does nothing if the other side is gone."""
     # If the connection is closed, the next read reports the loss.
@@ -155,6 +178,9 @@ def receive(connection: Connection) -> dict[str, Any]:
     """Waits for a message."""
     return json.loads(connection.recv_bytes())
 
+
+HEARTBEAT_SECONDS = 10
+"""Default time after which a machine that does not answer counts as lost."""
 
 _JOIN_SECONDS = 300.0  # all processes must have started by then
 _DRAIN_SECONDS = 2.0
@@ -249,12 +275,12 @@ class Server:
         process = self._clients[connection]
         try:
             message = receive(connection)
-        except (EOFError, OSError, ValueError):
+        except (EOFError, OSError, ValueError) as error:
             del self._clients[connection]
             if set(self._clients.values()) == {0}:
                 self.drained.set()
             if process not in self._finished:
-                self._report_loss(process, None)
+                self._report_loss(process, _silence(error))
             return
         match message:
             case {"op": "put", "key": key, "value": value}:
@@ -269,6 +295,8 @@ class Server:
                 for other, number in self._clients.items():
                     if number in missing:
                         send(other, message | {"op": "awaited", "text": text})
+            case {"op": "watch", "seconds": seconds}:
+                watch(connection, seconds)
             case {"op": "end", "reason": reason}:
                 self._finished.add(process)
                 if reason is not None:
@@ -340,6 +368,7 @@ class Client:
         server: The server on process 0; ``None`` on all other processes.
         on_lost: Function that ends this process. Its arguments are the number of the
             lost process, its exit message, and `drain`.
+        heartbeat_seconds: Time after which a machine that does not answer is lost.
         steps_begun: Number of steps that the fits of this process have begun.
     """
 
@@ -348,12 +377,19 @@ class Client:
     on_lost: Callable[[int, str | None, Callable[[], None]], None] = end_by_loss
 
     def __post_init__(self) -> None:
+        self.set_heartbeat(HEARTBEAT_SECONDS)
         self._sending = threading.Lock()
         self._counts: defaultdict[str, int] = defaultdict(int)
         self._replies: dict[str, queue.SimpleQueue[dict[str, Any]]] = {}
         self._has_ended = False
         self.steps_begun = 0
         _start("nnx_parallel.client", self._listen)
+
+    def set_heartbeat(self, seconds: float) -> None:
+        """Sets the time after which this process and process 0 count as lost."""
+        self.heartbeat_seconds = seconds
+        watch(self.connection, seconds)
+        send(self.connection, {"op": "watch", "seconds": seconds})
 
     def reserve(self, name: str) -> str:
         """Returns the key of a name's next exchange.
@@ -447,9 +483,9 @@ class Client:
         while True:
             try:
                 message = receive(self.connection)
-            except (EOFError, OSError):
+            except (EOFError, OSError) as error:
                 if not self._has_ended:
-                    self.on_lost(0, None, self.drain)
+                    self.on_lost(0, _silence(error), self.drain)
                 return
             if message["op"] == "lost":
                 self.on_lost(message["process"], message["reason"], self.drain)
@@ -473,6 +509,14 @@ class Client:
         if message["is_main"] and self.steps_begun > message["steps"]:
             end_by_error(f"{text} {_SAME_CALLS}", DisagreementError)
         write_error(text)
+
+
+def _silence(error: BaseException) -> str | None:
+    """Returns the reason if a connection failed because a machine does not answer."""
+    codes = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
+    if isinstance(error, OSError) and error.errno in codes:
+        return "its machine does not answer (off, or without network)"
+    return None
 
 
 @cache

@@ -27,6 +27,7 @@ from nnx_parallel.distributed.messages import (
     listen,
     receive,
     send,
+    watch,
 )
 from nnx_parallel.distributed.runtime import STATE, process_count, process_index
 from nnx_parallel.errors import ProcessError
@@ -64,6 +65,7 @@ class Peers:
         self._has_key = threading.Event()
         me, host, key = process_index(), "", secrets.token_hex(32)
         if (client := join()) is not None:
+            self._heartbeat_seconds = client.heartbeat_seconds
             # The other processes can reach this address, because process 0 can.
             with socket.socket(fileno=os.dup(client.connection.fileno())) as peer:
                 host = peer.getsockname()[0]
@@ -89,7 +91,7 @@ class Peers:
         while self._socket.fileno() >= 0:  # until it is closed
             try:
                 peer, _ = self._socket.accept()
-                _keep_alive(peer)
+                watch(peer, self._heartbeat_seconds)
                 self._start(self._serve, peer)
             except OSError:  # for example too many open files
                 time.sleep(_POLL_SECONDS)
@@ -154,8 +156,7 @@ class Peers:
             return found
         host, port = self._addresses[process]
         connection = self._connections[process] = connect(host, port, self._key)
-        with socket.socket(fileno=os.dup(connection.fileno())) as peer:
-            _keep_alive(peer)
+        watch(connection, self._heartbeat_seconds)
         return connection
 
     def close(self) -> None:
@@ -173,15 +174,3 @@ class Peers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _keep_alive(peer: socket.socket) -> None:
-    """Makes reads fail about a minute after the other machine has vanished."""
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", 20),
-        ("TCP_KEEPINTVL", 10),
-        ("TCP_KEEPCNT", 4),
-    ):
-        if hasattr(socket, name):  # macOS lacks some of them
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
