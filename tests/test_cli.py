@@ -1,6 +1,7 @@
 """The command line: scripts for schedulers, and reports on checkpoints."""
 
 import argparse
+import dataclasses
 import datetime
 import importlib
 import re
@@ -105,6 +106,69 @@ def test_slurm_requeues_preempted_run(tmp_path: Path) -> None:
     assert code == PREEMPTED
     assert calls[1:] == ["requeue 17"]
     assert "train gpt.py" in calls[0]
+
+
+def run_on_nodes(
+    tmp_path: Path, job: Job, dead: dict[int, set[str]]
+) -> tuple[int, list[str], str]:
+    """Runs Slurm's script; each start of the run fails.
+
+    Args:
+        dead: The nodes that are lost after each start, by its number from 1.
+
+    Returns:
+        The exit code, the nodes of each start or "requeue", and the errors.
+    """
+    bin_directory, starts = tmp_path / "bin", tmp_path / "starts"
+    bin_directory.mkdir()
+    starts.touch()
+    lost = "\n".join(f"{n} {x}" for n, nodes in dead.items() for x in nodes)
+    (tmp_path / "dead").write_text(lost + "\n")
+    tools = {
+        "srun": f"""
+node=$(echo "$*" | grep -o -e '--nodelist=[^ ]*')
+number=$(wc -l < {starts})
+case "$*" in
+*nvidia-smi*)
+  awk -v n="$number" -v x="${{node#*=}}" '$1 <= n && $2 == x {{exit 1}}' \\
+    {tmp_path}/dead ;;
+*) echo "${{node#*=}} $*" >> {starts}; exit 75 ;;
+esac""",
+        "scontrol": f"""
+if [ "$1" = show ]; then printf 'n%s\\n' 1 2 3 4 5; else echo "$1" >> {starts}; fi""",
+    }
+    for name, code in tools.items():
+        (bin_directory / name).write_text(f"#!/bin/bash{code}\n")
+        (bin_directory / name).chmod(0o755)
+    script = tmp_path / "script.sh"
+    script.write_text(MANIFESTS["slurm"](job))
+    environment = {"PATH": f"{bin_directory}:/usr/bin:/bin"}
+    environment |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "n[1-5]"}
+    command = ["bash", script]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, starts.read_text().splitlines(), done.stderr
+
+
+def test_slurm_replaces_lost_nodes_by_spares_and_then_uses_fewer(
+    tmp_path: Path,
+) -> None:
+    job = dataclasses.replace(JOB, spares=1, min_processes=3, max_restarts=5)
+    lines = MANIFESTS["slurm"](job).splitlines()
+    options = "--nodes=5", "--ntasks-per-node=1", "--no-kill"
+    assert all(f"#SBATCH {x}" in lines for x in options)
+    dead = {1: {"n2"}, 2: {"n5"}, 3: {"n1"}}
+    code, starts, errors = run_on_nodes(tmp_path, job, dead)
+    assert [x.split()[0] for x in starts] == [
+        "n1,n2,n3,n4",
+        "n1,n3,n4,n5",
+        "n1,n3,n4",
+        "requeue",
+    ]
+    assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4 --kill-on-bad-exit" in starts[2]
+    assert code == 1
+    assert "Only 2 nodes answer, and 3 are needed." in errors
 
 
 def test_slurm_script_requests_tasks_devices_and_signal(

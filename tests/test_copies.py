@@ -30,9 +30,16 @@ from nnx_parallel import (
     TensorParallel,
     Trainer,
 )
+from nnx_parallel.checkpoint import copies
 from nnx_parallel.checkpoint.checksum import digest
 from nnx_parallel.checkpoint.contents import to_groups
-from nnx_parallel.checkpoint.copies import overlap, read_layout, shape_of, slices
+from nnx_parallel.checkpoint.copies import (
+    free_in_container,
+    overlap,
+    read_layout,
+    shape_of,
+    slices,
+)
 from nnx_parallel.checkpoint.memory import RUN, MemoryCopies, find_neighbours
 from nnx_parallel.errors import (
     CheckpointDirectoryError,
@@ -414,6 +421,46 @@ def test_too_little_memory_raises(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(CheckpointDirectoryError, match=r"has only 5.859 KiB.*shm-size"):
         run.fit()
+
+
+@pytest.mark.parametrize(
+    ("groups", "base", "limit", "used", "cached"),
+    [
+        ("0::/pod/train", "", "max", "current", "inactive_file"),
+        (
+            "5:cpu:/x\n4:memory,io:/pod/train",
+            "memory",
+            "limit_in_bytes",
+            "usage_in_bytes",
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_limits_of_container_are_read(
+    tmp_path: Path, groups: str, base: str, limit: str, used: str, cached: str
+) -> None:
+    file, root = tmp_path / "groups", tmp_path / "root" / base
+    file.write_text(groups + "\n")
+    limits = {"": "9000", "pod": "5000", "pod/train": "max"}
+    for name, most in limits.items():
+        (root / name).mkdir(parents=True)
+        (root / name / f"memory.{limit}").write_text(f"{most}\n")
+        (root / name / f"memory.{used}").write_text("3000\n")
+        (root / name / "memory.stat").write_text(f"anon 7\n{cached} 200\n")
+    expected = [5000 - 3000 + 200, 9000 - 3000 + 200]
+    assert [*free_in_container(file, tmp_path / "root")] == expected
+    # The names may be those on the host, where the container cannot look.
+    file.write_text(groups.replace("pod/train", "docker/17") + "\n")
+    assert [*free_in_container(file, tmp_path / "root")] == expected[1:]
+
+
+def test_limit_of_container_counts_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Path("/dev/shm")
+    if not memory.is_dir():
+        pytest.skip("no /dev/shm")
+    monkeypatch.setattr(copies, "free_in_container", lambda: iter([6000]))
+    assert copies.free_bytes(memory) == 6000
+    assert copies.free_bytes(Path("/proc/self")) != 6000  # not in memory
 
 
 def test_directory_that_others_can_open_raises(run: Run) -> None:

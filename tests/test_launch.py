@@ -244,6 +244,29 @@ def test_restart_leaves_out_devices_that_fail_soon(
     assert groups_to_start(whole, failures) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ([], [0, 1, 2]),
+        ([(1000, 1)], [0, 2, 3]),  # group 3 is the first spare
+        ([(1000, 1), (1000, 3)], [0, 2, 4]),
+        ([(1000, 1), (1000, 3), (1000, 0)], [1, 2, 4]),  # 1 failed first
+        ([(1000, 1), (5, 3), (5, 4)], [0, 1, 2]),
+        ([(1000, 1), (5, 3), (5, 4), (5, 1)], [0, 1, 2]),  # 3 and 4 are left out
+        ([(5, 1)], [0, 2, 3]),
+    ],
+)
+def test_spare_replaces_group_that_failed(
+    ends: list[tuple[float, int]], expected: list[int]
+) -> None:
+    failures = [
+        failed("exit code 1", None, 1, seconds)._replace(group=group)
+        for seconds, group in ends
+    ]
+    job = Job(command=("train.py",), num_processes=3, spares=2)
+    assert groups_to_start(job, failures) == expected
+
+
 def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:
     pid = 1 if kind.endswith("Error") else 0
     return Failure(Cause(kind=kind, step=step, code=code, pid=pid), seconds)

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import re
+import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,3 +332,54 @@ def private_directory(path: Path) -> Path:
     if found.st_mode & 0o077:
         raise OSError(f"'{path}' can be opened by other users. Run: chmod 700 '{path}'")
     return path
+
+
+def free_bytes(directory: Path) -> int:
+    """Returns the bytes that new files in a directory may take.
+
+    If its files are in memory, they also count against the memory of the machine and
+    against the limits of the container.
+    """
+    free = shutil.disk_usage(directory).free
+    where = os.stat(directory).st_dev
+    device = f"{os.major(where)}:{os.minor(where)}"
+    with contextlib.suppress(OSError):
+        mounts = [
+            x.split() for x in Path("/proc/self/mountinfo").read_text().splitlines()
+        ]
+        kinds = {x[x.index("-") + 1] for x in mounts if x[2] == device}
+        if not kinds.isdisjoint(("tmpfs", "ramfs")):
+            available = dict(
+                x.split(":") for x in Path("/proc/meminfo").read_text().splitlines()
+            )["MemAvailable"]
+            free = min(free, 1024 * int(available.split()[0]), *free_in_container())
+    return free
+
+
+def free_in_container(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Yields the bytes that are left below each memory limit of this process.
+
+    Args:
+        groups: File with the control groups of this process.
+        root: Directory of all control groups, of version 1 or 2.
+    """
+    for line in groups.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        at, limit, used, cached = root, "max", "current", "inactive_file"
+        if controllers:  # version 1
+            at, limit, used = root / "memory", "limit_in_bytes", "usage_in_bytes"
+            cached = "total_inactive_file"
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # In a container, the names of the groups may be the names on the host.
+        group = at / name.lstrip("/")
+        for each in (group, *group.parents[: len(group.relative_to(at).parts)]):
+            # Without a limit the file has the text "max" or is missing.
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                most, now = (
+                    int((each / f"memory.{x}").read_text()) for x in (limit, used)
+                )
+                lines = (each / "memory.stat").read_text().splitlines()
+                yield most - now + int(dict(x.split() for x in lines)[cached])

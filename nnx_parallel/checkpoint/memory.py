@@ -23,7 +23,6 @@ import itertools
 import json
 import os
 import secrets
-import shutil
 import threading
 import zlib
 from collections import defaultdict
@@ -56,6 +55,7 @@ from nnx_parallel.checkpoint.copies import (
     Layout,
     Name,
     check_index,
+    free_bytes,
     list_names,
     overlap,
     places_of,
@@ -382,17 +382,17 @@ class MemoryCopies:
         needed = self.bytes_of(groups)
         mine = sum(needed[i] for i in self._local())
         held = sum(x.stat().st_size for x in self._run.iterdir() if x.is_file())
-        free = shutil.disk_usage(self._run).free + held
+        free = free_bytes(self._run) + held
         for process, left in enumerate(allgather_object("free memory", free - mine)):
             if left < 0:
                 total = sum(needed[i] for i in self._local(self._machine[process]))
                 raise CheckpointDirectoryError(
                     f"The copies in memory take {format_bytes(total)} on the machine "
                     f"of process {process}, and '{self._where}' has only "
-                    f"{format_bytes(total + left)}. Give it more memory (docker run "
-                    "--shm-size), choose another memory_directory, or leave "
-                    "memory_every out. Runs that were given up may have left files in "
-                    f"'{self._run.parent}'."
+                    f"{format_bytes(total + left)}. Give it or the container more "
+                    "memory (docker run --shm-size), choose another memory_directory, "
+                    "or leave memory_every out. Runs that were given up may have left "
+                    f"files in '{self._run.parent}'."
                 )
         num_machines = len(set(self._machine))
         second = "on one machine: they survive a process, but not the machine"

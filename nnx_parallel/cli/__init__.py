@@ -63,10 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     least = options.min_processes
     if least is not None and not 1 <= least <= options.processes:
         parser.error("--min-processes must be from 1 to --processes")
-    if least is not None and options.print:
+    if options.spares < 0:
+        parser.error("--spares must be at least 0")
+    if (least or options.spares) and options.print not in (None, "slurm"):
         parser.error(
-            "--min-processes works only if this launcher starts the processes, without "
-            "--print"
+            "--min-processes and --spares work if this launcher starts the processes, "
+            "and with --print slurm"
         )
     job = Job(
         command=(options.script, *options.arguments),
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         devices_per_process=options.devices_per_process,
         max_restarts=options.max_restarts,
         min_processes=options.min_processes,
+        spares=options.spares,
         cpu=options.cpu,
         host=options.host,
         topology=topology,
@@ -256,6 +259,11 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     add("--max-restarts", type=int, default=0, metavar="R", help=restarts)
     fewer = "if a restart fails within a minute, try it with fewer, but at least M"
     add("--min-processes", type=int, metavar="M", help=fewer)
+    spares = (
+        "groups of K devices, or nodes under Slurm, that stay idle until another one "
+        "fails (default: %(default)s)"
+    )
+    add("--spares", type=int, default=0, metavar="S", help=spares)
     add("--cpu", action="store_true", help="simulate the devices on CPU")
     host = "address of the coordinator (default: %(default)s, for this machine only)"
     add("--host", default="127.0.0.1", metavar="ADDRESS", help=host)

@@ -99,6 +99,8 @@ class Job:
             minute, the next one has one process fewer, without the devices of the
             process that failed first. After a run of more than a minute, all processes
             are tried again. ``None`` means that all processes are needed.
+        spares: Number of groups of devices, or machines under Slurm, that stay idle
+            until one that is used fails.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
         topology: The slice of TPUs on which GKE runs the processes.
@@ -109,6 +111,7 @@ class Job:
     devices_per_process: int | None = None
     max_restarts: int = 0
     min_processes: int | None = None
+    spares: int = 0
     cpu: bool = False
     host: str = "127.0.0.1"
     topology: Topology | None = None
@@ -180,11 +183,13 @@ def launch(job: Job) -> int:
                 _write(sys.stderr, "launch", text)
                 return code
             if left := job.max_restarts - restart:
-                count = len(groups_to_start(whole, failures))
+                later = groups_to_start(whole, failures)
+                count, new = len(later), [x for x in later if x not in groups]
                 who = "all processes"
                 if count < whole.num_processes:
                     who = f"{count} process" + "es" * (count != 1)
-                text = f"Starting {who} again ({left} restarts left)."
+                where = f", with devices of group {new[0]}" if new else ""
+                text = f"Starting {who} again{where} ({left} restarts left)."
                 _write(sys.stderr, "launch", text)
     return code
 
@@ -192,16 +197,21 @@ def launch(job: Job) -> int:
 def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
     """Returns the groups of devices for the next start, one for each process.
 
-    A missing device makes each start fail soon, so its group is left out.
+    A group that has failed is replaced by a spare. If all groups have failed, the group
+    whose failure is longest ago is used. A missing device makes each start fail soon,
+    so its group is left out.
     """
     early = [*itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])]
     # A failure of the first start does not count, because its cause may be anything.
     counted = early[:-1] if len(early) == len(failures) else early
-    groups = [*range(job.num_processes)]
+    groups = [*range(job.num_processes + job.spares)]
     for failure in counted[::-1]:
-        if len(groups) > (job.min_processes or job.num_processes):
+        is_left = failure.group in groups
+        if is_left and len(groups) > (job.min_processes or job.num_processes):
             groups.remove(failure.group)
-    return groups
+    failed = {failure.group: i for i, failure in enumerate(failures)}
+    groups.sort(key=lambda group: failed.get(group, -1))
+    return sorted(groups[: job.num_processes])
 
 
 class Failure(NamedTuple):
@@ -371,15 +381,16 @@ def _environment(
     count = job.devices_per_process
     if job.cpu or count is None:
         return environment
-    needed = max(job.num_processes, group + 1) * count
+    needed = max(job.num_processes + job.spares, group + 1) * count
     # Without the variable all devices are visible, numbered from 0.
     given = os.environ.get(_VISIBLE, ",".join(map(str, range(needed))))
     names = [name for name in given.split(",") if name]
     if len(names) < needed:
+        spares = f" and {job.spares} spares" if job.spares else ""
         raise MeshShapeError(
             f"{_VISIBLE}={given} names {len(names)} devices, but {job.num_processes} "
-            f"processes of {count} devices need {needed}. Launch fewer processes, or "
-            "make more devices visible."
+            f"processes{spares} of {count} devices need {needed}. Launch fewer "
+            "processes, or make more devices visible."
         )
     return environment | {_VISIBLE: ",".join(names[group * count :][:count])}
 
@@ -450,7 +461,11 @@ def _kill_group(process: Process) -> None:
 
 
 def slurm(job: Job) -> str:
-    """Returns a batch script for ``sbatch``, with one task for each process."""
+    """Returns a batch script for ``sbatch``, with one task for each process.
+
+    With spares or fewer processes, there is one task on each node. Each start leaves
+    out nodes that do not answer, or on which the driver lists no GPUs.
+    """
     count = job.devices_per_process or 1
     gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
     # By default JAX gives task i of a node only device i of that node:
@@ -458,19 +473,28 @@ def slurm(job: Job) -> str:
     numbers = ",".join(str(i) for i in range(count))
     needed = job.cpu_variables or {"JAX_LOCAL_DEVICE_IDS": numbers}
     variables = "".join(f"export {name}={value}\n" for name, value in needed.items())
+    tasks, functions, choice, where = f"--ntasks={job.num_processes}", "", "", ""
+    if job.spares or job.min_processes is not None:
+        # Slurm would end the whole job with its first lost node.
+        tasks = f"--nodes={job.num_processes + job.spares}\n#SBATCH --ntasks-per-node=1"
+        tasks += "\n#SBATCH --no-kill"
+        least = job.min_processes or job.num_processes
+        functions = _SLURM_NODES.format(test="true" if job.cpu else "nvidia-smi -L")
+        choice = _SLURM_CHOICE.format(most=job.num_processes, least=least)
+        where = '--nodes="$count" --ntasks="$count" --nodelist="$list" '
     return f"""#!/bin/bash
 #SBATCH --job-name={_name(job)}
-#SBATCH --ntasks={job.num_processes}
+#SBATCH {tasks}
 {gpus}#SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
 # Slurm sends SIGTERM 120 s before it ends the job; the run then saves a checkpoint.
 
 set -u
-{variables}restarts=0
+{variables}{functions}restarts=0
 while true; do
-  # If one process fails, srun ends all of them.
-  srun --kill-on-bad-exit=1 {shlex.join(("python", *job.command))} && exit 0
+{choice}  # If one process fails, srun ends all of them.
+  srun {where}--kill-on-bad-exit=1 {shlex.join(("python", *job.command))} && exit 0
   code=$?
   if [ "$code" -eq {PREEMPTED} ]; then
     # A SIGTERM stopped the run, which has saved a checkpoint. Slurm starts it again.
@@ -481,6 +505,28 @@ while true; do
   restarts=$((restarts + 1))
   echo "Exit code $code: starting all processes again ($restarts)." >&2
 done
+"""
+
+
+_SLURM_NODES = """\
+# Prints the nodes of the job that answer.
+answering() {{
+  for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+      {test} >/dev/null 2>&1 && echo "$node" &
+  done
+  wait
+}}
+"""
+_SLURM_CHOICE = """\
+  mapfile -t nodes < <(answering | sort -V)
+  count=$((${{#nodes[@]}} < {most} ? ${{#nodes[@]}} : {most}))
+  if [ "$count" -lt {least} ]; then
+    echo "Only $count nodes answer, and {least} are needed." >&2
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 1
+  fi
+  list=$(IFS=,; echo "${{nodes[*]:0:count}}")
 """
 
 

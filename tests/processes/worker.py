@@ -87,6 +87,7 @@ class Settings:
         give_up_seconds: Time after which a save that failed on one process is given up.
         notice_seconds: Time after which a waiting process asks where another one is.
         step_seconds: Smallest time limit of a step under ``step_timeout="auto"``.
+        heartbeat_seconds: Time after which a silent machine counts as lost.
     """
 
     strategies: list[str] = field(default_factory=lambda: ["fsdp"])
@@ -102,6 +103,7 @@ class Settings:
     give_up_seconds: int = orbax_compat.GIVE_UP_SECONDS
     notice_seconds: float = 20.0
     step_seconds: float = 600.0
+    heartbeat_seconds: int = messages.HEARTBEAT_SECONDS
 
 
 def global_batches(count: int, num_rows: int = NUM_ROWS) -> list[np.ndarray]:
@@ -332,8 +334,8 @@ def run(settings: Settings) -> dict[str, Any]:
 
 def main() -> None:
     """Runs with the settings from the command line."""
-    nnx_parallel.initialize()
     settings = Settings(**json.loads(sys.argv[1]))
+    nnx_parallel.initialize(heartbeat_seconds=settings.heartbeat_seconds)
     orbax_compat.GIVE_UP_SECONDS = settings.give_up_seconds
     messages._NOTICE_SECONDS = settings.notice_seconds  # pyright: ignore[reportPrivateUsage]
     runtime._AUTO_SECONDS = settings.step_seconds  # pyright: ignore[reportPrivateUsage]
