@@ -195,9 +195,10 @@ def install(notify: Callable[[str | None], None]) -> None:
 def _end_by_exception(
     kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
-    if _is_of_collective(error):
-        # The collective most likely failed because another process is lost. The report
-        # of the loss arrives on another thread, which then ends this process.
+    if _may_follow_loss(error):
+        # A collective or a request most likely failed because another process is lost.
+        # The report of the loss arrives on another thread, which then ends this
+        # process.
         threading.Event().wait(_REASON_SECONDS)
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
@@ -216,14 +217,15 @@ def _end_by_exception(
     )
 
 
-def _is_of_collective(error: BaseException | None) -> bool:
-    """Returns True if an error, or its cause, comes from JAX's runtime."""
+def _may_follow_loss(error: BaseException | None) -> bool:
+    """Returns True if an error, or its cause, is JAX's or a connection's."""
     # The cause matters for saves. A save has collectives too, and its error is raised
     # from the error of a collective.
+    kinds = jax.errors.JaxRuntimeError, ConnectionError, EOFError
     return error is not None and (
-        isinstance(error, jax.errors.JaxRuntimeError)
+        isinstance(error, kinds)
         or _STATUS.match(str(error)) is not None
-        or _is_of_collective(error.__cause__)
+        or _may_follow_loss(error.__cause__)
     )
 
 

@@ -83,6 +83,17 @@ def test_run_goes_on_without_memory_of_a_machine(
     assert not [*(machines.root / "memory").rglob("*.*")]
 
 
+def test_death_of_a_process_that_is_asked_is_reported_as_its_loss(
+    machines: Machines,
+) -> None:
+    assert machines.run(KILLED).code == 128 + signal.SIGKILL
+    machines.lose(1)  # so process 1 asks process 0 for the list of parts
+    ended = machines.run({"kind": "in_answer", "process": 0, "call": 1})
+    assert ended.code == 128 + signal.SIGKILL, ended.text
+    assert "Process 0 is lost: its connection closed" in ended.text
+    assert "ProcessError" not in ended.text
+
+
 def test_run_without_two_neighbours_begins_from_storage(
     machines: Machines, whole: dict[str, Any]
 ) -> None:

@@ -213,9 +213,10 @@ class Fault(Callback):
 
 
 def break_copies(settings: Settings) -> None:
-    """Kills this process in the middle of a copy in memory, or while it reads one."""
+    """Kills this process while it makes, reads or sends a copy in memory."""
     fault = active_fault(settings)
-    place = {"in_copy": "_publish", "in_read": "_read"}.get(fault.get("kind", ""))
+    places = {"in_copy": "_publish", "in_read": "_read", "in_answer": "_answer"}
+    place = places.get(fault.get("kind", ""))
     if place is None:
         return
     original, calls = getattr(MemoryCopies, place), itertools.count(1)
