@@ -18,6 +18,7 @@ from nnx_parallel.cli.launch import (
     is_stuck,
     launch,
 )
+from nnx_parallel.distributed import PREEMPTED
 from nnx_parallel.distributed.causes import (
     CAUSE,
     Cause,
@@ -265,6 +266,8 @@ def test_spare_replaces_group_that_failed(
     ]
     job = Job(command=("train.py",), num_processes=3, spares=2)
     assert groups_to_start(job, failures) == expected
+    preempted = failed(f"exit code {PREEMPTED}", None, PREEMPTED, 5)
+    assert groups_to_start(job, [*failures, preempted]) == expected
 
 
 def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:

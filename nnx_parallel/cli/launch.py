@@ -205,11 +205,11 @@ def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
     # A failure of the first start does not count, because its cause may be anything.
     counted = early[:-1] if len(early) == len(failures) else early
     groups = [*range(job.num_processes + job.spares)]
+    least = job.min_processes or job.num_processes
     for failure in counted[::-1]:
-        is_left = failure.group in groups
-        if is_left and len(groups) > (job.min_processes or job.num_processes):
+        if failure.of_group and failure.group in groups and len(groups) > least:
             groups.remove(failure.group)
-    failed = {failure.group: i for i, failure in enumerate(failures)}
+    failed = {x.group: i for i, x in enumerate(failures) if x.of_group}
     groups.sort(key=lambda group: failed.get(group, -1))
     return sorted(groups[: job.num_processes])
 
@@ -242,6 +242,11 @@ class Failure(NamedTuple):
         return max(self.seconds, other.seconds) < _START_SECONDS and (
             self.cause.code <= 128
         )
+
+    @property
+    def of_group(self) -> bool:
+        """True if the group may be the reason: it is not if a SIGTERM ended the run."""
+        return self.cause.code != PREEMPTED
 
     @property
     def place(self) -> str:
@@ -512,7 +517,7 @@ _SLURM_NODES = """\
 # Prints the nodes of the job that answer.
 answering() {{
   for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    timeout 60 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+    timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
       {test} >/dev/null 2>&1 && echo "$node" &
   done
   wait
