@@ -121,6 +121,31 @@ def test_processes_end_after_launcher_is_killed(tmp_path: Path) -> None:
     assert ends(worker)
 
 
+def test_spare_is_used_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"{DEVICES}; 1 / ('3' not in os.environ['CUDA_VISIBLE_DEVICES'])")
+    job = Job(
+        command=(str(script),),
+        num_processes=2,
+        devices_per_process=2,
+        max_restarts=1,
+        spares=1,
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6,7,8,9")
+    assert launch(job) == 0
+    out, errors = capfd.readouterr()
+    assert sorted(out.splitlines()[-2:]) == ["[0] sees 6,7", "[1] sees 8,9"]
+    text = "Starting all processes again, with devices of group 2 (1 restarts left)."
+    assert f"[launch] {text}" in errors.splitlines()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
+    with pytest.raises(
+        MeshShapeError, match=r"2 processes and 1 spares of 2 .* need 6"
+    ):
+        launch(job)
+
+
 def test_processes_share_visible_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
