@@ -207,9 +207,9 @@ def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
     groups = [*range(job.num_processes + job.spares)]
     least = job.min_processes or job.num_processes
     for failure in counted[::-1]:
-        if failure.of_group and failure.group in groups and len(groups) > least:
+        if failure.suspects_group and failure.group in groups and len(groups) > least:
             groups.remove(failure.group)
-    failed = {x.group: i for i, x in enumerate(failures) if x.of_group}
+    failed = {x.group: i for i, x in enumerate(failures) if x.suspects_group}
     groups.sort(key=lambda group: failed.get(group, -1))
     return sorted(groups[: job.num_processes])
 
@@ -244,7 +244,7 @@ class Failure(NamedTuple):
         )
 
     @property
-    def of_group(self) -> bool:
+    def suspects_group(self) -> bool:
         """True if the group may be the reason: it is not if a SIGTERM ended the run."""
         return self.cause.code != PREEMPTED
 

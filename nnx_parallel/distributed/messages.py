@@ -150,7 +150,8 @@ def limit_reads(peer: socket.socket, seconds: int) -> None:
 def watch(connection: Connection | socket.socket, seconds: float) -> None:
     """Makes reads fail if the other machine does not answer for some seconds.
 
-    The other machine's system answers, so a busy process counts as alive.
+    The other machine's system answers, so a busy process counts as alive. It counts as
+    silent only if it reads nothing for this time while its buffer is full.
     """
     probes = 4
     options = {
@@ -368,7 +369,6 @@ class Client:
         server: The server on process 0; ``None`` on all other processes.
         on_lost: Function that ends this process. Its arguments are the number of the
             lost process, its exit message, and `drain`.
-        heartbeat_seconds: Time after which a machine that does not answer is lost.
         steps_begun: Number of steps that the fits of this process have begun.
     """
 
@@ -387,7 +387,6 @@ class Client:
 
     def set_heartbeat(self, seconds: float) -> None:
         """Sets the time after which this process and process 0 count as lost."""
-        self.heartbeat_seconds = seconds
         watch(self.connection, seconds)
         send(self.connection, {"op": "watch", "seconds": seconds})
 

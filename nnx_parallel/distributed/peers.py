@@ -33,6 +33,8 @@ from nnx_parallel.distributed.runtime import STATE, process_count, process_index
 from nnx_parallel.errors import ProcessError
 
 _POLL_SECONDS = 0.05
+# The sockets of the messages notice a lost machine sooner, and end this process.
+_SILENCE_SECONDS = 60.0
 
 Handler = Callable[
     [dict[str, Any], Connection], tuple[dict[str, Any], list[memoryview]]
@@ -65,7 +67,6 @@ class Peers:
         self._has_key = threading.Event()
         me, host, key = process_index(), "", secrets.token_hex(32)
         if (client := join()) is not None:
-            self._heartbeat_seconds = client.heartbeat_seconds
             # The other processes can reach this address, because process 0 can.
             with socket.socket(fileno=os.dup(client.connection.fileno())) as peer:
                 host = peer.getsockname()[0]
@@ -91,7 +92,7 @@ class Peers:
         while self._socket.fileno() >= 0:  # until it is closed
             try:
                 peer, _ = self._socket.accept()
-                watch(peer, self._heartbeat_seconds)
+                watch(peer, _SILENCE_SECONDS)
                 self._start(self._serve, peer)
             except OSError:  # for example too many open files
                 time.sleep(_POLL_SECONDS)
@@ -156,7 +157,7 @@ class Peers:
             return found
         host, port = self._addresses[process]
         connection = self._connections[process] = connect(host, port, self._key)
-        watch(connection, self._heartbeat_seconds)
+        watch(connection, _SILENCE_SECONDS)
         return connection
 
     def close(self) -> None:
