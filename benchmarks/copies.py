@@ -178,7 +178,7 @@ class _Elsewhere(nnx.Module):
         return x + jax.pure_callback(wait, shape, jax.lax.stop_gradient(x))
 
 
-def cost(model: type[nnx.Module], rounds: int = 2) -> dict[str, Any]:
+def cost(model: Callable[[nnx.Rngs], nnx.Module], rounds: int = 2) -> dict[str, Any]:
     """Measures what copies of 1 GiB cost a run of one process on one device.
 
     Fits with a copy every 20 steps alternate with fits without copies.
@@ -199,7 +199,7 @@ def cost(model: type[nnx.Module], rounds: int = 2) -> dict[str, Any]:
                 directory, memory_every=20, memory_directory=directory
             )
             trainer = Trainer(
-                lambda rngs: model(rngs),
+                model,
                 optax.adam(1e-4),
                 loss,
                 devices=jax.devices()[:1],
