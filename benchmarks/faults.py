@@ -230,6 +230,7 @@ for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
         break
+    codes.pop(pid, None)  # numbers of processes are used again
     print(pid, flush=True)
 else:
     sys.exit()
