@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 
@@ -61,7 +62,7 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
             f"{', '.join(map(dotted, known)) or 'there are none'}."
         )
     for path, layer in found.items():
-        if why := _why_not(layer):
+        if why := _why_not(layer) or _why_no_blocks(layer, recipe):
             raise EightBitError(
                 f"The products of `{path}` cannot run in 8 bits: {why}. Change layers= "
                 "so that it does not match this layer."
@@ -80,6 +81,35 @@ def _why_not(layer: Any) -> str:
     return ""
 
 
+def _why_no_blocks(layer: Any, recipe: EightBit) -> str:
+    """Returns the reason why a layer's dims have no complete blocks, or ""."""
+    if (block := recipe.block) is None:
+        return ""
+    sizes = _contracted(layer, recipe.gradient is not None)
+    bad = [f"{size:,} {name}" for name, size in sizes.items() if size % block]
+    if not bad:
+        return ""
+    return (
+        f"it has {' and '.join(bad)}. A block of the MX format has {block} elements "
+        f"along the contracted dims, so these numbers must be multiples of {block}"
+    )
+
+
+def _contracted(layer: Any, in_gradient: bool) -> dict[str, int]:
+    """Returns the sizes that products contract; ``in_gradient`` adds the outputs."""
+    if isinstance(layer, MoE):
+        embed, width = layer.up.shape[-2:]
+        return {"inputs": embed, "hidden elements": width}
+    if isinstance(layer, Dense):
+        num, shape = len(layer.in_names), layer.kernel.shape
+        shape = shape[len(shape) - num - len(layer.out_names) :]
+        ins, outs = shape[:num], shape[num:]
+    else:
+        ins, outs = layer.in_features, layer.out_features
+    sizes = {"inputs": ins, "outputs": outs} if in_gradient else {"inputs": ins}
+    return {name: int(np.prod(dims)) for name, dims in sizes.items()}
+
+
 def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> str:
     """Describes the dtypes of the three products of each selected layer.
 
@@ -89,10 +119,16 @@ def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> 
     shown = ", ".join(paths[:8]) + ", ..." * (len(paths) > 8)
     into, back = recipe.forward, recipe.gradient
     of_input = f"{back} * {into}" if back else "in the compute dtype"
+    in_blocks = f" in blocks of {recipe.block}" if recipe.block else ""
     text = (
-        f"8 bits: forward products {into} * {into}, gradients of inputs {of_input}, "
-        f"gradients of kernels in the compute dtype: {shown}"
+        f"8 bits{in_blocks}: forward products {into} * {into}, gradients of inputs "
+        f"{of_input}, gradients of kernels in the compute dtype: {shown}"
     )
+    if recipe.block:
+        return text + (
+            ". The products have operands in the compute dtype with the values of the "
+            "8-bit numbers, so only gathers are faster"
+        )
     fast = _FAST_TPUS["int8" if into == "int8" else "float8"]
     if device_kind.startswith("TPU") and not device_kind.startswith(fast):
         text += (
