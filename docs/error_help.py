@@ -151,7 +151,8 @@ HELP = {
     "EightBitError": Help(
         "`layers=` matches no layer of the model, or a layer whose products cannot run in 8 bits: a "
         "layer with `batch_axis` or another `dot_general`, a layer that the loss does not call, or with "
-        "`mxfp8` a layer whose dims, or shards of experts, have no complete blocks of 32 elements.",
+        "`mxfp8` a layer whose dims, or shards of experts, have no complete blocks of 32 elements. Or "
+        "`rounding='stochastic'` selects only experts, or meets a `Pipeline`.",
         "Take `layers=` from the paths in the message; `None` selects the layers inside of a "
         "`Stack`. Pass `sequence=True` instead of `overlap=` to `TensorParallel`.",
         "layers='mlpp' selects no layer of GPT for 8-bit products. ...",

@@ -393,7 +393,8 @@ class EightBitError(ParallelError, ValueError):
     """``layers=`` must match layers that support 8-bit products.
 
     The products must not overlap with their communication. In the MX format, dims must
-    have complete blocks.
+    have complete blocks. Stochastic rounding needs layers other than experts, and no
+    Pipeline.
     """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,10 @@ from nnx_parallel.errors import suggests_names
 
 # Short names that NumPy does not know. NumPy counts bytes: its "f4" is a float32.
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
+
+
+Rounding = Literal["nearest", "stochastic"]
+"""How the gradient of an output is rounded to 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -33,12 +37,16 @@ class EightBit:
         block: Number of contracted elements that share a scale: 32, the blocks of the
             MX format, whose scales are powers of 2; or ``None`` for one scale over all
             contracted elements.
+        rounding: ``"nearest"``, or ``"stochastic"`` for the gradient: it becomes one of
+            the two nearest 8-bit numbers, so that the mean is exact. Each step and
+            layer has a key. Experts round to the nearest number.
     """
 
     forward: str
     gradient: str | None
     layers: str | None = None
     block: int | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         for name, least in (("forward", ()), ("gradient", (None,))):
@@ -57,12 +65,24 @@ class EightBit:
                 "dtypes, or None."
             )
 
+        if self.rounding not in (valid := get_args(Rounding)):
+            raise ValueError(
+                f"rounding={self.rounding!r} is invalid; valid values are {valid}."
+            )
+        if self.rounding == "stochastic" and self.gradient is None:
+            raise ValueError(
+                "rounding='stochastic' rounds gradients, and gradient=None does not "
+                "round them. Pass rounding='nearest', or an 8-bit dtype for gradients."
+            )
+
     def __repr__(self) -> str:
         # A checkpoint compares this text, so fields that older versions lack appear
         # only if they are set.
         text = f"EightBit(forward={self.forward!r}, gradient={self.gradient!r}, "
-        blocks = f", block={self.block}" if self.block else ""
-        return f"{text}layers={self.layers!r}{blocks})"
+        text += f"layers={self.layers!r}"
+        text += f", block={self.block}" * (self.block is not None)
+        text += f", rounding={self.rounding!r}" * (self.rounding != "nearest")
+        return f"{text})"
 
 
 @suggests_names
@@ -160,6 +180,7 @@ class Precision:
         layers: str | None = None,
         *,
         gradient: bool = True,
+        rounding: Rounding = "nearest",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Runs products of layers in int8. All else is as in `mixed_bfloat16`.
@@ -173,6 +194,10 @@ class Precision:
             layers: Regex that is searched in the dotted path of each layer, such as
                 ``"mlp"``. ``None``: all layers inside of a `Stack`.
             gradient: True if the gradient of a layer's input is an int8 product too.
+            rounding: ``"stochastic"`` rounds the gradient of a layer's output up or
+                down at random, so that its mean is exact (`EightBit`). The numbers are
+                the same under every strategy, and after a restore. A `Pipeline` and
+                experts do not support it.
             compute: Dtype of all other computation.
 
         Raises:
@@ -190,7 +215,10 @@ class Precision:
         if not isinstance(gradient, bool):
             raise ValueError(f"int8(gradient={gradient!r}): it must be True or False.")
         products = EightBit(
-            forward="int8", gradient="int8" if gradient else None, layers=layers
+            forward="int8",
+            gradient="int8" if gradient else None,
+            layers=layers,
+            rounding=rounding,
         )
         return cls(compute=compute, products=products)
 
@@ -200,6 +228,7 @@ class Precision:
         layers: str | None = None,
         *,
         gradient: DTypeLike | None = "float8_e4m3fn",
+        rounding: Rounding = "nearest",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Runs products of layers in float8 [1], with the same scales as `int8`.
@@ -209,6 +238,7 @@ class Precision:
             gradient: Dtype of gradients in the product for the gradient of the input:
                 ``"float8_e4m3fn"``, ``"float8_e5m2"``, or ``None`` for ``compute``.
                 Each token has a scale, so the range of e5m2 is not needed.
+            rounding: As in `int8`.
             compute: Dtype of all other computation.
 
         Example:
@@ -220,7 +250,9 @@ class Precision:
             https://arxiv.org/abs/2209.05433
         """
         name = None if gradient is None else as_dtype(gradient).name
-        products = EightBit(forward="float8_e4m3fn", gradient=name, layers=layers)
+        products = EightBit(
+            forward="float8_e4m3fn", gradient=name, layers=layers, rounding=rounding
+        )
         return cls(compute=compute, products=products)
 
     @classmethod
@@ -229,6 +261,7 @@ class Precision:
         layers: str | None = None,
         *,
         gradient: DTypeLike | None = "float8_e4m3fn",
+        rounding: Rounding = "nearest",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Runs products of layers in the MX format [1]: float8 in blocks of 32.
@@ -246,6 +279,7 @@ class Precision:
             gradient: Dtype of gradients in the product for the gradient of the input:
                 ``"float8_e4m3fn"``, as in [2], ``"float8_e5m2"``, or ``None`` for
                 ``compute``.
+            rounding: As in `int8`.
             compute: Dtype of all other computation.
 
         Example:
@@ -260,7 +294,11 @@ class Precision:
         """
         name = None if gradient is None else as_dtype(gradient).name
         products = EightBit(
-            forward="float8_e4m3fn", gradient=name, layers=layers, block=32
+            forward="float8_e4m3fn",
+            gradient=name,
+            layers=layers,
+            block=32,
+            rounding=rounding,
         )
         return cls(compute=compute, products=products)
 

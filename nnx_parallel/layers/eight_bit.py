@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding
 
@@ -71,7 +72,11 @@ class Kernel(NamedTuple):
 
 
 def quantise(
-    x: Array, dims: tuple[int, ...], dtype: Any, axes: tuple[str, ...] = ()
+    x: Array,
+    dims: tuple[int, ...],
+    dtype: Any,
+    axes: tuple[str, ...] = (),
+    noise: Array | None = None,
 ) -> Quantised:
     """Rounds an array to 8 bits, with one scale for each group of numbers.
 
@@ -85,14 +90,15 @@ def quantise(
         dims: The dims of a group; the scale has size 1 along them.
         dtype: int8 or a float8 dtype.
         axes: Manual mesh axes that split a group.
+        noise: Uniform numbers in [0, 1), in the shape of x, for stochastic rounding;
+            ``None`` rounds to the nearest number.
 
     Example:
         >>> values, scale = quantise(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,), "int8")
         >>> values.tolist(), scale.shape
         ([[64, -127], [0, 0]], (2, 1))
     """
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    most = _largest(dtype)
     wide = x.astype(sum_dtype(x))
     largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=True)
     largest = jax.lax.pmax(largest, axes) if axes else largest
@@ -100,12 +106,39 @@ def quantise(
     scale = jnp.where(is_tiny, 1.0, largest / most)
     scaled = wide * jnp.where(is_tiny, 0.0, most / largest)
     # The quotient of the largest number may round to slightly more than `most`.
-    scaled = jnp.clip(jnp.round(scaled) if is_integer else scaled, -most, most)
-    return Quantised(scaled.astype(dtype), scale)
+    return Quantised(_cast(jnp.clip(scaled, -most, most), dtype, noise), scale)
+
+
+def _largest(dtype: Any) -> float:
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+
+
+def _cast(x: Array, dtype: Any, noise: Array | None) -> Array:
+    """Rounds numbers within the range of an 8-bit dtype, and converts them.
+
+    With noise, a number between two numbers of the dtype becomes one of them. The mean
+    over all noise is the number itself. A number of the dtype does not change.
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if noise is None:
+        return (jnp.round(x) if is_integer else x).astype(dtype)
+    step = jnp.ones((), x.dtype)
+    if not is_integer:
+        info = jnp.finfo(dtype)
+        exponent = jnp.frexp(x)[1] - 1  # of a number from 1 to 2 it is 0
+        step = jnp.ldexp(step, jnp.maximum(exponent, info.minexp) - info.nmant)
+    lower = jnp.floor(x / step)
+    # A comparison is exact, and a sum with the noise would not be.
+    return ((lower + (noise < x / step - lower)) * step).astype(dtype)
 
 
 def quantise_blocks(
-    x: Array, dims: tuple[int, ...], dtype: Any, block: int
+    x: Array,
+    dims: tuple[int, ...],
+    dtype: Any,
+    block: int,
+    noise: Array | None = None,
 ) -> Quantised:
     """Rounds an array to the MX format: each block has a scale that is a power of 2.
 
@@ -120,6 +153,7 @@ def quantise_blocks(
         dims: The dims along which there are blocks.
         dtype: A float8 dtype.
         block: Number of elements of a block.
+        noise: See `quantise`.
 
     Example:
         >>> x = jnp.array([[1.0, 448.0, 0.3, 449.0]])
@@ -128,7 +162,7 @@ def quantise_blocks(
         ([[1.0, 448.0, 0.15625, 224.0]], [[127, 128]])
     """
     wide = x.astype(sum_dtype(x))
-    codes = _codes_of(wide, float(jnp.finfo(dtype).max))
+    codes = _codes_of(wide, _largest(dtype))
     # Codes are reduced, and not elements: if a layout splits blocks, devices then
     # exchange bytes.
     kept = [d for d in range(x.ndim) if d not in dims]
@@ -140,7 +174,7 @@ def quantise_blocks(
     # The smallest scale is far larger than the smallest normal number.
     scaled = wide * jnp.ldexp(jnp.ones((), wide.dtype), 127 - of_element)
     scaled = jnp.where(of_element == 0, 0, scaled)  # see `_TINY`
-    return Quantised(scaled.astype(dtype), codes)
+    return Quantised(_cast(scaled, dtype, noise), codes)
 
 
 def _codes_of(x: Array, most: float) -> Array:
@@ -171,11 +205,12 @@ def _round(
     dtype: Any,
     block: int | None,
     axes: tuple[str, ...] = (),
+    noise: Array | None = None,
 ) -> Quantised:
     """Rounds an array with one scale per group or per block; see `quantise`."""
     if block is None:
-        return quantise(x, dims, dtype, axes)
-    return quantise_blocks(x, dims, dtype, block)
+        return quantise(x, dims, dtype, axes, noise)
+    return quantise_blocks(x, dims, dtype, block, noise)
 
 
 def _exact(
@@ -257,6 +292,14 @@ def note_layer(recipe: EightBit) -> None:
         found.add(recipe.layers)
 
 
+class RoundingKey(nnx.Variable):
+    """A random key for the rounding of a layer's gradient in one step.
+
+    `set_recipe` adds it to a model inside of a step. The state of a run does not have
+    it.
+    """
+
+
 class Split(Protocol):
     """A product whose input is gathered, or whose output is scattered, along `seq`."""
 
@@ -288,7 +331,12 @@ class _Call(NamedTuple):
 
 
 def eight_bit_matmul(
-    x: Array, w: Array, num: int, recipe: EightBit, split: Split | None = None
+    x: Array,
+    w: Array,
+    num: int,
+    recipe: EightBit,
+    split: Split | None = None,
+    key: Array | None = None,
 ) -> Array:
     """Multiplies an activation by a kernel in 8 bits, with `recipe` for each product.
 
@@ -298,6 +346,8 @@ def eight_bit_matmul(
         num: Number of contracted dims.
         recipe: The dtypes of the products.
         split: How the product gathers or scatters along ``seq``, or ``None``.
+        key: Key for the rounding of the output's gradient. ``None`` rounds to the
+            nearest number.
 
     Returns:
         ``(*leading, *out_dims)`` in the dtype to which x and w are promoted.
@@ -314,17 +364,21 @@ def eight_bit_matmul(
     # gathered before the cast, and its gradient quantises the kernel a second time.
     kernel = round_kernel(w, tuple(range(num)), recipe)
     x = x.astype(jnp.result_type(x, w))  # an integer may be the input
-    return _product(_Call(recipe, num, split, w.dtype), x, w, kernel)
+    return _product(_Call(recipe, num, split, w.dtype), x, w, kernel, key)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, x: Array, w: Array, kernel: Kernel) -> Array:
-    return _forward(call, x, w, kernel)[0]
+def _product(
+    call: _Call, x: Array, w: Array, kernel: Kernel, key: Array | None
+) -> Array:
+    return _forward(call, x, w, kernel, key)[0]
 
 
 # The forward pass does not use `w`. It is an argument so that it gets the gradient. If
 # `w` is stored in shards, the compiler removes its gather, because nothing uses it.
-def _forward(call: _Call, x: Array, w: Array, kernel: Kernel) -> tuple[Array, tuple]:
+def _forward(
+    call: _Call, x: Array, w: Array, kernel: Kernel, key: Array | None
+) -> tuple[Array, tuple]:
     del w
     num, split, recipe = call.num, call.split, call.recipe
     lead, scale = x.ndim - num, kernel.forward.scale
@@ -332,47 +386,48 @@ def _forward(call: _Call, x: Array, w: Array, kernel: Kernel) -> tuple[Array, tu
     rows = _round(x, ins, recipe.forward, recipe.block)
     if split is not None and split.gathers:
         rows = Quantised(*map(split.gather, rows))
-    operands = (
-        _operand(each, dims, recipe.block, x.dtype)
-        for each, dims in ((rows, ins), (kernel.forward, w_ins))
-    )
-    y = _dot(x.dtype, *operands, ins, w_ins)
+    left = _operand(rows, ins, recipe.block, x.dtype)
+    right = _operand(kernel.forward, w_ins, recipe.block, x.dtype)
+    y = _dot(x.dtype, left, right, ins, w_ins)
     y = y if split is None else _place(y, split.output)
     if recipe.block is None:
         of_rows = _expand(rows.scale, lead, y.ndim - lead)
         y = y.astype(scale.dtype) * of_rows * _channels(scale, num, lead)
     saved = kernel.forward if kernel.backward is None else kernel.backward
-    return y.astype(x.dtype), (x, saved)
+    return y.astype(x.dtype), (x, saved, key)
 
 
-def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None]:
-    x, kernel = saved
+def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None, None]:
+    x, kernel, key = saved
     split, lead = call.split, x.ndim - call.num
     if split is not None:
         x, dy = (split.gather(x), dy) if split.gathers else (x, split.gather(dy))
-    dx = _gradient_of_input(call, kernel, x.dtype, dy, lead)
+    dx = _gradient_of_input(call, kernel, x.dtype, dy, key)
     dx = dx if split is None else _place(dx, split.input)
     tokens = tuple(range(lead))
     dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))
-    return dx, dw.astype(call.dtype), None
+    return dx, dw.astype(call.dtype), None, None
 
 
 def _gradient_of_input(
-    call: _Call, kernel: Quantised, dtype: Any, dy: Array, lead: int
+    call: _Call, kernel: Quantised, dtype: Any, dy: Array, key: Array | None
 ) -> Array:
     num, recipe, (values, scale) = call.num, call.recipe, kernel
-    outs, kept = tuple(range(lead, dy.ndim)), tuple(range(num, values.ndim))
+    kept = tuple(range(num, values.ndim))
+    lead = dy.ndim - len(kept)
+    outs = tuple(range(lead, dy.ndim))
     if recipe.gradient is None:
         whole = _exact(kernel, tuple(range(num)), recipe.block, dtype)
         return _dot(dtype, dy.astype(dtype), whole, outs, kept).astype(dtype)
     if recipe.block is None:
         dy = dy.astype(scale.dtype) * _channels(scale, num, lead)
-    rows = _round(dy, outs, recipe.gradient, recipe.block)
-    operands = (
-        _operand(each, dims, recipe.block, dtype)
-        for each, dims in ((rows, outs), (kernel, kept))
-    )
-    total = _dot(dtype, *operands, outs, kept)
+    # A number of the noise depends on its position in the global array, so it is the
+    # same under every layout.
+    noise = None if key is None else jax.random.uniform(key, dy.shape, jnp.float32)
+    rows = _round(dy, outs, recipe.gradient, recipe.block, noise=noise)
+    left = _operand(rows, outs, recipe.block, dtype)
+    right = _operand(kernel, kept, recipe.block, dtype)
+    total = _dot(dtype, left, right, outs, kept)
     if recipe.block is None:
         total = total if call.split is None else _place(total, call.split.input)
         total = total.astype(scale.dtype) * _expand(rows.scale, lead, num)
@@ -445,11 +500,9 @@ def _ragged_forward(
 ) -> tuple[Array, tuple]:
     recipe, scale = call.recipe, rounded.forward.scale
     found = _round(rows, (1,), recipe.forward, recipe.block, call.in_axes)
-    operands = (
-        _operand(each, (1,), recipe.block, rows.dtype)
-        for each in (found, rounded.forward)
-    )
-    y = _ragged_dot(rows.dtype, *operands, sizes)
+    left = _operand(found, (1,), recipe.block, rows.dtype)
+    right = _operand(rounded.forward, (1,), recipe.block, rows.dtype)
+    y = _ragged_dot(rows.dtype, left, right, sizes)
     if recipe.block is None:
         y = y.astype(scale.dtype) * found.scale * _scales_of(len(rows), scale, sizes)
     empty = jnp.zeros((0,), kernel.dtype)  # has the dtype of the gradient

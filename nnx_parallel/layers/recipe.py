@@ -1,10 +1,10 @@
 """Finds the layers of a model whose products run in 8 bits, and sets their recipe."""
 
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,11 @@ from jax import Array
 
 from nnx_parallel.errors import EightBitError
 from nnx_parallel.layers.dense import Dense
-from nnx_parallel.layers.eight_bit import eight_bit_matmul, noting_layers
+from nnx_parallel.layers.eight_bit import (
+    RoundingKey,
+    eight_bit_matmul,
+    noting_layers,
+)
 from nnx_parallel.layers.experts.moe import MoE
 from nnx_parallel.precision import EightBit
 from nnx_parallel.sharding.names import dotted
@@ -61,6 +65,14 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
             f"all layers inside of a Stack. Layers ({kinds}): "
             f"{', '.join(map(dotted, known)) or 'there are none'}."
         )
+    if recipe.rounding == "stochastic" and all(
+        isinstance(layer, MoE) for layer in found.values()
+    ):
+        raise EightBitError(
+            f"layers={recipe.layers!r} selects only experts: {sorted(found)}. The "
+            "order of their rows depends on the strategy, so they do not support "
+            "rounding='stochastic'. Pass rounding='nearest', or select more layers."
+        )
     for path, layer in found.items():
         if why := _why_not(layer) or _why_no_blocks(layer, recipe):
             raise EightBitError(
@@ -100,14 +112,20 @@ def _contracted(layer: Any, in_gradient: bool) -> dict[str, int]:
     if isinstance(layer, MoE):
         embed, width = layer.up.shape[-2:]
         return {"inputs": embed, "hidden elements": width}
+    ins, outs = _shape_of(layer)
+    sizes = {"inputs": ins, "outputs": outs} if in_gradient else {"inputs": ins}
+    return {name: int(np.prod(dims)) for name, dims in sizes.items()}
+
+
+def _shape_of(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the sizes of the inputs and of the outputs in a layer's kernel."""
     if isinstance(layer, Dense):
         num, shape = len(layer.in_names), layer.kernel.shape
         shape = shape[len(shape) - num - len(layer.out_names) :]
-        ins, outs = shape[:num], shape[num:]
-    else:
-        ins, outs = layer.in_features, layer.out_features
-    sizes = {"inputs": ins, "outputs": outs} if in_gradient else {"inputs": ins}
-    return {name: int(np.prod(dims)) for name, dims in sizes.items()}
+        return shape[:num], shape[num:]
+    both = layer.in_features, layer.out_features
+    ins, outs = (tuple(int(size) for size in np.ravel(sizes)) for sizes in both)
+    return ins, outs
 
 
 def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> str:
@@ -124,6 +142,8 @@ def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> 
         f"8 bits{in_blocks}: forward products {into} * {into}, gradients of inputs "
         f"{of_input}, gradients of kernels in the compute dtype: {shown}"
     )
+    if recipe.rounding == "stochastic":
+        text += ". Gradients are rounded at random, except in experts"
     if recipe.block:
         return text + (
             ". The products have operands in the compute dtype with the values of the "
@@ -160,30 +180,57 @@ def checking_layers(model: nnx.Module, recipe: EightBit | None) -> Iterator[None
         )
 
 
-def set_recipe(model: nnx.Module, recipe: EightBit) -> None:
+def set_recipe(model: nnx.Module, recipe: EightBit, key: Array | None = None) -> None:
     """Makes the products of the selected layers run in 8 bits, in place.
 
     The recipe of a layer has the path of the layer as its ``layers``.
+
+    Args:
+        model: The model.
+        recipe: The layers and dtypes.
+        key: Key of the step. For stochastic rounding, each layer gets a key that is
+            derived from it. ``None`` rounds to the nearest numbers.
     """
+    key = key if recipe.rounding == "stochastic" else None
     for path, layer in layers_in_eight_bits(model, recipe).items():
         of_layer = replace(recipe, layers=path)
+        of_gradient = None
+        if key is not None and not isinstance(layer, MoE):
+            of_gradient = _key_of(layer, path, key)
+        if isinstance(layer, Dense):
+            layer.rounding_key = of_gradient
         if isinstance(layer, Dense | MoE):
             layer.recipe = of_layer
         else:
             # All methods of the layer use this attribute.
-            layer.dot_general = _dot_general_of(of_layer)
+            layer.dot_general = nnx.data(DotGeneral(of_layer, of_gradient))
 
 
-@cache  # equal models must have equal attributes, or JAX would trace them again
-def _dot_general_of(recipe: EightBit) -> Any:
-    return partial(_dot_general, recipe)
+def _key_of(layer: Any, path: str, key: Array) -> RoundingKey:
+    """Derives the key of a layer from its path, or the keys of a stack's layers."""
+    # Python's `hash` of a text differs between processes.
+    key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    shape = layer.kernel.shape
+    ndim = sum(map(len, _shape_of(layer)))
+    return RoundingKey(jax.random.split(key, shape[: len(shape) - ndim]))
 
 
-def _dot_general(
-    recipe: EightBit, x: Array, w: Array, dimension_numbers: Any, **_: Any
-) -> Array:
-    """Contracts dims of ``x`` with the first dims of ``w``; options have no effect."""
-    (x_dims, _), _ = dimension_numbers
-    num = len(x_dims)
-    x = jnp.moveaxis(x, x_dims, range(-num, 0))
-    return eight_bit_matmul(x, w, num, recipe)
+class DotGeneral(nnx.Module):
+    """Replaces ``jax.lax.dot_general`` in a stock layer.
+
+    Args:
+        recipe: The dtypes of the products.
+        key: Key for the rounding of gradients, or ``None``.
+    """
+
+    def __init__(self, recipe: EightBit, key: RoundingKey | None) -> None:
+        self.recipe = recipe
+        self.key = nnx.data(key)
+
+    def __call__(self, x: Array, w: Array, dimension_numbers: Any, **_: Any) -> Array:
+        """Contracts dims of ``x`` with the first dims of ``w``; ignores options."""
+        (x_dims, _), _ = dimension_numbers
+        num = len(x_dims)
+        x = jnp.moveaxis(x, x_dims, range(-num, 0))
+        key = None if self.key is None else self.key[...]
+        return eight_bit_matmul(x, w, num, self.recipe, key=key)
