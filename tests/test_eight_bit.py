@@ -282,7 +282,7 @@ def test_grouped_products_match_products_of_each_expert(recipe: str) -> None:
     sizes = np.array([5, 0, 4], np.int32)  # the last rows belong to no expert
 
     def grouped(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        values = round_kernel(kernel, (1,), products)
+        values = round_kernel(kernel, (1,), (2,), products)
         return eight_bit_ragged_dot(Grouped(products), rows, kernel, values, sizes)
 
     def one_by_one(rows: jax.Array, kernel: jax.Array) -> jax.Array:

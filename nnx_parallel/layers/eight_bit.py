@@ -256,19 +256,21 @@ def quantise_kernel(
     return _round(jax.lax.stop_gradient(w), dims, dtype, block)
 
 
-def round_kernel(w: Array, dims: tuple[int, ...], recipe: EightBit) -> Kernel:
+def round_kernel(
+    w: Array, ins: tuple[int, ...], outs: tuple[int, ...], recipe: EightBit
+) -> Kernel:
     """Rounds a kernel as a recipe needs it for its products.
 
     Args:
-        w: ``(*in_dims, *out_dims)``, or with a first dim for experts.
-        dims: The dims of the inputs. The dims after them are outputs.
+        w: The kernel. A dim that is not in ``ins`` or ``outs`` enumerates experts.
+        ins: The dims of the inputs.
+        outs: The dims of the outputs.
         recipe: The dtypes of the products, and the blocks.
     """
     kind, block = recipe.forward, recipe.block
-    found = quantise_kernel(w, dims, kind, block)
+    found = quantise_kernel(w, ins, kind, block)
     if block is None or recipe.gradient is None:
         return Kernel(found)
-    outs = tuple(range(dims[-1] + 1, w.ndim))
     return Kernel(found, quantise_kernel(w, outs, kind, block))
 
 
@@ -337,17 +339,20 @@ def eight_bit_matmul(
     recipe: EightBit,
     split: Split | None = None,
     key: Array | None = None,
+    w_dims: tuple[int, ...] | None = None,
 ) -> Array:
     """Multiplies an activation by a kernel in 8 bits, with `recipe` for each product.
 
     Args:
         x: ``(*leading, *in_dims)``, where ``num`` is the number of in dims.
-        w: ``(*in_dims, *out_dims)``.
+        w: ``(*in_dims, *out_dims)``, or other dims with ``w_dims``.
         num: Number of contracted dims.
         recipe: The dtypes of the products.
         split: How the product gathers or scatters along ``seq``, or ``None``.
         key: Key for the rounding of the output's gradient. ``None`` rounds to the
             nearest number.
+        w_dims: The dims of w to contract, in the order of in_dims; by default the
+            first dims.
 
     Returns:
         ``(*leading, *out_dims)`` in the dtype to which x and w are promoted.
@@ -362,7 +367,12 @@ def eight_bit_matmul(
     note_layer(recipe)
     # Qwix's `dot_general` quantises the kernel inside its call, so the kernel would be
     # gathered before the cast, and its gradient quantises the kernel a second time.
-    kernel = round_kernel(w, tuple(range(num)), recipe)
+    ins = w_dims or tuple(range(num))
+    outs = tuple(d for d in range(w.ndim) if d not in ins)
+    kernel = round_kernel(w, ins, outs, recipe)
+    if w_dims is not None:
+        # A transpose of w before the cast would gather w before the cast.
+        w, kernel = jax.tree.map(lambda a: a.transpose(*ins, *outs), (w, kernel))
     x = x.astype(jnp.result_type(x, w))  # an integer may be the input
     return _product(_Call(recipe, num, split, w.dtype), x, w, kernel, key)
 

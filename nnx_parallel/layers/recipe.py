@@ -1,11 +1,12 @@
 """Finds the layers of a model whose products run in 8 bits, and sets their recipe."""
 
 import re
+import string
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from nnx_parallel.sharding.names import dotted
 from nnx_parallel.sharding.nnx_arrays import is_inside, stacks_of
 from nnx_parallel.sharding.rules import check_regex
 
-KINDS = (Dense, MoE, nnx.Linear, nnx.LinearGeneral)
+KINDS = (Dense, MoE, nnx.Linear, nnx.LinearGeneral, nnx.Einsum)
 
 _FAST_TPUS = {
     "int8": ("TPU v5", "TPU v6"),
@@ -84,6 +85,10 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
 
 def _why_not(layer: Any) -> str:
     """Returns the reason why a layer's products cannot run in 8 bits, or ""."""
+    if isinstance(layer, nnx.Einsum):
+        if layer.einsum_op is not jnp.einsum:
+            return "it has another einsum_op"
+        return _Labels.of(layer.einsum_str).why_not()
     if getattr(layer, "batch_axis", None):
         return "it uses batch_axis"
     product = getattr(layer, "dot_general", None)
@@ -123,6 +128,10 @@ def _shape_of(layer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         num, shape = len(layer.in_names), layer.kernel.shape
         shape = shape[len(shape) - num - len(layer.out_names) :]
         return shape[:num], shape[num:]
+    if isinstance(layer, nnx.Einsum):
+        labels, shape = _Labels.of(layer.einsum_str), layer.kernel_shape
+        ins = tuple(shape[d] for d in labels.contracted)
+        return ins, tuple(n for d, n in enumerate(shape) if d not in labels.contracted)
     both = layer.in_features, layer.out_features
     ins, outs = (tuple(int(size) for size in np.ravel(sizes)) for sizes in both)
     return ins, outs
@@ -201,6 +210,8 @@ def set_recipe(model: nnx.Module, recipe: EightBit, key: Array | None = None) ->
             layer.rounding_key = of_gradient
         if isinstance(layer, Dense | MoE):
             layer.recipe = of_layer
+        elif isinstance(layer, nnx.Einsum):
+            layer.einsum_op = nnx.data(Einsum(of_layer, of_gradient))
         else:
             # All methods of the layer use this attribute.
             layer.dot_general = nnx.data(DotGeneral(of_layer, of_gradient))
@@ -215,11 +226,51 @@ def _key_of(layer: Any, path: str, key: Array) -> RoundingKey:
     return RoundingKey(jax.random.split(key, shape[: len(shape) - ndim]))
 
 
-class DotGeneral(nnx.Module):
-    """Replaces ``jax.lax.dot_general`` in a stock layer.
+class _Labels(NamedTuple):
+    """The labels of an einsum of an input and a kernel, such as ``bsd,dh->bsh``."""
+
+    x: str
+    w: str
+    out: str
+
+    @classmethod
+    def of(cls, text: str, num_dims: int | None = None) -> Self:
+        """Reads a text, in which ``...`` stands for the dims left of ``num_dims``."""
+        operands, _, out = text.replace(" ", "").partition("->")
+        x, _, w = operands.partition(",")
+        unused = [c for c in string.ascii_letters if c not in text]
+        count = 0 if num_dims is None else num_dims - len(x.replace("...", ""))
+        more = "".join(unused[:count])
+        return cls(x.replace("...", more), w, out.replace("...", more))
+
+    @property
+    def contracted(self) -> tuple[int, ...]:
+        """The dims of the kernel that are contracted."""
+        return tuple(d for d, label in enumerate(self.w) if label not in self.out)
+
+    def why_not(self) -> str:
+        """Returns the reason why this is not a product of the whole kernel, or ""."""
+        x, w, out = map(set, self)
+        rules = {
+            "'...' in its kernel": "..." in self.w,
+            "a label twice in an operand": any(len(set(s)) < len(s) for s in self),
+            f"the labels {sorted(x & w & out)} in its input, kernel and output": bool(
+                x & w & out
+            ),
+            f"the labels {sorted((x ^ w) - out)} in only one operand": bool(
+                (x ^ w) - out
+            ),
+            "no label that is contracted": not (x & w) - out,
+        }
+        found = [text for text, is_bad in rules.items() if is_bad]
+        return f"its einsum_str has {found[0]}" if found else ""
+
+
+class _Product(nnx.Module):
+    """A product in 8 bits, in place of the plain product of a stock layer.
 
     Args:
-        recipe: The dtypes of the products.
+        recipe: The dtypes of the product.
         key: Key for the rounding of gradients, or ``None``.
     """
 
@@ -227,10 +278,37 @@ class DotGeneral(nnx.Module):
         self.recipe = recipe
         self.key = nnx.data(key)
 
-    def __call__(self, x: Array, w: Array, dimension_numbers: Any, **_: Any) -> Array:
-        """Contracts dims of ``x`` with the first dims of ``w``; ignores options."""
-        (x_dims, _), _ = dimension_numbers
-        num = len(x_dims)
+    def multiply(
+        self, x: Array, w: Array, x_dims: Sequence[int], w_dims: tuple[int, ...]
+    ) -> Array:
+        """Contracts dims of ``x`` with dims of ``w``."""
+        num = len(w_dims)
         x = jnp.moveaxis(x, x_dims, range(-num, 0))
         key = None if self.key is None else self.key[...]
-        return eight_bit_matmul(x, w, num, self.recipe, key=key)
+        dims = None if w_dims == (*range(num),) else w_dims
+        return eight_bit_matmul(x, w, num, self.recipe, key=key, w_dims=dims)
+
+
+class DotGeneral(_Product):
+    """Replaces ``jax.lax.dot_general``."""
+
+    def __call__(self, x: Array, w: Array, dimension_numbers: Any, **_: Any) -> Array:
+        """Contracts dims of ``x`` and ``w``; ignores options."""
+        (x_dims, w_dims), _ = dimension_numbers
+        return self.multiply(x, w, x_dims, tuple(w_dims))
+
+
+class Einsum(_Product):
+    """Replaces ``jnp.einsum``."""
+
+    def __call__(self, text: str, x: Array, w: Array, **_: Any) -> Array:
+        """Computes ``jnp.einsum(text, x, w)``; ignores options."""
+        labels = _Labels.of(text, x.ndim)
+        if why := labels.why_not():
+            raise EightBitError(
+                f"A call of `{self.recipe.layers}` cannot run in 8 bits: {why}."
+            )
+        x_dims = [labels.x.index(labels.w[d]) for d in labels.contracted]
+        y = self.multiply(x, w, x_dims, labels.contracted)
+        made = [c for c in labels.x + labels.w if c in labels.out]
+        return y.transpose([made.index(c) for c in labels.out])

@@ -286,8 +286,8 @@ class Rounded(NamedTuple):
         """Rounds kernels, ``(experts, in, out)``."""
         note_layer(recipe)
         each = kernels.up, kernels.gate, kernels.down
-        rounded = (None if w is None else round_kernel(w, (1,), recipe) for w in each)
-        return cls(*rounded)
+        run = partial(round_kernel, ins=(1,), outs=(2,), recipe=recipe)
+        return cls(*(None if w is None else run(w) for w in each))
 
 
 @jax.tree_util.register_dataclass
