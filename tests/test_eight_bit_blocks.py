@@ -32,7 +32,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import EightBitError
 from nnx_parallel.layers import Dense, Experts, MoE, Stack
-from nnx_parallel.layers.eight_bit import eight_bit_matmul, quantise_blocks
+from nnx_parallel.layers.eight_bit import eight_bit_matmul, quantise_mx
 from nnx_parallel.layers.recipe import describe_products, layers_in_eight_bits
 from nnx_parallel.precision import EightBit
 from tests.parity.runs import compiling, to_host
@@ -221,7 +221,7 @@ def test_blocks_at_limits_of_format() -> None:
     x[3, :2] = 448, 1
     x[4, :2] = np.nextafter(np.float32(448), np.float32(500)), 1
     x[5, :2] = 1e-31, 3e38  # the first becomes 0
-    values, codes = quantise_blocks(jnp.asarray(x), (1,), "float8_e4m3fn", 32)
+    values, codes = quantise_mx(jnp.asarray(x), (1,), "float8_e4m3fn", 32)
     assert codes[:, 0].tolist() == [0, 255, 255, 127, 128, 247]
     assert values[3:5, :2].astype(float).tolist() == [[448, 1], [224, 0.5]]
     recipe = in_float64().products

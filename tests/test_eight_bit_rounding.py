@@ -25,7 +25,7 @@ from nnx_parallel import (
 )
 from nnx_parallel.errors import EightBitError
 from nnx_parallel.layers import Dense
-from nnx_parallel.layers.eight_bit import quantise, quantise_blocks
+from nnx_parallel.layers.eight_bit import quantise, quantise_mx
 from nnx_parallel.layers.recipe import RoundingKey, describe_products, set_recipe
 from nnx_parallel.precision import EightBit
 from tests.parity.runs import compiling, to_host
@@ -111,7 +111,7 @@ def test_mean_of_roundings_is_the_number(
         if block is None:
             values, scale = quantise(given, (1,), jnp.dtype(dtype), noise=noise)
         else:
-            values, codes = quantise_blocks(given, (1,), jnp.dtype(dtype), block, noise)
+            values, codes = quantise_mx(given, (1,), jnp.dtype(dtype), block, noise)
             scale = 2.0 ** (codes.astype(jnp.float32) - 127)
         return values.astype(jnp.float32) * scale, scale
 

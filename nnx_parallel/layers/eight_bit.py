@@ -49,7 +49,7 @@ class Quantised(NamedTuple):
     Attributes:
         values: int8 or float8, in the array's shape.
         scale: The scales, with size 1 along the dims of a group. If groups are blocks
-            (`quantise_blocks`), the first of these dims has the number of blocks, and
+            (`quantise_mx`), the first of these dims has the number of blocks, and
             a scale is a uint8 ``code``, which stands for ``2.0 ** (code - 127)``; 255
             stands for NaN.
     """
@@ -133,7 +133,7 @@ def _cast(x: Array, dtype: Any, noise: Array | None) -> Array:
     return ((lower + (noise < x / step - lower)) * step).astype(dtype)
 
 
-def quantise_blocks(
+def quantise_mx(
     x: Array,
     dims: tuple[int, ...],
     dtype: Any,
@@ -157,7 +157,7 @@ def quantise_blocks(
 
     Example:
         >>> x = jnp.array([[1.0, 448.0, 0.3, 449.0]])
-        >>> values, codes = quantise_blocks(x, (1,), jnp.float8_e4m3fn, 2)
+        >>> values, codes = quantise_mx(x, (1,), jnp.float8_e4m3fn, 2)
         >>> values.tolist(), codes.tolist()
         ([[1.0, 448.0, 0.15625, 224.0]], [[127, 128]])
     """
@@ -210,7 +210,7 @@ def _round(
     """Rounds an array with one scale per group or per block; see `quantise`."""
     if block is None:
         return quantise(x, dims, dtype, axes, noise)
-    return quantise_blocks(x, dims, dtype, block, noise)
+    return quantise_mx(x, dims, dtype, block, noise)
 
 
 def _exact(
