@@ -31,6 +31,7 @@ RECIPES = {
     "bfloat16": Precision.mixed_bfloat16(),
     "int8": Precision.int8(),
     "float8": Precision.fp8(),
+    "mxfp8": Precision.mxfp8(),
     "int8, forward only": Precision.int8(gradient=False),
     "float8, e5m2 gradients": Precision.fp8(gradient="float8_e5m2"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +17,15 @@ from nnx_parallel.errors import suggests_names
 _SHORT_NAMES = {"bf16": jnp.bfloat16, "fp16": "f2", "fp32": "f4", "fp64": "f8"}
 
 
-@dataclass(frozen=True, kw_only=True)
+Rounding = Literal["nearest", "stochastic"]
+"""How the gradient of an output is rounded to 8 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class EightBit:
     """The layers whose products run in 8 bits, and the dtypes.
 
-    `Precision.int8` and `Precision.fp8` create it.
+    `Precision.int8`, `Precision.fp8` and `Precision.mxfp8` create it.
 
     Attributes:
         forward: Dtype of activations and kernels in the forward pass: ``int8`` or
@@ -30,11 +34,19 @@ class EightBit:
             input. If it is ``None``, this product runs in the compute dtype.
         layers: Regex that is searched in the dotted paths of layers. ``None``: the
             layers inside of a `Stack`.
+        block: Number of contracted elements that share a scale: 32, the blocks of the
+            MX format, whose scales are powers of 2; or ``None`` for one scale over all
+            contracted elements.
+        rounding: ``"nearest"``, or ``"stochastic"`` for the gradient: it becomes one of
+            the two nearest 8-bit numbers, so that the mean is exact. Each step and
+            layer has a key. Experts round to the nearest number.
     """
 
     forward: str
     gradient: str | None
     layers: str | None = None
+    block: int | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         for name, least in (("forward", ()), ("gradient", (None,))):
@@ -46,6 +58,31 @@ class EightBit:
                     f"{[*valid, *least]}. Both operands of a product are integers, or "
                     "both are floats."
                 )
+        if self.block not in (32, None) or (self.block and self.forward == "int8"):
+            raise ValueError(
+                f"EightBit(forward={self.forward!r}, block={self.block!r}): blocks of "
+                "the MX format have 32 float8 elements. block must be 32 for float8 "
+                "dtypes, or None."
+            )
+
+        if self.rounding not in (valid := get_args(Rounding)):
+            raise ValueError(
+                f"rounding={self.rounding!r} is invalid; valid values are {valid}."
+            )
+        if self.rounding == "stochastic" and self.gradient is None:
+            raise ValueError(
+                "rounding='stochastic' rounds gradients, and gradient=None does not "
+                "round them. Pass rounding='nearest', or an 8-bit dtype for gradients."
+            )
+
+    def __repr__(self) -> str:
+        # A checkpoint compares this text, so fields that older versions lack appear
+        # only if they are set.
+        text = f"EightBit(forward={self.forward!r}, gradient={self.gradient!r}, "
+        text += f"layers={self.layers!r}"
+        text += f", block={self.block}" * (self.block is not None)
+        text += f", rounding={self.rounding!r}" * (self.rounding != "nearest")
+        return f"{text})"
 
 
 @suggests_names
@@ -71,7 +108,7 @@ class Precision:
         inputs: Dtype of a batch's floating-point arrays in the loss or a prediction.
             ``None`` does not cast them, because a cast would also round targets and
             weights. A layer that does not cast its inputs computes in their dtype.
-        products: The products that run in 8 bits (`int8`, `fp8`), or ``None``.
+        products: The products that run in 8 bits (`int8`, `fp8`, `mxfp8`), or ``None``.
 
     Example:
         >>> Precision.mixed_bfloat16().compute
@@ -109,7 +146,7 @@ class Precision:
         if not isinstance(self.products, EightBit | None):
             raise ValueError(
                 f"Precision.products is {self.products!r}; it must be an EightBit or "
-                "None. Precision.int8() and Precision.fp8() set it."
+                "None. Precision.int8(), fp8() and mxfp8() set it."
             )
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
@@ -143,6 +180,7 @@ class Precision:
         layers: str | None = None,
         *,
         gradient: bool = True,
+        rounding: Rounding = "nearest",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Runs products of layers in int8. All else is as in `mixed_bfloat16`.
@@ -156,6 +194,10 @@ class Precision:
             layers: Regex that is searched in the dotted path of each layer, such as
                 ``"mlp"``. ``None``: all layers inside of a `Stack`.
             gradient: True if the gradient of a layer's input is an int8 product too.
+            rounding: ``"stochastic"`` rounds the gradient of a layer's output up or
+                down at random, so that its mean is exact (`EightBit`). The numbers are
+                the same under every strategy, and after a restore. A `Pipeline` and
+                experts do not support it.
             compute: Dtype of all other computation.
 
         Raises:
@@ -173,7 +215,10 @@ class Precision:
         if not isinstance(gradient, bool):
             raise ValueError(f"int8(gradient={gradient!r}): it must be True or False.")
         products = EightBit(
-            forward="int8", gradient="int8" if gradient else None, layers=layers
+            forward="int8",
+            gradient="int8" if gradient else None,
+            layers=layers,
+            rounding=rounding,
         )
         return cls(compute=compute, products=products)
 
@@ -183,6 +228,7 @@ class Precision:
         layers: str | None = None,
         *,
         gradient: DTypeLike | None = "float8_e4m3fn",
+        rounding: Rounding = "nearest",
         compute: DTypeLike | None = jnp.bfloat16,
     ) -> Precision:
         """Runs products of layers in float8 [1], with the same scales as `int8`.
@@ -192,6 +238,7 @@ class Precision:
             gradient: Dtype of gradients in the product for the gradient of the input:
                 ``"float8_e4m3fn"``, ``"float8_e5m2"``, or ``None`` for ``compute``.
                 Each token has a scale, so the range of e5m2 is not needed.
+            rounding: As in `int8`.
             compute: Dtype of all other computation.
 
         Example:
@@ -203,7 +250,56 @@ class Precision:
             https://arxiv.org/abs/2209.05433
         """
         name = None if gradient is None else as_dtype(gradient).name
-        products = EightBit(forward="float8_e4m3fn", gradient=name, layers=layers)
+        products = EightBit(
+            forward="float8_e4m3fn", gradient=name, layers=layers, rounding=rounding
+        )
+        return cls(compute=compute, products=products)
+
+    @classmethod
+    def mxfp8(
+        cls,
+        layers: str | None = None,
+        *,
+        gradient: DTypeLike | None = "float8_e4m3fn",
+        rounding: Rounding = "nearest",
+        compute: DTypeLike | None = jnp.bfloat16,
+    ) -> Precision:
+        """Runs products of layers in the MX format [1]: float8 in blocks of 32.
+
+        Each 32 consecutive elements along the contracted dims share a scale, which is a
+        power of 2. As in [2], it is rounded up, so that no element saturates. Blocks
+        are parts of the global arrays, so they do not depend on the strategy. The
+        kernel is rounded twice: in blocks along its inputs, and for the gradient of the
+        input in blocks along its outputs. The gradients of kernels are computed in
+        ``compute``, because they would need blocks of tokens, which layouts split.
+
+        Args:
+            layers: Regex for dotted paths, as in `int8`. 32 must divide the inputs of
+                these layers, and their outputs unless ``gradient`` is ``None``.
+            gradient: Dtype of gradients in the product for the gradient of the input:
+                ``"float8_e4m3fn"``, as in [2], ``"float8_e5m2"``, or ``None`` for
+                ``compute``.
+            rounding: As in `int8`.
+            compute: Dtype of all other computation.
+
+        Example:
+            >>> Precision.mxfp8().products.block
+            32
+
+        References:
+            [1] Open Compute Project, "OCP Microscaling Formats (MX) Specification",
+            version 1.0, 2023, sections 5 and 6
+            [2] Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025,
+            https://arxiv.org/abs/2506.08027
+        """
+        name = None if gradient is None else as_dtype(gradient).name
+        products = EightBit(
+            forward="float8_e4m3fn",
+            gradient=name,
+            layers=layers,
+            block=32,
+            rounding=rounding,
+        )
         return cls(compute=compute, products=products)
 
 

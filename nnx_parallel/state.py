@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from nnx_parallel.errors import StateStructureError
+from nnx_parallel.errors import EightBitError, StateStructureError
 from nnx_parallel.init import compute_in_shards, first_arrays
 from nnx_parallel.layers.recipe import layers_in_eight_bits, set_recipe
 from nnx_parallel.layers.stack.gather import gather_late
@@ -267,11 +267,12 @@ class StatePlan:
         *,
         training: bool,
         cast_stacked: bool = True,
+        key: jax.Array | None = None,
     ) -> nnx.Module:
         """Returns the model as the loss sees it, cast to the compute dtype.
 
         If ``cast_stacked`` is False, a pipeline's layers are not cast here, but in the
-        stages that run them.
+        stages that run them. ``key`` is for stochastic rounding in 8-bit products.
         """
         flat, places = flatten(params) | flatten(variables), self.param_placements
         # A set would have a different order in each process, and each process would
@@ -285,7 +286,7 @@ class StatePlan:
         # placements, which the layers read.
         merged = model.merge(flat)
         if self.precision.products is not None:
-            set_recipe(merged, self.precision.products)
+            set_recipe(merged, self.precision.products, key)
         return merged
 
     def gathering(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -402,6 +403,22 @@ class StatePlan:
         return jax.lax.with_sharding_constraint(params, nest(shardings))
 
 
+def _check_products(
+    model: nnx.Module, precision: Precision, placements: dict[Path, Placement]
+) -> None:
+    """Checks that the selected products can run in 8 bits under a layout."""
+    if (recipe := precision.products) is None:
+        return
+    layers_in_eight_bits(model, recipe)
+    is_staged = any(place.is_staged for place in placements.values())
+    if is_staged and recipe.rounding == "stochastic":
+        raise EightBitError(
+            "rounding='stochastic' needs a key for each layer in each step, and the "
+            "stages of a Pipeline get no keys. Pass rounding='nearest', or use FSDP or "
+            "TensorParallel instead."
+        )
+
+
 def plan_state(
     model: nnx.Module,
     layout: Layout,
@@ -441,12 +458,11 @@ def plan_state(
             "such as 0.999."
         )
     precision = precision or Precision()
-    if precision.products is not None:
-        layers_in_eight_bits(model, precision.products)
     is_one = not isinstance(optimizer, dict)
     optimizers, filters = ({"": optimizer}, {"": wrt}) if is_one else (optimizer, wrt)
     txs = {name: as_transformation(each, model) for name, each in optimizers.items()}
     placements = place_model(model, layout)
+    _check_products(model, precision, placements)
     training = ModelDef.of(set_default_modes(model))
     # The mode is part of the structure, so it is changed only after `training` is made.
     # The arrays do not change.

@@ -42,6 +42,7 @@ from nnx_parallel.layers.eight_bit import (
     eight_bit_matmul,
     eight_bit_ragged_dot,
     quantise_kernel,
+    round_kernel,
 )
 from nnx_parallel.layers.recipe import describe_products, layers_in_eight_bits
 from nnx_parallel.models import (
@@ -70,8 +71,14 @@ SIZES: dict[str, Any] = {
     "zero_centered_norm": True,
     "sinks": True,
 }
+IN_BLOCKS: dict[str, Any] = SIZES | {"embed_dim": 64}
 CONFIGS = {
     "gpt": GPTConfig(**SIZES),
+    "blocks": GPTConfig(**IN_BLOCKS),
+    "blocks_experts": GPTConfig(
+        **IN_BLOCKS,
+        experts=Experts(num_experts=4, top_k=2, mlp_dim=64),
+    ),
     "experts": GPTConfig(
         **SIZES, experts=Experts(num_experts=4, top_k=2, mlp_dim=32, shared_dim=32)
     ),
@@ -80,6 +87,7 @@ RECIPES = {
     "int8": Precision.int8(compute=None),
     "fp8": Precision.fp8(compute=None),
     "int8_forward": Precision.int8(gradient=False, compute=None),
+    "mxfp8": Precision.mxfp8(compute=None),
     "none": Precision(),
 }
 
@@ -148,6 +156,7 @@ def fsdp(size: int) -> FSDP:
 deep = pytest.mark.deep
 LAYOUTS = {
     "fsdp": fsdp(4),
+    "fsdp8": fsdp(8),
     "fsdp_tp": Composite(fsdp(2), TensorParallel(2)),
     "fsdp_sequence": Composite(fsdp(2), TensorParallel(2, sequence=True)),
     "context": Composite(fsdp(2), ContextParallel(2)),
@@ -170,6 +179,9 @@ LAYOUTS = {
         pytest.param("int8", "gpt", "context", marks=deep),
         pytest.param("int8", "experts", "experts", marks=deep),
         pytest.param("fp8", "experts", "experts_tp", marks=deep),
+        pytest.param("mxfp8", "blocks", "fsdp8", marks=deep),
+        pytest.param("mxfp8", "blocks", "fsdp_sequence", marks=deep),
+        pytest.param("mxfp8", "blocks_experts", "experts_tp", marks=deep),
     ],
 )
 @pytest.mark.usefixtures("float64")
@@ -260,30 +272,31 @@ def test_products_match_written_recipe(recipe: str) -> None:
     np.testing.assert_allclose(dw, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_forward"])
+@pytest.mark.parametrize("recipe", ["int8", "fp8", "int8_forward", "mxfp8"])
 def test_grouped_products_match_products_of_each_expert(recipe: str) -> None:
     products = RECIPES[recipe].products
     assert products is not None
     rng = np.random.default_rng(0)
-    rows = rng.normal(size=(12, 8)).astype(np.float32)
-    kernel = rng.normal(size=(3, 8, 4)).astype(np.float32)
+    rows = rng.normal(size=(12, 32)).astype(np.float32)
+    kernel = rng.normal(size=(3, 32, 64)).astype(np.float32)
     sizes = np.array([5, 0, 4], np.int32)  # the last rows belong to no expert
 
     def grouped(rows: jax.Array, kernel: jax.Array) -> jax.Array:
-        values = quantise_kernel(kernel, (1,), products.forward)
+        values = round_kernel(kernel, (1,), (2,), products)
         return eight_bit_ragged_dot(Grouped(products), rows, kernel, values, sizes)
 
     def one_by_one(rows: jax.Array, kernel: jax.Array) -> jax.Array:
         first = eight_bit_matmul(rows[:5], kernel[0], 1, products)
         last = eight_bit_matmul(rows[5:9], kernel[2], 1, products)
-        return jnp.concatenate([first, last, jnp.zeros((3, 4))])
+        return jnp.concatenate([first, last, jnp.zeros((3, 64))])
 
-    dy = rng.normal(size=(12, 4)).astype(np.float32)
-    y, pull = jax.vjp(grouped, rows, kernel)
-    expected, expected_pull = jax.vjp(one_by_one, rows, kernel)
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(pull(dy), expected_pull(dy), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    dy = rng.normal(size=(12, 64)).astype(np.float32)
+    found, expected = (
+        jax.jit(lambda *x, f=f: (f(*x), *jax.vjp(f, *x)[1](dy)))(rows, kernel)
+        for f in (grouped, one_by_one)
+    )
+    for each, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_group_with_nan_or_zeros() -> None:

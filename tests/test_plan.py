@@ -103,6 +103,11 @@ def test_state_bytes_match_compiled_step(model: str, name: str) -> None:
     assert counted == arguments
 
 
+def test_int8_is_twice_as_fast_as_bfloat16_on_v5p() -> None:
+    v5p = HARDWARE["v5p"]
+    assert v5p.peak("int8") == 2 * v5p.peak("bfloat16") == 918e12
+
+
 def test_placement_matches_for_described_devices(parts: Parts) -> None:
     for strategy in (*STRATEGIES.values(), PIPELINED):
         here = parts.on(strategy.layout())

@@ -119,6 +119,28 @@ def test_values_that_are_not_finite_stay_so(base: Base) -> None:
         np.testing.assert_array_equal(values[:, 1], 1.0)
 
 
+class OneLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layer(x)
+
+
+@EACH_BASE
+def test_run_counts_parameters_and_not_codes(base: Base) -> None:
+    trainer: Any = Trainer(
+        lora(OneLayer, targets="layer", rank=4, base=base),
+        optax.sgd(0.1),
+        lambda model, batch: (model(batch) ** 2).mean(),
+        wrt=nnx.LoRAParam,
+        loggers=(),
+    )
+    total, trained = 64 * 64 + 64 + 2 * 4 * 64, 2 * 4 * 64
+    expected = f"{total:,} parameters, {trained} of them trained"
+    assert expected in trainer._repr_html_()
+
+
 LAYERS: dict[str, tuple[Callable[[nnx.Rngs], Any], tuple[int, ...], int, int]] = {
     "dense": (
         lambda rngs: Dense(

@@ -23,7 +23,7 @@ from nnx_parallel.collectives.matmul import (
     row_parallel_matmul,
 )
 from nnx_parallel.errors import EightBitError
-from nnx_parallel.layers.eight_bit import eight_bit_matmul
+from nnx_parallel.layers.eight_bit import RoundingKey, eight_bit_matmul
 from nnx_parallel.layers.loss import observe_range
 from nnx_parallel.layers.stack.scan import OVERLAPPED
 from nnx_parallel.precision import EightBit
@@ -54,6 +54,7 @@ def matmul(
     *,
     w_dims: tuple[int, ...] | None = None,
     recipe: EightBit | None = None,
+    key: Array | None = None,
 ) -> Array:
     """Multiplies an activation by a parameter; returns ``(*leading, *out_dims)``.
 
@@ -73,6 +74,7 @@ def matmul(
         w_dims: The dims of w to contract; by default the first dims.
         recipe: The dtypes of products in 8 bits, or ``None``. With a recipe, ``w_dims``
             must be ``None``.
+        key: Key for the rounding of the output's gradient (`eight_bit_matmul`).
 
     Raises:
         EightBitError: If products in 8 bits would overlap with their communication.
@@ -95,7 +97,7 @@ def matmul(
                 "products do not run in 8 bits. Pass sequence=True without overlap to "
                 "TensorParallel, or a Precision without 8-bit products."
             )
-        y = eight_bit_matmul(x, w, len(in_names), recipe, split)
+        y = eight_bit_matmul(x, w, len(in_names), recipe, split, key)
         return checkpoint_name(y, OVERLAPPED)
     if layout is None or split is None:
         return jnp.tensordot(x, w, axes=contracting)
@@ -297,6 +299,7 @@ class Dense(nnx.Module):
     """
 
     recipe: EightBit | None = None  # set by `set_recipe`
+    rounding_key: RoundingKey | None = None  # set by `set_recipe`
 
     def __init__(
         self,
@@ -328,7 +331,8 @@ class Dense(nnx.Module):
         there are two leading dims, they are ``batch`` and ``seq``.
         """
         w, names = self.kernel[...], (self.in_names, self.out_names)
-        y = matmul(x, w, *names, recipe=self.recipe)
+        key = None if self.rounding_key is None else self.rounding_key[...]
+        y = matmul(x, w, *names, recipe=self.recipe, key=key)
         return _add_bias(self, y)
 
 

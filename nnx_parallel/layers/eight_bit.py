@@ -13,11 +13,18 @@ gradient of the kernel is a sum over tokens. Their scales differ, so this produc
 in the compute dtype. Scales for groups of tokens would depend on how a layout splits
 tokens.
 
+In the MX format [2], each 32 contracted elements have one scale, which is a power of 2.
+Products with these scales are exact in bfloat16, float32 and float64. So both operands
+are converted to the compute dtype, and one product of that dtype has all scales.
+
 References:
     [1] Wortsman et al., "Stable and low-precision training for large-scale
     vision-language models", 2023, section 2.2, https://arxiv.org/abs/2304.13013
+    [2] Open Compute Project, "OCP Microscaling Formats (MX) Specification", version
+    1.0, 2023, section 5
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -26,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding
 
@@ -36,14 +44,39 @@ _place = jax.lax.with_sharding_constraint
 
 
 class Quantised(NamedTuple):
-    """An 8-bit array and its scales; ``values * scale`` approximates the array."""
+    """An 8-bit array and its scales; ``values * scale`` approximates the array.
+
+    Attributes:
+        values: int8 or float8, in the array's shape.
+        scale: The scales, with size 1 along the dims of a group. If groups are blocks
+            (`quantise_mx`), the first of these dims has the number of blocks, and
+            a scale is a uint8 ``code``, which stands for ``2.0 ** (code - 127)``; 255
+            stands for NaN.
+    """
 
     values: Array
     scale: Array
 
 
+class Kernel(NamedTuple):
+    """A kernel in 8 bits.
+
+    Attributes:
+        forward: The kernel in groups along its inputs.
+        backward: The kernel in blocks along its outputs, for the gradient of the input,
+            or ``None`` if that product uses ``forward``.
+    """
+
+    forward: Quantised
+    backward: Quantised | None = None
+
+
 def quantise(
-    x: Array, dims: tuple[int, ...], dtype: Any, axes: tuple[str, ...] = ()
+    x: Array,
+    dims: tuple[int, ...],
+    dtype: Any,
+    axes: tuple[str, ...] = (),
+    noise: Array | None = None,
 ) -> Quantised:
     """Rounds an array to 8 bits, with one scale for each group of numbers.
 
@@ -57,14 +90,15 @@ def quantise(
         dims: The dims of a group; the scale has size 1 along them.
         dtype: int8 or a float8 dtype.
         axes: Manual mesh axes that split a group.
+        noise: Uniform numbers in [0, 1), in the shape of x, for stochastic rounding;
+            ``None`` rounds to the nearest number.
 
     Example:
         >>> values, scale = quantise(jnp.array([[1.0, -2.0], [0.0, 0.0]]), (1,), "int8")
         >>> values.tolist(), scale.shape
         ([[64, -127], [0, 0]], (2, 1))
     """
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    most = _largest(dtype)
     wide = x.astype(sum_dtype(x))
     largest = jnp.max(jnp.abs(wide), axis=dims, keepdims=True)
     largest = jax.lax.pmax(largest, axes) if axes else largest
@@ -72,8 +106,132 @@ def quantise(
     scale = jnp.where(is_tiny, 1.0, largest / most)
     scaled = wide * jnp.where(is_tiny, 0.0, most / largest)
     # The quotient of the largest number may round to slightly more than `most`.
-    scaled = jnp.clip(jnp.round(scaled) if is_integer else scaled, -most, most)
-    return Quantised(scaled.astype(dtype), scale)
+    return Quantised(_cast(jnp.clip(scaled, -most, most), dtype, noise), scale)
+
+
+def _largest(dtype: Any) -> float:
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    return float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+
+
+def _cast(x: Array, dtype: Any, noise: Array | None) -> Array:
+    """Rounds numbers within the range of an 8-bit dtype, and converts them.
+
+    With noise, a number between two numbers of the dtype becomes one of them. The mean
+    over all noise is the number itself. A number of the dtype does not change.
+    """
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    if noise is None:
+        return (jnp.round(x) if is_integer else x).astype(dtype)
+    step = jnp.ones((), x.dtype)
+    if not is_integer:
+        info = jnp.finfo(dtype)
+        exponent = jnp.frexp(x)[1] - 1  # of a number from 1 to 2 it is 0
+        step = jnp.ldexp(step, jnp.maximum(exponent, info.minexp) - info.nmant)
+    lower = jnp.floor(x / step)
+    # A comparison is exact, and a sum with the noise would not be.
+    return ((lower + (noise < x / step - lower)) * step).astype(dtype)
+
+
+def quantise_mx(
+    x: Array,
+    dims: tuple[int, ...],
+    dtype: Any,
+    block: int,
+    noise: Array | None = None,
+) -> Quantised:
+    """Rounds an array to the MX format: each block has a scale that is a power of 2.
+
+    A block consists of consecutive elements along ``dims``, in row-major order. Its
+    scale is the smallest power of 2 with which no element saturates. A layout may split
+    all dims, even within blocks: then devices exchange the codes of these blocks.
+
+    A block with an infinity or NaN becomes NaN.
+
+    Args:
+        x: The array. ``block`` must divide the product of the sizes of ``dims``.
+        dims: The dims along which there are blocks.
+        dtype: A float8 dtype.
+        block: Number of elements of a block.
+        noise: See `quantise`.
+
+    Example:
+        >>> x = jnp.array([[1.0, 448.0, 0.3, 449.0]])
+        >>> values, codes = quantise_mx(x, (1,), jnp.float8_e4m3fn, 2)
+        >>> values.tolist(), codes.tolist()
+        ([[1.0, 448.0, 0.15625, 224.0]], [[127, 128]])
+    """
+    wide = x.astype(sum_dtype(x))
+    codes = _codes_of(wide, _largest(dtype))
+    # Codes are reduced, and not elements: if a layout splits blocks, devices then
+    # exchange bytes.
+    kept = [d for d in range(x.ndim) if d not in dims]
+    codes = jnp.moveaxis(codes, dims, range(-len(dims), 0))
+    codes = codes.reshape([x.shape[d] for d in kept] + [-1, block])
+    codes = jnp.expand_dims(jnp.max(codes, axis=-1), tuple(range(-1, -len(dims), -1)))
+    codes = jnp.moveaxis(codes, range(-len(dims), 0), dims)
+    of_element = _spread(codes, x.shape, dims)
+    # The smallest scale is far larger than the smallest normal number.
+    scaled = wide * jnp.ldexp(jnp.ones((), wide.dtype), 127 - of_element)
+    scaled = jnp.where(of_element == 0, 0, scaled)  # see `_TINY`
+    return Quantised(_cast(scaled, dtype, noise), codes)
+
+
+def _codes_of(x: Array, most: float) -> Array:
+    """Returns the code of the least power of 2, by which each element is at most most.
+
+    The result is uint8 in the shape of ``x``. A logarithm could be wrong by one at a
+    power of 2, and differ between devices.
+    """
+    fraction, exponent = jnp.frexp(jnp.abs(x))  # 0.5 <= fraction < 1
+    largest, offset = math.frexp(most)
+    code = exponent - offset + (fraction > largest) + 127
+    code = jnp.where(jnp.abs(x) < _TINY, 0, jnp.clip(code, 0, 254))
+    return jnp.where(jnp.isfinite(x), code, 255).astype(jnp.uint8)
+
+
+def _spread(codes: Array, shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
+    """Repeats the code of each block for all its elements: int32 ``shape``."""
+    size = math.prod(shape[d] for d in dims) // codes.shape[dims[0]]
+    codes = jnp.moveaxis(codes.astype(jnp.int32), dims, range(-len(dims), 0))
+    codes = jnp.repeat(codes.reshape(*codes.shape[: -len(dims)], -1), size, axis=-1)
+    codes = codes.reshape(*codes.shape[:-1], *(shape[d] for d in dims))
+    return jnp.moveaxis(codes, range(-len(dims), 0), dims)
+
+
+def _round(
+    x: Array,
+    dims: tuple[int, ...],
+    dtype: Any,
+    block: int | None,
+    axes: tuple[str, ...] = (),
+    noise: Array | None = None,
+) -> Quantised:
+    """Rounds an array with one scale per group or per block; see `quantise`."""
+    if block is None:
+        return quantise(x, dims, dtype, axes, noise)
+    return quantise_mx(x, dims, dtype, block, noise)
+
+
+def _exact(
+    given: Quantised, dims: tuple[int, ...], block: int | None, dtype: Any
+) -> Array:
+    """Returns the values that an 8-bit array stands for; exact if it has blocks."""
+    values, scale = given
+    if block is None:
+        # The scales are small, so a float16 product with them would lose digits.
+        return (values.astype(scale.dtype) * scale).astype(dtype)
+    codes = _spread(scale, values.shape, dims)
+    scale = jnp.ldexp(jnp.ones((), jnp.float32), codes - 127)
+    scale = jnp.where(codes == 255, jnp.nan, scale)
+    return values.astype(dtype) * scale.astype(dtype)
+
+
+def _operand(
+    given: Quantised, dims: tuple[int, ...], block: int | None, dtype: Any
+) -> Array:
+    """Returns an operand of a product: 8-bit values, or in blocks exact values."""
+    return given.values if block is None else _exact(given, dims, block, dtype)
 
 
 QUANTISE = "nnx_parallel.quantise_kernel"
@@ -89,11 +247,31 @@ def _named(function: Callable) -> Callable:
     return function
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=(1, 2, 3))
 @_named
-def quantise_kernel(w: Array, dims: tuple[int, ...], dtype: Any) -> Quantised:
+def quantise_kernel(
+    w: Array, dims: tuple[int, ...], dtype: Any, block: int | None = None
+) -> Quantised:
     """Rounds a kernel to 8 bits; no gradient flows through it."""
-    return quantise(jax.lax.stop_gradient(w), dims, dtype)
+    return _round(jax.lax.stop_gradient(w), dims, dtype, block)
+
+
+def round_kernel(
+    w: Array, ins: tuple[int, ...], outs: tuple[int, ...], recipe: EightBit
+) -> Kernel:
+    """Rounds a kernel as a recipe needs it for its products.
+
+    Args:
+        w: The kernel. A dim that is not in ``ins`` or ``outs`` enumerates experts.
+        ins: The dims of the inputs.
+        outs: The dims of the outputs.
+        recipe: The dtypes of the products, and the blocks.
+    """
+    kind, block = recipe.forward, recipe.block
+    found = quantise_kernel(w, ins, kind, block)
+    if block is None or recipe.gradient is None:
+        return Kernel(found)
+    return Kernel(found, quantise_kernel(w, outs, kind, block))
 
 
 _layers: ContextVar[set[str] | None] = ContextVar("layers in 8 bits", default=None)
@@ -114,6 +292,14 @@ def note_layer(recipe: EightBit) -> None:
     """Notes that the layer with a recipe of `set_recipe` is traced."""
     if (found := _layers.get()) is not None and recipe.layers is not None:
         found.add(recipe.layers)
+
+
+class RoundingKey(nnx.Variable):
+    """A random key for the rounding of a layer's gradient in one step.
+
+    `set_recipe` adds it to a model inside of a step. The state of a run does not have
+    it.
+    """
 
 
 class Split(Protocol):
@@ -147,16 +333,26 @@ class _Call(NamedTuple):
 
 
 def eight_bit_matmul(
-    x: Array, w: Array, num: int, recipe: EightBit, split: Split | None = None
+    x: Array,
+    w: Array,
+    num: int,
+    recipe: EightBit,
+    split: Split | None = None,
+    key: Array | None = None,
+    w_dims: tuple[int, ...] | None = None,
 ) -> Array:
     """Multiplies an activation by a kernel in 8 bits, with `recipe` for each product.
 
     Args:
         x: ``(*leading, *in_dims)``, where ``num`` is the number of in dims.
-        w: ``(*in_dims, *out_dims)``.
+        w: ``(*in_dims, *out_dims)``, or other dims with ``w_dims``.
         num: Number of contracted dims.
         recipe: The dtypes of the products.
         split: How the product gathers or scatters along ``seq``, or ``None``.
+        key: Key for the rounding of the output's gradient. ``None`` rounds to the
+            nearest number.
+        w_dims: The dims of w to contract, in the order of in_dims; by default the
+            first dims.
 
     Returns:
         ``(*leading, *out_dims)`` in the dtype to which x and w are promoted.
@@ -171,58 +367,81 @@ def eight_bit_matmul(
     note_layer(recipe)
     # Qwix's `dot_general` quantises the kernel inside its call, so the kernel would be
     # gathered before the cast, and its gradient quantises the kernel a second time.
-    kernel = quantise_kernel(w, tuple(range(num)), recipe.forward)
+    ins = w_dims or tuple(range(num))
+    outs = tuple(d for d in range(w.ndim) if d not in ins)
+    kernel = round_kernel(w, ins, outs, recipe)
+    if w_dims is not None:
+        # A transpose of w before the cast would gather w before the cast.
+        w, kernel = jax.tree.map(lambda a: a.transpose(*ins, *outs), (w, kernel))
     x = x.astype(jnp.result_type(x, w))  # an integer may be the input
-    return _product(_Call(recipe, num, split, w.dtype), x, w, *kernel)
+    return _product(_Call(recipe, num, split, w.dtype), x, w, kernel, key)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(call: _Call, x: Array, w: Array, values: Array, scale: Array) -> Array:
-    return _forward(call, x, w, values, scale)[0]
+def _product(
+    call: _Call, x: Array, w: Array, kernel: Kernel, key: Array | None
+) -> Array:
+    return _forward(call, x, w, kernel, key)[0]
 
 
 # The forward pass does not use `w`. It is an argument so that it gets the gradient. If
 # `w` is stored in shards, the compiler removes its gather, because nothing uses it.
 def _forward(
-    call: _Call, x: Array, w: Array, values: Array, scale: Array
+    call: _Call, x: Array, w: Array, kernel: Kernel, key: Array | None
 ) -> tuple[Array, tuple]:
     del w
-    num, split = call.num, call.split
-    lead = x.ndim - num
-    ins = tuple(range(lead, x.ndim))
-    rows = quantise(x, ins, call.recipe.forward)
+    num, split, recipe = call.num, call.split, call.recipe
+    lead, scale = x.ndim - num, kernel.forward.scale
+    ins, w_ins = tuple(range(lead, x.ndim)), tuple(range(num))
+    rows = _round(x, ins, recipe.forward, recipe.block)
     if split is not None and split.gathers:
         rows = Quantised(*map(split.gather, rows))
-    total = _dot(x.dtype, rows.values, values, ins, tuple(range(num)))
-    total = total if split is None else _place(total, split.output)
-    of_rows = _expand(rows.scale, lead, values.ndim - num)
-    y = total.astype(scale.dtype) * of_rows * _channels(scale, num, lead)
-    return y.astype(x.dtype), (x, values, scale)
+    left = _operand(rows, ins, recipe.block, x.dtype)
+    right = _operand(kernel.forward, w_ins, recipe.block, x.dtype)
+    y = _dot(x.dtype, left, right, ins, w_ins)
+    y = y if split is None else _place(y, split.output)
+    if recipe.block is None:
+        of_rows = _expand(rows.scale, lead, y.ndim - lead)
+        y = y.astype(scale.dtype) * of_rows * _channels(scale, num, lead)
+    saved = kernel.forward if kernel.backward is None else kernel.backward
+    return y.astype(x.dtype), (x, saved, key)
 
 
 def _backward(call: _Call, saved: tuple, dy: Array) -> tuple[Array, Array, None, None]:
-    x, values, scale = saved
-    num, split = call.num, call.split
-    lead = x.ndim - num
-    outs, kept = tuple(range(lead, dy.ndim)), tuple(range(num, values.ndim))
+    x, kernel, key = saved
+    split, lead = call.split, x.ndim - call.num
     if split is not None:
         x, dy = (split.gather(x), dy) if split.gathers else (x, split.gather(dy))
-    if call.recipe.gradient is None:
-        # The scales are small, so a float16 product of them with `dy` would lose
-        # digits.
-        kernel = (values.astype(scale.dtype) * scale).astype(x.dtype)
-        total = _dot(x.dtype, dy.astype(x.dtype), kernel, outs, kept)
-    else:
-        scaled = dy.astype(scale.dtype) * _channels(scale, num, lead)
-        rows = quantise(scaled, outs, call.recipe.gradient)
-        total = _dot(x.dtype, rows.values, values, outs, kept)
-        total = total if split is None else _place(total, split.input)
-        total = total.astype(scale.dtype) * _expand(rows.scale, lead, num)
-    dx = total.astype(x.dtype)
+    dx = _gradient_of_input(call, kernel, x.dtype, dy, key)
     dx = dx if split is None else _place(dx, split.input)
     tokens = tuple(range(lead))
     dw = jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())))
     return dx, dw.astype(call.dtype), None, None
+
+
+def _gradient_of_input(
+    call: _Call, kernel: Quantised, dtype: Any, dy: Array, key: Array | None
+) -> Array:
+    num, recipe, (values, scale) = call.num, call.recipe, kernel
+    kept = tuple(range(num, values.ndim))
+    lead = dy.ndim - len(kept)
+    outs = tuple(range(lead, dy.ndim))
+    if recipe.gradient is None:
+        whole = _exact(kernel, tuple(range(num)), recipe.block, dtype)
+        return _dot(dtype, dy.astype(dtype), whole, outs, kept).astype(dtype)
+    if recipe.block is None:
+        dy = dy.astype(scale.dtype) * _channels(scale, num, lead)
+    # A number of the noise depends on its position in the global array, so it is the
+    # same under every layout.
+    noise = None if key is None else jax.random.uniform(key, dy.shape, jnp.float32)
+    rows = _round(dy, outs, recipe.gradient, recipe.block, noise=noise)
+    left = _operand(rows, outs, recipe.block, dtype)
+    right = _operand(kernel, kept, recipe.block, dtype)
+    total = _dot(dtype, left, right, outs, kept)
+    if recipe.block is None:
+        total = total if call.split is None else _place(total, call.split.input)
+        total = total.astype(scale.dtype) * _expand(rows.scale, lead, num)
+    return total.astype(dtype)
 
 
 _product.defvjp(_forward, _backward)
@@ -270,29 +489,32 @@ class Grouped(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def eight_bit_ragged_dot(
-    call: Grouped, rows: Array, kernel: Array, rounded: Quantised, sizes: Array
+    call: Grouped, rows: Array, kernel: Array, rounded: Kernel, sizes: Array
 ) -> Array:
     """Computes ``jax.lax.ragged_dot`` in 8 bits.
 
-    A row, and an output channel of an expert, have one scale each.
+    A row, and an output channel of an expert, have one scale each, or one per block.
 
     Args:
         call: The dtypes, and the axes that split the dims.
         rows: ``(rows, in)``, sorted by expert.
         kernel: ``(experts, in, out)``. Only the gradient uses it.
-        rounded: The kernel in 8 bits, with a scale ``(experts, 1, out)``.
+        rounded: The kernel in 8 bits, from `round_kernel`.
         sizes: int ``(experts,)``, the number of rows of each expert.
     """
     return _ragged_forward(call, rows, kernel, rounded, sizes)[0]
 
 
 def _ragged_forward(
-    call: Grouped, rows: Array, kernel: Array, rounded: Quantised, sizes: Array
+    call: Grouped, rows: Array, kernel: Array, rounded: Kernel, sizes: Array
 ) -> tuple[Array, tuple]:
-    values, scale = rounded
-    found = quantise(rows, (1,), call.recipe.forward, call.in_axes)
-    total = _ragged_dot(rows.dtype, found.values, values, sizes)
-    y = total.astype(scale.dtype) * found.scale * _scales_of(len(rows), scale, sizes)
+    recipe, scale = call.recipe, rounded.forward.scale
+    found = _round(rows, (1,), recipe.forward, recipe.block, call.in_axes)
+    left = _operand(found, (1,), recipe.block, rows.dtype)
+    right = _operand(rounded.forward, (1,), recipe.block, rows.dtype)
+    y = _ragged_dot(rows.dtype, left, right, sizes)
+    if recipe.block is None:
+        y = y.astype(scale.dtype) * found.scale * _scales_of(len(rows), scale, sizes)
     empty = jnp.zeros((0,), kernel.dtype)  # has the dtype of the gradient
     return y.astype(rows.dtype), (rows, rounded, sizes, empty)
 
@@ -308,23 +530,31 @@ def _scales_of(count: int, scale: Array, sizes: Array) -> Array:
 def _ragged_backward(
     call: Grouped, saved: tuple, dy: Array
 ) -> tuple[Array, Array, None, None]:
-    rows, (values, scale), sizes, empty = saved
-    if call.recipe.gradient is None:
-        whole = (values.astype(scale.dtype) * scale).astype(rows.dtype)
-        turned = jnp.swapaxes(whole, 1, 2)  # (experts, out, in)
-        drows = _ragged_dot(rows.dtype, dy.astype(rows.dtype), turned, sizes)
+    rows, (forward, backward), sizes, empty = saved
+    recipe, dtype, scale = call.recipe, rows.dtype, forward.scale
+    if recipe.gradient is None:
+        whole = _exact(forward, (1,), recipe.block, dtype)
+        drows = _ragged_dot(dtype, dy.astype(dtype), _turned(whole), sizes)
     else:
-        scaled = dy.astype(scale.dtype) * _scales_of(len(rows), scale, sizes)
-        found = quantise(scaled, (1,), call.recipe.gradient, call.out_axes)
-        turned = jnp.swapaxes(values, 1, 2)
-        total = _ragged_dot(rows.dtype, found.values, turned, sizes)
-        drows = total.astype(scale.dtype) * found.scale
-    kernel = jax.ShapeDtypeStruct(values.shape, rows.dtype)
+        scaled = dy
+        if recipe.block is None:
+            scaled = dy.astype(scale.dtype) * _scales_of(len(rows), scale, sizes)
+        found = _round(scaled, (1,), recipe.gradient, recipe.block, call.out_axes)
+        operand = _operand(found, (1,), recipe.block, dtype)
+        whole = _operand(backward or forward, (2,), recipe.block, dtype)
+        drows = _ragged_dot(dtype, operand, _turned(whole), sizes)
+        if recipe.block is None:
+            drows = drows.astype(scale.dtype) * found.scale
+    kernel = jax.ShapeDtypeStruct(forward.values.shape, dtype)
     pull = jax.linear_transpose(lambda k: jax.lax.ragged_dot(rows, k, sizes), kernel)
-    return drows.astype(rows.dtype), pull(dy)[0].astype(empty.dtype), None, None
+    return drows.astype(dtype), pull(dy)[0].astype(empty.dtype), None, None
 
 
 eight_bit_ragged_dot.defvjp(_ragged_forward, _ragged_backward)
+
+
+def _turned(kernel: Array) -> Array:
+    return jnp.swapaxes(kernel, 1, 2)  # (experts, out, in)
 
 
 def _ragged_dot(dtype: Any, rows: Array, kernel: Array, sizes: Array) -> Array:

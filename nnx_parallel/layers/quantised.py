@@ -48,6 +48,12 @@ class QuantisedParam(nnx.Param):
     optimizer can train them, and `Precision` does not cast them.
     """
 
+    @property
+    def num_params(self) -> int:
+        """Number of the kernel's parameters in these codes; 0 for scales."""
+        x = self.get_value()
+        return x.size * {"uint8": 2, "int8": 1}.get(x.dtype.name, 0)
+
 
 def block_of(shape: Sequence[int], lead: int, num_in: int) -> tuple[int, int] | None:
     """Returns the dim along which a kernel has blocks, and the size of a block.

@@ -55,7 +55,7 @@ class Placement:
     def of_layer(self) -> Placement:
         """Returns the placement of one layer of a stacked array."""
         # (layers, ...) to (...)
-        place = self._map(lambda spec: P(*spec[1:]))
+        place = self.map(lambda spec: P(*spec[1:]))
         return replace(place, is_stacked=False)
 
     def in_stage(self) -> Placement:
@@ -63,14 +63,14 @@ class Placement:
         if not self.stage_axes:
             return self
         dropped = {*self.stage_axes}
-        place = self._map(
+        place = self.map(
             lambda spec: to_spec(
                 [tuple(a for a in as_tuple(dim) if a not in dropped) for dim in spec]
             )
         )
         return replace(place, stage_axes=())
 
-    def _map(self, function: Callable[[P], P]) -> Placement:
+    def map(self, function: Callable[[P], P]) -> Placement:
         """Returns the placement with ``function`` applied to all four specs."""
         roles = ("stored", "used", "gradient", "optimizer")
         specs: dict[str, Any] = {r: function(getattr(self, r)) for r in roles}

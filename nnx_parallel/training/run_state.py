@@ -30,6 +30,7 @@ from nnx_parallel.errors import (
     kind_of,
     warn_user,
 )
+from nnx_parallel.layers.quantised import QuantisedParam
 from nnx_parallel.layers.stack.build import find_blocks
 from nnx_parallel.optimizers.steps import state_kinds, warn_of_changes
 from nnx_parallel.sharding.model import (
@@ -655,8 +656,15 @@ class RunState:
         run, options = self.checkpoints.description, self.checkpoints.options
         mesh, state = self.plan.layout.mesh, self._state
         described, trained = self.describe(), run["num_params"]
-        params = (row.info for row in described.rows if row.info.is_param)
-        total = sum(info.size for info in params)
+        params = [
+            variable
+            for _, variable in variables_of(self.plan.model.copy())
+            if isinstance(variable, nnx.Param)
+        ]
+        total = sum(
+            x.num_params if isinstance(x, QuantisedParam) else x.get_value().size
+            for x in params
+        )
         kinds = Counter(device.device_kind for device in mesh.devices.flat)
         devices = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         count = len({device.process_index for device in mesh.devices.flat})

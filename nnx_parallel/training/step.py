@@ -408,7 +408,9 @@ def _forward(
         params: dict, variables: dict, batch: Batch, key: jax.Array
     ) -> tuple[Means, dict]:
         with jax.named_scope("forward"):
-            model = plan.merge(params, variables, training=True, cast_stacked=False)
+            model = plan.merge(
+                params, variables, training=True, cast_stacked=False, key=key
+            )
             given = arrays_of(model)  # compared by identity: assigned arrays are new
             plain = plain_attributes(model)
             mean, metrics = split_loss_output(

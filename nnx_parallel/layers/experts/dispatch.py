@@ -28,10 +28,10 @@ from jax.ad_checkpoint import checkpoint_name
 from nnx_parallel.layers.activations import Activate
 from nnx_parallel.layers.eight_bit import (
     Grouped,
-    Quantised,
+    Kernel,
     eight_bit_ragged_dot,
     note_layer,
-    quantise_kernel,
+    round_kernel,
 )
 from nnx_parallel.layers.experts.routing import is_equal
 from nnx_parallel.precision import EightBit, sum_dtype
@@ -277,19 +277,17 @@ class Kernels(NamedTuple):
 class Rounded(NamedTuple):
     """The kernels of a device's experts in 8 bits."""
 
-    up: Quantised | None
-    gate: Quantised | None
-    down: Quantised | None
+    up: Kernel | None
+    gate: Kernel | None
+    down: Kernel | None
 
     @classmethod
     def of(cls, kernels: Kernels, recipe: EightBit) -> "Rounded":
-        """Rounds kernels; their scales are ``(experts, 1, out)``."""
+        """Rounds kernels, ``(experts, in, out)``."""
         note_layer(recipe)
         each = kernels.up, kernels.gate, kernels.down
-        kind = recipe.forward
-        return cls(
-            *(None if w is None else quantise_kernel(w, (1,), kind) for w in each)
-        )
+        run = partial(round_kernel, ins=(1,), outs=(2,), recipe=recipe)
+        return cls(*(None if w is None else run(w) for w in each))
 
 
 @jax.tree_util.register_dataclass
@@ -347,7 +345,7 @@ class ExpertMLPs:
 def _multiply(
     sizes: Array,
     call: Grouped | None,
-    rounded: Quantised | None,
+    rounded: Kernel | None,
     rows: Array,
     kernel: Array,
     bias: Array | None,

@@ -11,6 +11,7 @@ References:
     https://arxiv.org/abs/1701.06538
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple, cast, get_args
 
@@ -22,11 +23,17 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.collectives.ring import TokenExchange
-from nnx_parallel.errors import ExpertsError, kind_of, suggests_names, warn_user
+from nnx_parallel.errors import (
+    EightBitError,
+    ExpertsError,
+    kind_of,
+    suggests_names,
+    warn_user,
+)
 from nnx_parallel.layers.activations import ACTIVATIONS, Activate, Activation
 from nnx_parallel.layers.attention.dot_product import segment_positions
 from nnx_parallel.layers.dense import Dense, name_products, named, project
-from nnx_parallel.layers.eight_bit import Quantised
+from nnx_parallel.layers.eight_bit import Kernel, Quantised
 from nnx_parallel.layers.experts.dispatch import (
     Biases,
     ExpertMLPs,
@@ -364,12 +371,17 @@ class MoE(nnx.Module):
         of_rows: Any = P(*tokens[:1])
         of_tokens: Any = tokens
         of_alongside = _spec_of(layout, alongside, free)
+        of_rounded = None
+        if rounded and self.recipe:
+            shards = math.prod(layout.mesh.shape[a] for a in axes.mlp)
+            _check_blocks(self.recipe, self.experts.mlp_dim, axes.mlp, shards)
+            of_rounded = _specs_in_8_bits(of_kernels, rounded)
         region = manual_region(
             partial(run, axes, exchange),
             layout.mesh,
             (
                 *(tokens, tokens, P(), of_kernels),
-                *(rounded and _specs_in_8_bits(of_kernels), of_alongside, tokens),
+                *(of_rounded, of_alongside, tokens),
             ),
             (tokens, Load(of_rows, of_tokens, of_rows)),
         )
@@ -446,16 +458,35 @@ def _specs_of(
     return to_spec((batch, seq)), Kernels(*specs), axes
 
 
-def _specs_in_8_bits(kernels: Any) -> Any:
+def _check_blocks(
+    recipe: EightBit, mlp_dim: int, axes: tuple[str, ...], shards: int
+) -> None:
+    """Raises an error if a device would have only a part of a block.
+
+    Each device rounds its rows by itself, so it needs complete blocks.
+    """
+    if recipe.block and mlp_dim % (recipe.block * shards):
+        raise EightBitError(
+            f"The mesh axes {list(axes)} split the {mlp_dim} elements of `mlp` of the "
+            f"experts `{recipe.layers}` into {shards} shards, and so split blocks of "
+            f"{recipe.block} elements, which share a scale. mlp_dim must be a multiple "
+            f"of {recipe.block * shards}; or leave these experts out of layers=."
+        )
+
+
+def _specs_in_8_bits(kernels: Any, rounded: Rounded) -> Any:
     """Returns the specs of kernels in 8 bits, given the specs of the kernels."""
 
-    def of_one(spec: P | None) -> Any:
-        if spec is None:
+    def of_one(spec: P | None, kernel: Kernel | None) -> Any:
+        if spec is None or kernel is None:
             return None
+        in_blocks = jnp.issubdtype(kernel.forward.scale.dtype, jnp.unsignedinteger)
         expert, _, out = dim_axes(spec, 3)
-        return Quantised(cast(Any, spec), cast(Any, to_spec((expert, (), out))))
+        of_scale = spec if in_blocks else to_spec((expert, (), out))
+        both = Quantised(cast(Any, spec), cast(Any, of_scale))
+        return Kernel(both, kernel.backward and both)
 
-    return Rounded(*map(of_one, (kernels.up, kernels.gate, kernels.down)))
+    return Rounded(*map(of_one, (kernels.up, kernels.gate, kernels.down), rounded))
 
 
 def _spec_of(layout: Layout, hidden: Array | None, free: set[str]) -> P:

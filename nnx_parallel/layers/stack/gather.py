@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex
+from jax.sharding import PartitionSpec as P
 
 from nnx_parallel.layers.eight_bit import QUANTISE
 from nnx_parallel.programs import (
@@ -34,6 +35,7 @@ from nnx_parallel.sharding.constrain import (
 from nnx_parallel.sharding.model import Path, flatten
 from nnx_parallel.sharding.nnx_arrays import is_inexact
 from nnx_parallel.sharding.placement import Placement
+from nnx_parallel.sharding.specs import dim_axes, dividing_prefix, to_spec
 
 Places = dict[jex.Var, Placement]
 """Placements of the values that are not gathered yet."""
@@ -131,7 +133,9 @@ def _run(
             if _quantises(eqn):
                 # Without this constraint, the partitioner would gather the kernel
                 # before it rounds it to 8 bits.
-                found[0] = keep_stored(found[0], moved)
+                of_scale = _place_of_scale(moved, found[1].shape)
+                found = [keep_stored(found[0], moved), keep_stored(found[1], of_scale)]
+                places[eqn.outvars[1]] = of_scale
             places[eqn.outvars[0]] = moved
         elif is_loop:
             _gather(passed, env, places)
@@ -205,6 +209,19 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
     dims, outs = {x.shape[1:] for x in avals if x.ndim}, avals[len(eqn.invars) :]
     is_of_layers = len(dims) == 1 and [x.ndim > 0 for x in outs] == [True]
     return place if place.is_stacked and is_of_layers else None
+
+
+def _place_of_scale(place: Placement, shape: tuple[int, ...]) -> Placement:
+    """Returns the placement of a kernel's scales: without axes that split no dim."""
+    if (layout := active_layout()) is None:
+        return place
+    sizes = layout.mesh.shape
+
+    def fit(spec: P) -> P:
+        dims = zip(shape, dim_axes(spec, len(shape)), strict=True)
+        return to_spec([dividing_prefix(size, axes, sizes) for size, axes in dims])
+
+    return place.map(fit)
 
 
 def _places_of(atoms: Sequence, places: Places) -> list[Placement | None]:
