@@ -336,7 +336,7 @@ def test_wait_for_data_counts_only_while_devices_are_idle(
     # The first batches are read during the compilation.
     expected = (num_steps - 5) * max(0.0, read - compute)
     assert found["data"] == pytest.approx(expected, abs=0.02 * num_steps)
-    # The waits before and after the first measured step count as a whole, steps included.
+    # The waits before and after the first measured step count as a whole, with steps.
     assert found["steps"] >= (num_steps - 2) * compute
 
 
