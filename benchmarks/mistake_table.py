@@ -1,4 +1,4 @@
-"""About 400 mistakes of users, for `benchmarks.mistakes`.
+"""About 410 mistakes of users, for `benchmarks.mistakes`.
 
 Each mistake has a line ``# NAME :: WORDS`` and the code of the user. A good message has
 all words; words are separated by ``;``, and ``a|b`` accepts either. The code uses the
