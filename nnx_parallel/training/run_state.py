@@ -138,7 +138,7 @@ def _refuse_donated(variable: nnx.Variable, value: Any) -> Any:
             f"Array has been deleted: a {type(variable).__name__} of shape "
             f"{value.shape} belongs to a model of an earlier step, and was donated to "
             "the next step. Read trainer.model again after each step, or keep a copy: "
-            "nnx.clone(trainer.model)."
+            "jax.tree.map(jnp.copy, trainer.model)."
         )
     return value
 
