@@ -1,4 +1,4 @@
-"""About 400 mistakes of users, for `benchmarks.mistakes`.
+"""About 410 mistakes of users, for `benchmarks.mistakes`.
 
 Each mistake has a line ``# NAME :: WORDS`` and the code of the user. A good message has
 all words; words are separated by ``;``, and ``a|b`` accepts either. The code uses the
@@ -115,6 +115,11 @@ fit(model=Keeps)
 fit([{"x": np.ones((16, 8), np.float32), "y": Y}], model=Embeds)
 # tokens above the vocabulary :: valid tokens; table
 fit([{"x": np.full((16, 8), 99, np.int32), "y": Y}], model=Embeds)
+# tokens into a linear layer :: nnx.Embed; batch['x']; `a.kernel`
+fit([{"x": np.ones((16, 8), np.int32), "y": Y}])
+# images of bytes into a convolution :: / 255; uint8; `a.kernel`
+images = np.full((16, 8, 8, 3), 200, np.uint8)
+fit([{"x": images, "y": Y}], model=Convs)
 # a Variable subclass that nobody trains :: wrt; selects no
 class Weight(nnx.Variable):
     pass
@@ -702,9 +707,13 @@ fit(verify=True)
 # an assignment that has no effect :: no effect
 t = make()
 t.strategy = n.FSDP()
+# a misspelt attribute :: callbacks; Trainer(...)
+make().callback = []
+# an attribute of another library :: no attribute
+make().max_epochs = 3
 # fit_transform :: attribute|no method
 make().fit_transform([BATCH])
-# a call of the trainer :: fit
+# a call of the trainer :: fit; predict; train_step
 make()(BATCH)
 # forward of the trainer :: predict
 make().forward(X)
@@ -732,11 +741,16 @@ t.train_step(s, b)
 # arguments of the step swapped :: state, batch
 t = make()
 t.train_step(t.shard_batch(BATCH), t.state)
-# the trainer's model after a step :: donated
+# the trainer's model after a step :: donated; trainer.model
 t = make()
 model = t.model
 t.fit([BATCH], 1)
 model(jnp.asarray(X))
+# a layer of the trainer's model after a step :: donated; trainer.model
+t = make()
+layer = t.model.a
+t.fit([BATCH], 1)
+layer(jnp.asarray(X))
 # a state of another model :: state
 t = make()
 t.state = make(model=One, loss=lambda m, b: m(b["x"]).mean()).state
@@ -1016,8 +1030,10 @@ GPTConfig.tiny(num_layer=2)
 GPTConfig.tiny(num_layers="2")
 # a negative size :: embed_dim
 GPTConfig.tiny(embed_dim=-8)
-# a preset that does not exist :: tiny
+# a preset that does not exist :: tiny; preset(
 GPTConfig.small()
+# a missing preset of a vision model :: preset(; b16
+n.models.ViTConfig.base16()
 # a model without rngs :: rngs
 GPT(GPTConfig.tiny())
 # a config by position :: rngs

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +254,11 @@ def describe(counts: Counter[str]) -> str:
 KINDS = ("taught", "bare", "silent")
 
 
+@dataclass
 class Mistakes(Table):
     """Counts by area, and the mistakes that are not taught."""
 
-    untaught: list[tuple[str, ...]]
-
-    def __post_init__(self) -> None:
-        self.untaught = []
+    untaught: list[tuple[str, ...]] = field(default_factory=list)
 
     def show(self) -> None:
         """Prints the counts and the mistakes that are bare or silent."""

@@ -85,6 +85,7 @@ copybutton_prompt_is_regexp = True
 
 # A name in single backticks becomes a link if the API reference has this name.
 default_role = "py:obj"
+toc_object_entries_show_parents = "hide"  # long names would break in the contents
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

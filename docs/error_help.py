@@ -54,7 +54,8 @@ HELP = {
         "The sizes of a strategy do not multiply to the number of devices.",
         "Leave one size out: its axis takes the remaining devices. Or pass "
         "`devices=jax.devices()[:6]`.",
-        "[Sizes that do not multiply](pitfalls.md#sizes-that-do-not-multiply)",
+        "Mesh fsdp=? * tensor=3 cannot cover 8 devices ... Valid products of the known "
+        "sizes: [1, 2, 4, 8].",
     ),
     "MeshAxisTypeError": Help(
         "The mesh comes from the body of a `shard_map`; or a model calls "
@@ -68,14 +69,16 @@ HELP = {
         "A model or a rule names a dim or a mesh axis that does not exist, often by "
         "a typing error.",
         "Use one of the names in the message, or map yours with `LogicalRules`.",
-        "[A mesh axis that does not exist](pitfalls.md#a-mesh-axis-that-does-not-exist)",
+        "Cannot shard `blocks.layer.mlp.down.bias` as P('columns',): the mesh has no axis "
+        "'columns' ...",
     ),
     "IndivisibleDimError": Help(
         "A rule or a name shards a dim into unequal parts; or a strategy splits a sequence "
         "that must stay whole.",
         "Pad the dim, choose another axis size, or paste the rule of the message. With "
         "linear attention, remove `ContextParallel`.",
-        "[A dim that does not divide](pitfalls.md#a-dim-that-does-not-divide)",
+        "Cannot shard `blocks.layer.attention.key.bias` ... mesh axis 'tensor' of size 2 "
+        "does not divide dim 1 of size 3. Pad the dim to 4, ...",
     ),
     "SpecRankError": Help(
         "A `PartitionSpec`, or a tuple of names, has more entries than the array has "
@@ -99,7 +102,7 @@ HELP = {
         "Two parts of a `Composite` use the same mesh axis, or two rules disagree about "
         "one dim.",
         "Keep one part and give it the product of the sizes; or make the rules agree.",
-        "[Two claims on one axis](pitfalls.md#two-claims-on-one-axis)",
+        "Both FSDP(size=4) and FSDP(size=2) use the mesh axis 'fsdp' ...",
     ),
     "PlacementTreeError": Help(
         "`in_shardings` or `out_shardings` has a structure that the arguments do not "
@@ -187,7 +190,8 @@ HELP = {
         "weight of its `Mean` depends on the model's parameters.",
         "Reduce it: `.mean()`, or `Mean(total, weight)` with a weight that counts data. "
         "Pass a weight from a `jax.custom_vjp` through `jax.lax.stop_gradient`.",
-        "[A loss per row](pitfalls.md#a-loss-per-row)",
+        "The loss has shape (16,) and dtype float32. It must be a real scalar or a "
+        "Mean(total, weight) ...",
     ),
     "OptimizerError": Help(
         "The optimizer computes the loss again within an update, as line searches do; "
@@ -229,13 +233,13 @@ HELP = {
         "The rows of a batch do not divide among devices and microbatches; or a later "
         "batch has another shape, such as the last of an epoch.",
         "Take one of the sizes in the message; drop or pad the last batch.",
-        "[Rows that do not divide](pitfalls.md#rows-that-do-not-divide), "
-        "[shapes that change](pitfalls.md#shapes-that-change)",
+        "[Shapes that change](pitfalls.md#shapes-that-change)",
     ),
     "DataExhaustedError": Help(
         "The data ended before `num_steps`, the total of the run.",
         "Repeat it, for instance with `itertools.cycle(batches)`.",
-        "[The data ends too early](pitfalls.md#the-data-ends-too-early)",
+        "Data ended before step 2 of 3: list gave 1 batches here, 0 of them skipped to "
+        "resume ...",
     ),
     "LogFileError": Help(
         "`JSONLinesLogger` was given a file that another program wrote.",
@@ -289,7 +293,7 @@ HELP = {
     "CheckpointNotFoundError": Help(
         "The step was never saved, or was deleted by `keep_last`.",
         "Take one of the steps in the message; `step=None` is the latest.",
-        "[A step that was never saved](pitfalls.md#a-step-that-was-never-saved)",
+        "No checkpoint for step 7 in '/runs/a'. Saved steps: [2] ...",
     ),
     "CheckpointMismatchError": Help(
         "The model or the optimizer has changed since the checkpoint was saved.",
@@ -340,8 +344,7 @@ HELP = {
         "calls the stack in a way that cannot be cut.",
         "Put the repeated blocks into one `Stack`; choose a number of stages from the "
         "message.",
-        "[No stack to cut](pitfalls.md#no-stack-to-cut), "
-        "[fewer layers than stages](pitfalls.md#fewer-layers-than-stages)",
+        "`blocks` has 4 layers, fewer than 8 stages, which need at least one each ...",
     ),
 }
 

@@ -540,6 +540,29 @@ Build the same model and optimizer. Saved groups: \
             manager.saved.restore(abstract(wanted))
 
 
+def test_long_mismatches_are_shortened(options):
+    def state(prefix: str) -> dict:
+        return {"optimizer": {f"{prefix}mu.{i}": jnp.ones(8) for i in range(9)}}
+
+    saved = state("0.")
+    wanted = state("inner.0.")
+    wanted["optimizer"]["scales.0.mu.0"] = jnp.ones(1)
+    message = """\
+  optimizer: ... and 7 more arrays are not in the checkpoint
+  optimizer: `0.mu.0` float32[8] is only in the checkpoint (nearest here: \
+`inner.0.mu.0`)
+  optimizer: `0.mu.1` float32[8] is only in the checkpoint (nearest here: \
+`inner.0.mu.1`)
+  optimizer: `0.mu.2` float32[8] is only in the checkpoint (nearest here: \
+`inner.0.mu.2`)
+  optimizer: ... and 6 more arrays are only in the checkpoint
+Only this Trainer keeps the optimizer's moments in 8 bits (eight_bit_state)."""
+    with CheckpointManager(options) as manager:
+        manager.save_groups(1, place(saved), {})
+        with pytest.raises(CheckpointMismatchError, match=re.escape(message)):
+            manager.saved.restore(abstract(place(wanted)))
+
+
 def test_restore_without_sharding_raises(options):
     bare = {"params": {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}}
     message = "Cannot restore `w` of group 'params': it has no sharding."

@@ -116,6 +116,18 @@ SILENT: dict[str, tuple[Any, int, dict, str]] = {
         BATCH,
         "no gradient with respect to 1 trained parameters: `bias`.",
     ),
+    "tokens": (
+        squares,
+        4,
+        BATCH | {"x": np.ones((16, 8), np.int32)},
+        "batch['x'] is int32, and the layer with the weights `kernel` multiplies",
+    ),
+    "pixels": (
+        lambda m, b: (m(b["x"].reshape(16, 8).astype(jnp.bfloat16)) ** 2).mean(),
+        4,
+        BATCH | {"x": np.ones((16, 2, 4), np.uint8)},
+        "Pixels from 0 to 255 make most models diverge",
+    ),
 }
 
 
@@ -148,9 +160,16 @@ def rounded(model: Any, batch: Any) -> Any:
     return ((z + jax.lax.stop_gradient(jnp.round(z) - z)) ** 2).mean()
 
 
-@pytest.mark.parametrize("loss", [contrastive, with_metrics, rounded])
+def integers(model: Any, batch: Any) -> Any:
+    outputs = model(batch["pixels"] / 255)
+    graph = batch["pixels"].T @ outputs
+    chosen = jax.nn.one_hot(batch["y"], 8)
+    return (graph**2).mean() + squares(model, {"x": chosen})
+
+
+@pytest.mark.parametrize("loss", [contrastive, with_metrics, rounded, integers])
 def test_legal_losses_do_not_warn(loss: Any) -> None:
-    make(loss).fit([BATCH], 1)
+    make(loss).fit([BATCH | {"pixels": np.ones((16, 8), np.uint8)}], 1)
 
 
 def every(tree: Any) -> Any:

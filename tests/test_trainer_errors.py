@@ -74,11 +74,33 @@ def test_assigning_read_only_attribute_raises(name: str):
         setattr(make_trainer(), name, None)
 
 
-def test_user_attributes_may_be_assigned():
-    trainer: Any = make_trainer()
-    trainer.note = "mine"
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("callback", "no attribute 'callback'. Did you mean 'callbacks'? Options are"),
+        ("note", "no attribute 'note'. Options are arguments of Trainer(...)"),
+    ],
+)
+def test_assigning_unknown_attribute_raises(name: str, message: str):
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        setattr(make_trainer(), name, "mine")
+
+
+def test_state_and_attributes_of_subclass_may_be_assigned():
+    class Noted(Trainer):
+        note = ""
+
+    trainer: Any = Noted(**make_trainer.keywords)
+    trainer.note = trainer.own = "a"
+    trainer.note, trainer.own = "mine", 1
     trainer.state = trainer.state
-    assert trainer.note == "mine"
+    assert (trainer.note, trainer.own) == ("mine", 1)
+
+
+def test_calling_trainer_raises():
+    trainer: Any = make_trainer()
+    with pytest.raises(TypeError, match=r"cannot be called\. To train, call"):
+        trainer({"x": 1})
 
 
 @pytest.mark.parametrize(

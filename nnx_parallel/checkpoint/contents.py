@@ -359,8 +359,7 @@ def check_match(stored: StoredCheckpoint, wanted: AbstractGroups, where: str) ->
 
     Raises:
         CheckpointError: If a requested array has no sharding.
-        CheckpointMismatchError: If arrays differ in path, shape or dtype; the message
-            has one line for each.
+        CheckpointMismatchError: If arrays differ in path, shape or dtype.
     """
     for name, group in wanted.items():
         for path, array in group.items():
@@ -386,9 +385,25 @@ def check_match(stored: StoredCheckpoint, wanted: AbstractGroups, where: str) ->
         raise CheckpointMismatchError(
             f"{where} differs from the requested arrays:\n  "
             + "\n  ".join(lines)
+            + _on_eight_bits(stored.groups, wanted)
             + "\nBuild the same model and optimizer"
             f"{weights}. Saved groups: {list(stored.groups)}."
         )
+
+
+def _on_eight_bits(stored: AbstractGroups, wanted: AbstractGroups) -> str:
+    """Says which side keeps the optimizer's moments in 8 bits, if only one does."""
+    had, has = (
+        {"inner", "scales"} <= {x for p in group for x in p.split(".")}
+        for group in (groups.get("optimizer", {}) for groups in (stored, wanted))
+    )
+    if had == has:
+        return ""
+    one = "the checkpoint" if had else "this Trainer"
+    return (
+        f"\nOnly {one} keeps the optimizer's moments in 8 bits (eight_bit_state). They "
+        "cannot be restored from, or into, moments of another dtype."
+    )
 
 
 def _with_products(products: str | None) -> str:
@@ -448,7 +463,10 @@ def group_differences(
     stored: Mapping[str, jax.ShapeDtypeStruct] | None,
     wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
 ) -> Iterator[str]:
-    """Yields a line for each array that differs in path, shape or dtype."""
+    """Yields lines about arrays that differ in shape or dtype, or that one side lacks.
+
+    If there are many arrays of a kind, only the first three are named.
+    """
     if stored is None:
         yield "the checkpoint has no such group"
         return
@@ -457,15 +475,46 @@ def group_differences(
     )
     # A path that both sides have is not a misspelling of a missing path, so it is not
     # among the candidates for the nearest name.
-    for path in dict.fromkeys((*here, *there)):
-        if path not in there:
-            near = _nearest(path, "there", there.keys() - here.keys())
-            yield f"`{path}` {here[path]} is not in the checkpoint{near}"
-        elif path not in here:
-            near = _nearest(path, "here", here.keys() - there.keys())
-            yield f"`{path}` {there[path]} is only in the checkpoint{near}"
-        elif there[path] != here[path]:
-            yield f"`{path}` is {there[path]} in the checkpoint and {here[path]} here"
+    missing, extra = (
+        [p for p in x if p not in y] for x, y in [(here, there), (there, here)]
+    )
+    yield from _shorten(
+        [
+            f"`{p}` is {there[p]} in the checkpoint and {x} here"
+            for p, x in here.items()
+            if there.get(p, x) != x
+        ],
+        "have another shape or dtype",
+    )
+    yield from _shorten(
+        [
+            f"`{p}` {here[p]} is not in the checkpoint{_nearest(p, 'there', extra)}"
+            for p in missing[:_MOST_NAMED]
+        ]
+        + missing[_MOST_NAMED:],
+        "are not in the checkpoint",
+    )
+    yield from _shorten(
+        [
+            f"`{p}` {there[p]} is only in the checkpoint{_nearest(p, 'here', missing)}"
+            for p in extra[:_MOST_NAMED]
+        ]
+        + extra[_MOST_NAMED:],
+        "are only in the checkpoint",
+    )
+
+
+_MOST_NAMED = 5
+"""The largest number of arrays of a kind that an error names completely."""
+
+
+def _shorten(lines: Sequence[str], rest: str) -> Iterator[str]:
+    """Yields the lines, or the first three of them and the number of the others."""
+    if len(lines) <= _MOST_NAMED:
+        yield from lines
+        return
+    yield from lines[:3]
+    yield f"... and {len(lines) - 3} more arrays {rest}"
 
 
 def _nearest(path: str, where: str, others: Iterable[str]) -> str:

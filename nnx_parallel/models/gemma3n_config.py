@@ -13,7 +13,7 @@ from nnx_parallel.layers.stack.scan import Remat, check_remat
 from nnx_parallel.models.families import gemma3n
 from nnx_parallel.models.gpt_config import LayerKind
 from nnx_parallel.models.rotary import RopeScaling
-from nnx_parallel.weights.family import find_preset
+from nnx_parallel.weights.family import WithPresets, find_preset
 
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -31,7 +31,7 @@ _COUNTS = (
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig:
+class Gemma3nConfig(metaclass=WithPresets):
     """Shape of a `Gemma3n`.
 
     Attributes:

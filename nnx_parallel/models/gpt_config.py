@@ -67,7 +67,12 @@ from nnx_parallel.models.families.deepseek import Latents
 from nnx_parallel.models.families.granite import Multipliers
 from nnx_parallel.models.families.qwen3_next import DeltaNet
 from nnx_parallel.models.rotary import Growth, LongRopeScaling, Scaling
-from nnx_parallel.weights.family import find_preset, read_fields, write_settings
+from nnx_parallel.weights.family import (
+    WithPresets,
+    find_preset,
+    read_fields,
+    write_settings,
+)
 
 _FILES = (
     # A model that does not come from files may fit two families equally well. Then it
@@ -114,7 +119,7 @@ _WITHOUT_MEMORY = (
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig:
+class GPTConfig(metaclass=WithPresets):
     """Shape of a `GPT`, and the kinds of its parts.
 
     Attributes:

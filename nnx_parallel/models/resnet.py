@@ -26,7 +26,7 @@ from nnx_parallel.errors import suggests_names
 from nnx_parallel.layers import named
 from nnx_parallel.models.families import resnet, timm
 from nnx_parallel.sharding import constrain
-from nnx_parallel.weights.family import Published
+from nnx_parallel.weights.family import Published, WithPresets
 
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -37,7 +37,7 @@ BlockKind = Literal["basic", "bottleneck"]
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
-class ResNetConfig:
+class ResNetConfig(metaclass=WithPresets):
     """Shape of a `ResNet`.
 
     Attributes:

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from nnx_parallel.errors import suggests_names
 from nnx_parallel.models.families import dinov3, siglip, timm, vit
-from nnx_parallel.weights.family import find_preset
+from nnx_parallel.weights.family import WithPresets, find_preset
 
 FAMILIES = tuple(
     replace(family, parts={**family.parts, "family": family.model_type})
@@ -49,7 +49,7 @@ _COUNTS = ("image_size", "patch_size", "num_layers", "embed_dim", "num_heads")
 
 @suggests_names
 @dataclass(frozen=True, kw_only=True)
-class ViTConfig:
+class ViTConfig(metaclass=WithPresets):
     """Shape of a `ViT`.
 
     The sequence has the class token, if there is one, then the registers, and then the

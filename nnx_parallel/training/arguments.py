@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from nnx_parallel.checkpoint.options import Checkpoint
 from nnx_parallel.distributed.runtime import StepTimeout, Watchdog
-from nnx_parallel.errors import grouped, kind_of, suggests_names
+from nnx_parallel.errors import grouped, kind_of, suggest, suggests_names
 from nnx_parallel.metrics import Mean
 from nnx_parallel.optimizers.muon import muon
 from nnx_parallel.precision import Precision
@@ -539,25 +539,36 @@ def _is_transformation(value: object) -> bool:
     return hasattr(value, "init") and hasattr(value, "update")
 
 
-def check_assignment(owner: object, name: str) -> None:
+def check_assignment(owner: object, name: str, kind: type) -> None:
     """Raises an error for an assignment that a built Trainer would ignore.
 
+    Args:
+        owner: The Trainer, which has been built.
+        name: The attribute.
+        kind: The class Trainer. A subclass may have further attributes.
+
     Raises:
-        AttributeError: If the name belongs to an argument, or to a property without a
-            setter.
+        AttributeError: If the name belongs to an argument, to a property without a
+            setter, or to nothing.
     """
-    kind = type(owner)
     found = inspect.getattr_static(kind, name, None)
     if isinstance(found, property) and found.fset is not None:
         return
-    place = grouped(name)
-    if place or name in inspect.signature(kind.__init__).parameters:
+    place, arguments = grouped(name), inspect.signature(kind.__init__).parameters
+    if place or name in arguments:
         given = "=".join(place) if place else f"{name}="
         raise AttributeError(
             f"`trainer.{name} = ...` would have no effect: a Trainer reads its "
             f"arguments when it is built. Pass {given} to Trainer(...)."
         )
-    if found is not None or name in vars(owner):
+    if found is not None or name in inspect.get_annotations(kind):
         raise AttributeError(
             f"`trainer.{name}` is read-only. A custom loop assigns `trainer.state`."
+        )
+    if type(owner) is kind:
+        near = suggest(name, ["state", *arguments])
+        raise AttributeError(
+            f"A Trainer has no attribute {name!r}.{near} Options are arguments of "
+            "Trainer(...), and a custom loop assigns `trainer.state`. Keep other "
+            "values in variables, in a Callback, or in a subclass of Trainer."
         )

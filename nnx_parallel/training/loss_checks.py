@@ -48,6 +48,7 @@ class LossChecks:
         yield from sorted({*self._pairs()})
         yield from self._double_softmax()
         yield from self._mean_of_mean()
+        yield from sorted({*self._integer_inputs()})
 
     @cached_property
     def _after_params(self) -> set[jex.Var]:
@@ -170,6 +171,47 @@ class LossChecks:
                 )
                 return
 
+    def _integer_inputs(self) -> Iterator[str]:
+        """Finds integers of the batch that a layer multiplies with its weights."""
+        names = {
+            var: f"batch{jax.tree_util.keystr(keys)}"
+            for keys, var in jax.tree.leaves_with_path(self.program.inputs[2])
+            if jnp.issubdtype(var.aval.dtype, jnp.integer)
+        }
+        params = jax.tree.leaves_with_path(self.program.inputs[0])
+        paths = {var: path_of(keys) for keys, var in params}
+        for eqn in self.program.eqns if names else ():
+            if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+                continue
+            sources = [*map(self._copied, eqn.invars)]
+            found = [x for x in sources if x in names]
+            weights = [x for x in sources if x in paths]
+            if not found or not weights:
+                continue
+            dtype = found[0].aval.dtype
+            text = (
+                f"{names[found[0]]} is {dtype}, and the layer with the weights "
+                f"`{paths[weights[0]]}` multiplies its values as they are. "
+            )
+            if dtype == jnp.uint8:
+                text += (
+                    "Pixels from 0 to 255 make most models diverge: scale them in the "
+                    "data or in the loss, x.astype(jnp.float32) / 255."
+                )
+            else:
+                text += (
+                    "Tokens and classes are numbers without an order: give the model "
+                    "an nnx.Embed, or use jax.nn.one_hot(x, num_classes). If the "
+                    "values are quantities, make them floats in the data."
+                )
+            yield text
+
+    def _copied(self, atom: Any) -> Any:
+        """Returns the array whose values an atom has, in another shape or dtype."""
+        while (eqn := self._made(atom)) and eqn.primitive.name in _COPIES:
+            atom = eqn.invars[0]
+        return None if isinstance(atom, jex.Literal) else atom
+
     def _constant(self, var: jex.Var) -> Any:
         value = self.program.consts.get(var)
         return value if value is not None and jnp.size(value) == 1 else None
@@ -191,6 +233,13 @@ class LossChecks:
                     "losses.size), or return losses.mean()."
                 )
 
+
+_COPIES = (
+    *("convert_element_type", "reduce_precision", "copy", "copy_p"),
+    *("reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim"),
+    *("slice", "rev", "pad", "sharding_constraint"),
+)
+"""Primitives whose result has the values of their first operand."""
 
 _WRAPPERS = ("custom_jvp_call", "custom_vjp_call")
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial, wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NoReturn, ParamSpec, TypeVar
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -21,6 +21,7 @@ from nnx_parallel.loggers.console import ConsoleLogger
 from nnx_parallel.loggers.logger import Logger
 from nnx_parallel.mesh import Device, leaving_mesh
 from nnx_parallel.precision import Precision
+from nnx_parallel.sharding.layout import Layout
 from nnx_parallel.sharding.model import ModelFn, as_source
 from nnx_parallel.sharding.model_specs import building_on
 from nnx_parallel.sharding.nnx_arrays import plain_variables
@@ -196,6 +197,8 @@ class Trainer:
         True
     """
 
+    layout: Layout
+
     @_in_own_context
     @suggests_names
     def __init__(
@@ -287,8 +290,17 @@ class Trainer:
 
     def __setattr__(self, name: str, value: object) -> None:
         if not name.startswith("_") and hasattr(self, "_loop"):  # construction is over
-            check_assignment(self, name)
+            check_assignment(self, name, Trainer)
         super().__setattr__(name, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises an error that names the methods."""
+        raise TypeError(
+            "A Trainer cannot be called. To train, call trainer.fit(data, "
+            "num_steps=...). For outputs, call trainer.predict(data) or "
+            "trainer.model(x). For one step, call trainer.train_step(trainer.state, "
+            "trainer.shard_batch(batch))."
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Raises an error that names our method for a method of another library."""
@@ -657,7 +669,7 @@ class Trainer:
         Raises:
             CheckpointNotFoundError: If the step does not exist.
             CheckpointMismatchError: If an array has another path, shape or dtype in the
-                checkpoint. The message lists each such array. The state is unchanged.
+                checkpoint. The message names such arrays. The state is unchanged.
             CheckpointError: If a callback restores more than weights during a fit.
             CheckpointDirectoryError: If another run writes to the directory to rewind.
         """
@@ -685,7 +697,7 @@ class Trainer:
 
         Raises:
             CheckpointMismatchError: If an array differs, or is only in the model or
-                only in the checkpoint. The message lists each such array, and nothing
+                only in the checkpoint. The message names such arrays, and nothing
                 has changed.
             CheckpointReadError: If the directory is not a plain checkpoint.
         """

@@ -13,12 +13,12 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from flax import nnx
 
-from nnx_parallel.errors import WeightsError, warn_user
+from nnx_parallel.errors import WeightsError, suggest, warn_user
 from nnx_parallel.weights.files import find_folder, read_config
 from nnx_parallel.weights.names import Entry, name_at, rename_tensors
 from nnx_parallel.weights.pretrained import Pretrained
@@ -395,6 +395,26 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
         return []
     heads = [name for name in names if not name.startswith(family.prefix)]
     return [name for name in heads if name not in source.tensors]
+
+
+class WithPresets(type):
+    """Metaclass of configs; for a missing preset, an error names those that exist."""
+
+    if not TYPE_CHECKING:  # a type checker must not accept every name
+
+        def __getattr__(cls, name: str) -> Any:
+            """Raises an error that says how presets are named."""
+            text = f"{cls.__name__} has no attribute {name!r}."
+            if not name.startswith("_"):
+                sizes = [x for x, y in vars(cls).items() if isinstance(y, classmethod)]
+                made = ", ".join(f"{x}()" for x in sizes if x != "preset")
+                text += f"{suggest(name, vars(cls))} Configs of given sizes: {made}."
+                if "preset" in vars(cls):
+                    text += (
+                        f" Published models: {cls.__name__}.preset(NAME), whose error "
+                        "lists the names."
+                    )
+            raise AttributeError(text)
 
 
 def find_preset(name: str, presets: Mapping[str, Values]) -> Values:
