@@ -146,6 +146,7 @@ class CheckpointManager:
         self.report: Callable[[str], object] = str
         self.copies_note = ""
         self.copied_step: int | None = None
+        self._lacks_copies = False
         only_hashed = self.options is not None and self.options.frozen == "checksum"
         self._frozen = frozen if only_hashed else ()
         self._reader: CheckpointReader | None = None  # set once the directory is open
@@ -299,6 +300,13 @@ class CheckpointManager:
         """Returns True if ``step`` must be copied into memory."""
         every = self.options and self.options.memory_every
         return bool(every) and step % every == 0
+
+    def must_copy_again(self, step: int) -> bool:
+        """Returns True if ``step`` was read from memory, and a machine has lost parts.
+
+        Without another copy, the loss of a second machine would lose the step.
+        """
+        return self._lacks_copies and self.copied_step == step
 
     def copy(
         self,
@@ -619,6 +627,11 @@ class CheckpointManager:
                 "run continues from storage."
             )
             return None, []
+        # If another number of processes has made the copy, this one could hold less of
+        # the position in the data.
+        states = meta.get("position", {}).get("states", ())
+        is_alike = len(states) == jax.process_count()
+        self._lacks_copies = is_alike and copies.lacks_copies(found)
         copies.use(found)
         self.copied_step = found.step
         latest = max(reader.steps, default=None)

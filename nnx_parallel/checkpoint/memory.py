@@ -799,6 +799,12 @@ class MemoryCopies:
         data = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
         return {"crc": zlib.crc32(data)}, [data]
 
+    def lacks_copies(self, found: Found) -> bool:
+        """Returns True if the loss of one machine would make a copy incomplete."""
+        has_others = len(set(self._machine)) > 1
+        machines = ({machine for machine, _ in x} for x in found.holders.values())
+        return has_others and any(len(x) < 2 for x in machines)
+
     def use(self, found: Found) -> None:
         """Keeps a copy, which the run resumed from, until there is a newer one."""
         self._newest = self._resumed = found.step, found.attempt

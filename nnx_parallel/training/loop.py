@@ -317,6 +317,9 @@ class Loop:
         self._wall.note_start()
         self._logger.account(self.run.step, self._wall.seconds)
         self.run.excuse_arrays()
+        if self.run.checkpoints.must_copy_again(self.run.step):
+            with self._wall.measure("saves"):
+                self.run.copy(self.run.step)
         self._run_steps()
         if skipped := self._recorder.skip_message():
             self._logger.message(skipped)

@@ -83,6 +83,22 @@ def test_run_goes_on_without_memory_of_a_machine(
     assert not [*(machines.root / "memory").rglob("*.*")]
 
 
+def test_machines_lost_one_after_the_other_lose_no_steps(
+    machines: Machines, whole: dict[str, Any]
+) -> None:
+    assert machines.run(KILLED).code == 128 + signal.SIGKILL
+    machines.lose(1)
+    # The next copy would be made after step 12, but this start makes one at once.
+    ended = machines.run(KILLED | {"process": 2})
+    assert f"Resumed from step {KILL - 1} in memory; " in ended.text
+    assert ended.code == 128 + signal.SIGKILL, ended.text
+    machines.lose(2)
+    ended = machines.run()
+    assert ended.code == 0, ended.text
+    assert f"Resumed from step {KILL - 1} in memory; " in ended.text
+    assert machines.found["digest"] == whole["digest"]
+
+
 def test_death_of_a_process_that_is_asked_is_reported_as_its_loss(
     machines: Machines,
 ) -> None:
