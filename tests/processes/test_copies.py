@@ -83,7 +83,7 @@ def test_run_goes_on_without_memory_of_a_machine(
     assert not [*(machines.root / "memory").rglob("*.*")]
 
 
-def test_death_of_a_process_that_is_asked_is_reported_as_its_loss(
+def test_loss_of_process_that_answers_is_reported(
     machines: Machines,
 ) -> None:
     assert machines.run(KILLED).code == 128 + signal.SIGKILL
