@@ -1,7 +1,7 @@
 """``python -m benchmarks copies`` ends a run with copies in memory many times.
 
-Each process runs on a machine of its own: a network namespace, and a directory for the
-copies. Copies are made every 5 steps, and checkpoints every 200. In half of the
+Each process has a separate network namespace and directory for the copies, so it counts
+as a machine. Copies are made every 5 steps, and checkpoints every 200. In half of the
 rounds, a process is killed at a random moment. In the others a machine vanishes with
 its memory, or two neighbours do, or a process dies in the middle of a copy or of a
 restart. At the end every parameter must equal the parameter of an undisturbed run, bit
@@ -161,7 +161,7 @@ class _Linears(nnx.Module):
 class _Elsewhere(nnx.Module):
     """A model whose steps take a second without the host's cores, as on accelerators.
 
-    Its state is not computed, because a step would compute it on these cores.
+    Most of its state is not trained, because a step would use these cores for that.
     """
 
     def __init__(self, rngs: nnx.Rngs) -> None:

@@ -230,7 +230,7 @@ for line in sys.stdin:
     pid = os.fork()
     if pid == 0:
         break
-    codes.pop(pid, None)  # numbers of processes are used again
+    codes.pop(pid, None)  # numbers of processes are reused
     print(pid, flush=True)
 else:
     sys.exit()
@@ -246,7 +246,7 @@ if request["machine"]:
     namespace, address = request["machine"]
     libc = ctypes.CDLL(None, use_errno=True)
     file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
-    # Gloo listens on the address of the host's name, so the name becomes the address.
+    # Gloo listens on the address of the host's name, so the address becomes the name.
     new_network, new_name = 0x40000000, 0x04000000
     if libc.setns(file, new_network) or libc.unshare(new_name):
         raise OSError(ctypes.get_errno(), "the process cannot change its namespace")
@@ -302,7 +302,7 @@ class Starter:
     ) -> Iterator[Run]:
         """Starts the processes of a run; kills those that are alive at the end.
 
-        With a network, each process runs on its own machine.
+        With a network, each process runs on a separate machine.
         """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]

@@ -153,9 +153,10 @@ HELP = {
     ),
     "EightBitError": Help(
         "`layers=` matches no layer of the model, or a layer whose products cannot run in 8 bits: a "
-        "layer with `batch_axis` or another `dot_general`, an `nnx.Einsum` that is not a product, a layer that the loss does not call, or with "
-        "`mxfp8` a layer whose dims, or shards of experts, have no complete blocks of 32 elements. Or "
-        "`rounding='stochastic'` selects only experts, or meets a `Pipeline`.",
+        "layer with `batch_axis` or another `dot_general`, an `nnx.Einsum` that is not a product, or a "
+        "layer that the loss does not call. With `mxfp8`, the inputs and outputs of a layer, or the "
+        "shards of experts, are not multiples of 32 elements. With `rounding='stochastic'`, `layers=` "
+        "selects only experts, or the strategy has a `Pipeline`.",
         "Take `layers=` from the paths in the message; `None` selects the layers inside of a "
         "`Stack`. Pass `sequence=True` instead of `overlap=` to `TensorParallel`.",
         "layers='mlpp' selects no layer of GPT for 8-bit products. ...",

@@ -393,8 +393,7 @@ class EightBitError(ParallelError, ValueError):
     """``layers=`` must match layers that support 8-bit products.
 
     The products must not overlap with their communication. In the MX format, dims must
-    have complete blocks. Stochastic rounding needs layers other than experts, and no
-    Pipeline.
+    have complete blocks. Stochastic rounding does not work in experts or in a Pipeline.
     """
 
 

@@ -34,12 +34,12 @@ class EightBit:
             input. If it is ``None``, this product runs in the compute dtype.
         layers: Regex that is searched in the dotted paths of layers. ``None``: the
             layers inside of a `Stack`.
-        block: Number of contracted elements that share a scale: 32, the blocks of the
-            MX format, whose scales are powers of 2; or ``None`` for one scale over all
-            contracted elements.
-        rounding: ``"nearest"``, or ``"stochastic"`` for the gradient: it becomes one of
-            the two nearest 8-bit numbers, so that the mean is exact. Each step and
-            layer has a key. Experts round to the nearest number.
+        block: Number of contracted elements that share a scale. 32 means the MX format,
+            whose scales are powers of 2. With ``None``, all contracted elements share a
+            scale.
+        rounding: ``"stochastic"`` rounds the gradient at random to one of the two
+            nearest 8-bit numbers, so that the mean is exact. Each step and layer has a
+            random key. Experts always round to the nearest number.
     """
 
     forward: str
@@ -61,8 +61,8 @@ class EightBit:
         if self.block not in (32, None) or (self.block and self.forward == "int8"):
             raise ValueError(
                 f"EightBit(forward={self.forward!r}, block={self.block!r}): blocks of "
-                "the MX format have 32 float8 elements. block must be 32 for float8 "
-                "dtypes, or None."
+                "the MX format have 32 float8 elements. block must be None, or 32 with "
+                "float8 dtypes."
             )
 
         if self.rounding not in (valid := get_args(Rounding)):
@@ -71,7 +71,7 @@ class EightBit:
             )
         if self.rounding == "stochastic" and self.gradient is None:
             raise ValueError(
-                "rounding='stochastic' rounds gradients, and gradient=None does not "
+                "rounding='stochastic' is for gradients, but gradient=None does not "
                 "round them. Pass rounding='nearest', or an 8-bit dtype for gradients."
             )
 
@@ -196,8 +196,8 @@ class Precision:
             gradient: True if the gradient of a layer's input is an int8 product too.
             rounding: ``"stochastic"`` rounds the gradient of a layer's output up or
                 down at random, so that its mean is exact (`EightBit`). The numbers are
-                the same under every strategy, and after a restore. A `Pipeline` and
-                experts do not support it.
+                the same under every strategy, and after a restore. Experts round to the
+                nearest number, and a `Pipeline` raises an error.
             compute: Dtype of all other computation.
 
         Raises:
@@ -267,11 +267,12 @@ class Precision:
         """Runs products of layers in the MX format [1]: float8 in blocks of 32.
 
         Each 32 consecutive elements along the contracted dims share a scale, which is a
-        power of 2. As in [2], it is rounded up, so that no element saturates. Blocks
-        are parts of the global arrays, so they do not depend on the strategy. The
-        kernel is rounded twice: in blocks along its inputs, and for the gradient of the
-        input in blocks along its outputs. The gradients of kernels are computed in
-        ``compute``, because they would need blocks of tokens, which layouts split.
+        power of 2. As in [2], the scale is rounded up, so that no element saturates.
+        Blocks are parts of the global arrays, so they do not depend on the strategy.
+        The kernel is rounded twice: in blocks along its inputs for the forward product,
+        and in blocks along its outputs for the gradient of the input. The gradients of
+        kernels are computed in ``compute``, because they would need blocks of tokens,
+        which layouts split.
 
         Args:
             layers: Regex for dotted paths, as in `int8`. 32 must divide the inputs of

@@ -166,7 +166,7 @@ def test_layouts_round_to_same_numbers(block: Any, strategy: Strategy) -> None:
 
 
 def rounded(x: np.ndarray, dims: int, dtype: str = "float8_e4m3fn") -> np.ndarray:
-    """The values of an array in the MX format, in blocks along its last dims."""
+    """Rounds an array to the MX format, in blocks along its last dims."""
     kind = jnp.dtype(dtype)
     most = float(jnp.finfo(kind).max)
     flat = x.reshape(-1, 32).astype(np.float64)
@@ -258,8 +258,9 @@ def gathers(strategy: Strategy) -> dict[int, int]:
 def test_gathers_send_8_bits_for_each_weight() -> None:
     # XLA's CPU compiler gathers float8 as float16.
     weights = EMBED * 64
-    # Two layers gather two kernels in each direction, and the scales of 32 weights. In
-    # one direction FSDP splits blocks of `down`; a maximum over devices has the scales.
+    # Each of two layers gathers two kernels in each direction, and a scale for 32
+    # weights. In one direction FSDP splits blocks of `down`: then the scales come from
+    # a maximum over devices, without a gather.
     assert gathers(fsdp(2)) == {2 * weights: 2 * 2 * 2, weights // 32: 2 * 3}
 
 

@@ -137,7 +137,7 @@ def test_dims_without_complete_blocks_raise() -> None:
         layers_in_eight_bits(einsum("bd,hd->bh", (8, 24)), MXFP8)
 
 
-def test_text_of_a_call_is_checked() -> None:
+def test_text_of_einsum_call_is_checked() -> None:
     layer = einsum("bd,dh->bh", (8, 8))
     set_recipe(layer, INT8)
     with pytest.raises(EightBitError, match="A call of `` cannot run in 8 bits: its e"):

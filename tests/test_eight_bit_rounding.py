@@ -98,7 +98,7 @@ def test_layouts_round_to_same_numbers(recipe: EightBit, strategy: Strategy) -> 
         ("float8_e4m3fn", 2.0**-9, 32),
     ],
 )
-def test_mean_of_roundings_is_the_number(
+def test_mean_of_roundings_is_exact(
     dtype: str, smallest: float, block: int | None
 ) -> None:
     rng, count = np.random.default_rng(0), 10_000
@@ -122,14 +122,14 @@ def test_mean_of_roundings_is_the_number(
     tiny = 1e-6 * np.maximum(np.abs(x), scale * smallest)
     step = np.maximum(found.max(axis=0) - found.min(axis=0), scale * smallest)
     assert (np.abs(found - x) <= step + tiny).all()
-    # Each rounding has at most half a step as its standard deviation.
+    # The standard deviation of one rounding is at most half a step.
     error = np.abs(found.mean(axis=0) - x)
     assert (error <= 5 * step / 2 / count**0.5 + tiny).all()
     nearest, _ = of(None)
     assert (np.abs(nearest - x) > error).mean() > 0.8
 
 
-def test_numbers_of_the_dtype_do_not_change() -> None:
+def test_representable_numbers_do_not_change() -> None:
     every = jnp.arange(256, dtype=jnp.uint8)
     for dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8):
         x = jax.lax.bitcast_convert_type(every, dtype).astype(jnp.float32)

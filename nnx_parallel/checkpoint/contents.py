@@ -463,9 +463,9 @@ def group_differences(
     stored: Mapping[str, jax.ShapeDtypeStruct] | None,
     wanted: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
 ) -> Iterator[str]:
-    """Yields lines about arrays that differ in shape or dtype, or that one side lacks.
+    """Yields a line for each array that differs in shape or dtype, or is missing.
 
-    If there are many arrays of a kind, only the first three are named.
+    If more than five arrays have the same difference, only three are named.
     """
     if stored is None:
         yield "the checkpoint has no such group"
@@ -505,11 +505,11 @@ def group_differences(
 
 
 _MOST_NAMED = 5
-"""The largest number of arrays of a kind that an error names completely."""
+"""If more arrays have the same difference, an error names only three of them."""
 
 
 def _shorten(lines: Sequence[str], rest: str) -> Iterator[str]:
-    """Yields the lines, or the first three of them and the number of the others."""
+    """Yields all lines, or if there are many, three and the number of the others."""
     if len(lines) <= _MOST_NAMED:
         yield from lines
         return

@@ -337,8 +337,8 @@ def private_directory(path: Path) -> Path:
 def free_bytes(directory: Path) -> int:
     """Returns the bytes that new files in a directory may take.
 
-    If its files are in memory, they also count against the memory of the machine and
-    against the limits of the container.
+    If the directory is in memory, its files also count against the memory of the
+    machine and against the limits of the container.
     """
     free = shutil.disk_usage(directory).free
     where = os.stat(directory).st_dev

@@ -389,10 +389,10 @@ class MemoryCopies:
                 raise CheckpointDirectoryError(
                     f"The copies in memory take {format_bytes(total)} on the machine "
                     f"of process {process}, and '{self._where}' has only "
-                    f"{format_bytes(total + left)}. Give it or the container more "
-                    "memory (docker run --shm-size), choose another memory_directory, "
-                    "or leave memory_every out. Runs that were given up may have left "
-                    f"files in '{self._run.parent}'."
+                    f"{format_bytes(total + left)}. Give the directory or the "
+                    "container more memory (docker run --shm-size), choose another "
+                    "memory_directory, or leave memory_every out. Runs that were given "
+                    f"up may have left files in '{self._run.parent}'."
                 )
         num_machines = len(set(self._machine))
         second = "on one machine: they survive a process, but not the machine"

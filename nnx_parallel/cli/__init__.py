@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--spares must be at least 0")
     if (least or options.spares) and options.print not in (None, "slurm"):
         parser.error(
-            "--min-processes and --spares work if this launcher starts the processes, "
-            "and with --print slurm"
+            "--min-processes and --spares work only if this launcher starts the "
+            "processes, or with --print slurm"
         )
     job = Job(
         command=(options.script, *options.arguments),
@@ -260,8 +260,8 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
     fewer = "if a restart fails within a minute, try it with fewer, but at least M"
     add("--min-processes", type=int, metavar="M", help=fewer)
     spares = (
-        "groups of K devices, or nodes under Slurm, that stay idle until another one "
-        "fails (default: %(default)s)"
+        "groups of K devices, or nodes under Slurm, that stay idle until a group that "
+        "is in use fails (default: %(default)s)"
     )
     add("--spares", type=int, default=0, metavar="S", help=spares)
     add("--cpu", action="store_true", help="simulate the devices on CPU")

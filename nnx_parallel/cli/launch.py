@@ -100,7 +100,7 @@ class Job:
             process that failed first. After a run of more than a minute, all processes
             are tried again. ``None`` means that all processes are needed.
         spares: Number of groups of devices, or machines under Slurm, that stay idle
-            until one that is used fails.
+            until a group that is in use fails.
         cpu: True to simulate the devices on CPU.
         host: Address of the coordinator, in process 0.
         topology: The slice of TPUs on which GKE runs the processes.
@@ -197,9 +197,9 @@ def launch(job: Job) -> int:
 def groups_to_start(job: Job, failures: Sequence["Failure"]) -> list[int]:
     """Returns the groups of devices for the next start, one for each process.
 
-    A group that has failed is replaced by a spare. If all groups have failed, the group
-    whose failure is longest ago is used. A missing device makes each start fail soon,
-    so its group is left out.
+    A spare replaces a group that has failed. If there are no spares left, the groups
+    that failed longest ago are used. A group whose starts fail soon is left out,
+    because one of its devices may be missing.
     """
     early = [*itertools.takewhile(lambda x: x.seconds < _START_SECONDS, failures[::-1])]
     # A failure of the first start does not count, because its cause may be anything.
@@ -245,7 +245,7 @@ class Failure(NamedTuple):
 
     @property
     def suspects_group(self) -> bool:
-        """True if the group may be the reason: it is not if a SIGTERM ended the run."""
+        """False if a SIGTERM ended the run; then the group is not the cause."""
         return self.cause.code != PREEMPTED
 
     @property
@@ -468,8 +468,8 @@ def _kill_group(process: Process) -> None:
 def slurm(job: Job) -> str:
     """Returns a batch script for ``sbatch``, with one task for each process.
 
-    With spares or fewer processes, there is one task on each node. Each start leaves
-    out nodes that do not answer, or on which the driver lists no GPUs.
+    With ``spares`` or ``min_processes``, each node runs one task. Each start leaves out
+    nodes that do not answer, or on which the driver lists no GPUs.
     """
     count = job.devices_per_process or 1
     gpus = "" if job.cpu else f"#SBATCH --gpus-per-task={count}\n"
@@ -480,7 +480,7 @@ def slurm(job: Job) -> str:
     variables = "".join(f"export {name}={value}\n" for name, value in needed.items())
     tasks, functions, choice, where = f"--ntasks={job.num_processes}", "", "", ""
     if job.spares or job.min_processes is not None:
-        # Slurm would end the whole job with its first lost node.
+        # By default, Slurm ends the whole job when it loses a node.
         tasks = f"--nodes={job.num_processes + job.spares}\n#SBATCH --ntasks-per-node=1"
         tasks += "\n#SBATCH --no-kill"
         least = job.min_processes or job.num_processes

@@ -75,10 +75,10 @@ def initialize(
         process_id: Number of this process, from 0.
         local_device_ids: Devices of this machine that this process uses.
         start_seconds: Longest time in which all processes must start.
-        heartbeat_seconds: Time after which a machine that vanishes counts as lost, and
-            all processes end. The death of a process is noticed at once. A machine
-            answers even if its processes are busy, so only a break of the network can
-            be mistaken for a loss.
+        heartbeat_seconds: If a machine does not answer for this time, it counts as
+            lost, and all processes end. The death of a process is noticed at once. A
+            machine answers even if its processes are busy, so only a break of the
+            network can be mistaken for a loss.
         shutdown_seconds: Longest time that a process waits at its end for the other
             processes.
 
@@ -112,7 +112,7 @@ def initialize(
         *spec,
         local_device_ids=local_device_ids,
         initialization_timeout=start_seconds,
-        # JAX would abort the processes before they can print a reason.
+        # Otherwise JAX would abort the processes before they print a reason.
         heartbeat_timeout_seconds=3 * heartbeat_seconds,
         shutdown_timeout_seconds=shutdown_seconds,
         coordinator_bind_address=address if is_local else None,

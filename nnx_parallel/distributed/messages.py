@@ -3,9 +3,9 @@
 A thread of process 0 collects one value from each process and sends all values to each
 process. The thread notices the death of a process at once, because the operating system
 closes the socket of a process in whatever way it dies. A machine that vanishes closes
-nothing, but its system no longer answers the probes of the other systems. Messages are
-JSON over TCP. A process that connects must know a key that process 0 publishes in JAX's
-key-value store.
+no socket, but it no longer answers the probes that the other machines send. Messages
+are JSON over TCP. A process that connects must know a key that process 0 publishes in
+JAX's key-value store.
 
 Without this module, JAX's coordination service (with a heartbeat of 10 s, the reason in
 its key-value store, and `os._exit` in ``sys.excepthook``) also ends all processes in
@@ -150,8 +150,8 @@ def limit_reads(peer: socket.socket, seconds: int) -> None:
 def watch(connection: Connection | socket.socket, seconds: float) -> None:
     """Makes reads fail if the other machine does not answer for some seconds.
 
-    The other machine's system answers, so a busy process counts as alive. It counts as
-    silent only if it reads nothing for this time while its buffer is full.
+    The operating system answers for its processes, so a busy process counts as alive.
+    It counts as silent only if its buffer is full and it reads nothing for this time.
     """
     probes = 4
     options = {
@@ -386,7 +386,7 @@ class Client:
         _start("nnx_parallel.client", self._listen)
 
     def set_heartbeat(self, seconds: float) -> None:
-        """Sets the time after which this process and process 0 count as lost."""
+        """Sets the time after which process 0, or this process, counts as lost."""
         watch(self.connection, seconds)
         send(self.connection, {"op": "watch", "seconds": seconds})
 
@@ -511,7 +511,7 @@ class Client:
 
 
 def _silence(error: BaseException) -> str | None:
-    """Returns the reason if a connection failed because a machine does not answer."""
+    """Returns a reason if a connection failed because a machine does not answer."""
     codes = errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH
     if isinstance(error, OSError) and error.errno in codes:
         return "its machine does not answer (off, or without network)"

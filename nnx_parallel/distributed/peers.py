@@ -33,7 +33,7 @@ from nnx_parallel.distributed.runtime import STATE, process_count, process_index
 from nnx_parallel.errors import ProcessError
 
 _POLL_SECONDS = 0.05
-# The sockets of the messages notice a lost machine sooner, and end this process.
+# The client in messages.py notices a lost machine sooner, and ends this process.
 _SILENCE_SECONDS = 60.0
 
 Handler = Callable[

@@ -218,7 +218,7 @@ def _end_by_exception(
 
 
 def _may_follow_loss(error: BaseException | None) -> bool:
-    """Returns True if an error, or its cause, is JAX's or a connection's."""
+    """Returns True if an error, or its cause, comes from JAX or from a connection."""
     # The cause matters for saves. A save has collectives too, and its error is raised
     # from the error of a collective.
     kinds = jax.errors.JaxRuntimeError, ConnectionError, EOFError

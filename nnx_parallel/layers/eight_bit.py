@@ -13,9 +13,9 @@ gradient of the kernel is a sum over tokens. Their scales differ, so this produc
 in the compute dtype. Scales for groups of tokens would depend on how a layout splits
 tokens.
 
-In the MX format [2], each 32 contracted elements have one scale, which is a power of 2.
-Products with these scales are exact in bfloat16, float32 and float64. So both operands
-are converted to the compute dtype, and one product of that dtype has all scales.
+In the MX format [2], 32 contracted elements share a scale, which is a power of 2. An
+element times its scale is exact in bfloat16, float32 and float64. So both operands are
+multiplied by their scales in the compute dtype, and the product runs in this dtype.
 
 References:
     [1] Wortsman et al., "Stable and low-precision training for large-scale
@@ -49,9 +49,9 @@ class Quantised(NamedTuple):
     Attributes:
         values: int8 or float8, in the array's shape.
         scale: The scales, with size 1 along the dims of a group. If groups are blocks
-            (`quantise_mx`), the first of these dims has the number of blocks, and
-            a scale is a uint8 ``code``, which stands for ``2.0 ** (code - 127)``; 255
-            stands for NaN.
+            (`quantise_mx`), the first of these dims has a scale for each block. Such a
+            scale is a uint8 ``code``, which stands for ``2.0 ** (code - 127)``, or for
+            NaN if it is 255.
     """
 
     values: Array
@@ -126,10 +126,10 @@ def _cast(x: Array, dtype: Any, noise: Array | None) -> Array:
     step = jnp.ones((), x.dtype)
     if not is_integer:
         info = jnp.finfo(dtype)
-        exponent = jnp.frexp(x)[1] - 1  # of a number from 1 to 2 it is 0
+        exponent = jnp.frexp(x)[1] - 1  # 0 for numbers from 1 to 2
         step = jnp.ldexp(step, jnp.maximum(exponent, info.minexp) - info.nmant)
     lower = jnp.floor(x / step)
-    # A comparison is exact, and a sum with the noise would not be.
+    # This comparison is exact. A sum with the noise would be rounded.
     return ((lower + (noise < x / step - lower)) * step).astype(dtype)
 
 
@@ -144,7 +144,7 @@ def quantise_mx(
 
     A block consists of consecutive elements along ``dims``, in row-major order. Its
     scale is the smallest power of 2 with which no element saturates. A layout may split
-    all dims, even within blocks: then devices exchange the codes of these blocks.
+    any dim, even within a block: devices then exchange the codes of such blocks.
 
     A block with an infinity or NaN becomes NaN.
 
@@ -163,8 +163,8 @@ def quantise_mx(
     """
     wide = x.astype(sum_dtype(x))
     codes = _codes_of(wide, _largest(dtype))
-    # Codes are reduced, and not elements: if a layout splits blocks, devices then
-    # exchange bytes.
+    # The maximum is taken over codes instead of elements: if a layout splits blocks,
+    # devices exchange bytes instead of floats.
     kept = [d for d in range(x.ndim) if d not in dims]
     codes = jnp.moveaxis(codes, dims, range(-len(dims), 0))
     codes = codes.reshape([x.shape[d] for d in kept] + [-1, block])
@@ -178,10 +178,11 @@ def quantise_mx(
 
 
 def _codes_of(x: Array, most: float) -> Array:
-    """Returns the code of the least power of 2, by which each element is at most most.
+    """Returns a code for each element: its smallest scale that avoids saturation.
 
-    The result is uint8 in the shape of ``x``. A logarithm could be wrong by one at a
-    power of 2, and differ between devices.
+    With this scale, the element is at most ``most``. The result is uint8 in the shape
+    of ``x``. A logarithm could be wrong by one at powers of 2, and could differ between
+    devices.
     """
     fraction, exponent = jnp.frexp(jnp.abs(x))  # 0.5 <= fraction < 1
     largest, offset = math.frexp(most)
@@ -191,7 +192,7 @@ def _codes_of(x: Array, most: float) -> Array:
 
 
 def _spread(codes: Array, shape: tuple[int, ...], dims: tuple[int, ...]) -> Array:
-    """Repeats the code of each block for all its elements: int32 ``shape``."""
+    """Repeats the code of each block for its elements; returns int32 ``shape``."""
     size = math.prod(shape[d] for d in dims) // codes.shape[dims[0]]
     codes = jnp.moveaxis(codes.astype(jnp.int32), dims, range(-len(dims), 0))
     codes = jnp.repeat(codes.reshape(*codes.shape[: -len(dims)], -1), size, axis=-1)
@@ -216,7 +217,7 @@ def _round(
 def _exact(
     given: Quantised, dims: tuple[int, ...], block: int | None, dtype: Any
 ) -> Array:
-    """Returns the values that an 8-bit array stands for; exact if it has blocks."""
+    """Multiplies 8-bit values by their scales; the result is exact for blocks."""
     values, scale = given
     if block is None:
         # The scales are small, so a float16 product with them would lose digits.
@@ -230,7 +231,7 @@ def _exact(
 def _operand(
     given: Quantised, dims: tuple[int, ...], block: int | None, dtype: Any
 ) -> Array:
-    """Returns an operand of a product: 8-bit values, or in blocks exact values."""
+    """Returns the operand of a product: 8-bit values, or with blocks exact values."""
     return given.values if block is None else _exact(given, dims, block, dtype)
 
 
@@ -259,7 +260,7 @@ def quantise_kernel(
 def round_kernel(
     w: Array, ins: tuple[int, ...], outs: tuple[int, ...], recipe: EightBit
 ) -> Kernel:
-    """Rounds a kernel as a recipe needs it for its products.
+    """Rounds a kernel for the products of a recipe.
 
     Args:
         w: The kernel. A dim that is not in ``ins`` or ``outs`` enumerates experts.
@@ -297,8 +298,8 @@ def note_layer(recipe: EightBit) -> None:
 class RoundingKey(nnx.Variable):
     """A random key for the rounding of a layer's gradient in one step.
 
-    `set_recipe` adds it to a model inside of a step. The state of a run does not have
-    it.
+    `set_recipe` adds it to a model inside of a step. The state of a run does not
+    contain it.
     """
 
 
@@ -345,7 +346,7 @@ def eight_bit_matmul(
 
     Args:
         x: ``(*leading, *in_dims)``, where ``num`` is the number of in dims.
-        w: ``(*in_dims, *out_dims)``, or other dims with ``w_dims``.
+        w: ``(*in_dims, *out_dims)``, or with ``w_dims`` dims in another order.
         num: Number of contracted dims.
         recipe: The dtypes of the products.
         split: How the product gathers or scatters along ``seq``, or ``None``.
@@ -371,7 +372,7 @@ def eight_bit_matmul(
     outs = tuple(d for d in range(w.ndim) if d not in ins)
     kernel = round_kernel(w, ins, outs, recipe)
     if w_dims is not None:
-        # A transpose of w before the cast would gather w before the cast.
+        # If w were transposed before the cast, it would be gathered before the cast.
         w, kernel = jax.tree.map(lambda a: a.transpose(*ins, *outs), (w, kernel))
     x = x.astype(jnp.result_type(x, w))  # an integer may be the input
     return _product(_Call(recipe, num, split, w.dtype), x, w, kernel, key)
@@ -431,8 +432,8 @@ def _gradient_of_input(
         return _dot(dtype, dy.astype(dtype), whole, outs, kept).astype(dtype)
     if recipe.block is None:
         dy = dy.astype(scale.dtype) * _channels(scale, num, lead)
-    # A number of the noise depends on its position in the global array, so it is the
-    # same under every layout.
+    # Each number of the noise depends on its position in the global array, so the noise
+    # is the same under every layout.
     noise = None if key is None else jax.random.uniform(key, dy.shape, jnp.float32)
     rows = _round(dy, outs, recipe.gradient, recipe.block, noise=noise)
     left = _operand(rows, outs, recipe.block, dtype)
@@ -493,7 +494,7 @@ def eight_bit_ragged_dot(
 ) -> Array:
     """Computes ``jax.lax.ragged_dot`` in 8 bits.
 
-    A row, and an output channel of an expert, have one scale each, or one per block.
+    Each row, and each output channel of an expert, has one scale, or one per block.
 
     Args:
         call: The dtypes, and the axes that split the dims.

@@ -50,7 +50,7 @@ class QuantisedParam(nnx.Param):
 
     @property
     def num_params(self) -> int:
-        """Number of the kernel's parameters in these codes; 0 for scales."""
+        """Number of the kernel's parameters that these codes store; 0 for scales."""
         x = self.get_value()
         return x.size * {"uint8": 2, "int8": 1}.get(x.dtype.name, 0)
 

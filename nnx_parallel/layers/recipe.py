@@ -155,8 +155,8 @@ def describe_products(model: nnx.Module, recipe: EightBit, device_kind: str) -> 
         text += ". Gradients are rounded at random, except in experts"
     if recipe.block:
         return text + (
-            ". The products have operands in the compute dtype with the values of the "
-            "8-bit numbers, so only gathers are faster"
+            ". The products run in the compute dtype with the values of the 8-bit "
+            "numbers, so only gathers are faster"
         )
     fast = _FAST_TPUS["int8" if into == "int8" else "float8"]
     if device_kind.startswith("TPU") and not device_kind.startswith(fast):
@@ -235,7 +235,12 @@ class _Labels(NamedTuple):
 
     @classmethod
     def of(cls, text: str, num_dims: int | None = None) -> Self:
-        """Reads a text, in which ``...`` stands for the dims left of ``num_dims``."""
+        """Parses the text of an einsum.
+
+        Args:
+            text: The text. ``...`` stands for dims of the input without a label.
+            num_dims: The number of the input's dims; ``None`` ignores ``...``.
+        """
         operands, _, out = text.replace(" ", "").partition("->")
         x, _, w = operands.partition(",")
         unused = [c for c in string.ascii_letters if c not in text]

@@ -548,8 +548,8 @@ def check_assignment(owner: object, name: str, kind: type) -> None:
         kind: The class Trainer. A subclass may have further attributes.
 
     Raises:
-        AttributeError: If the name belongs to an argument, to a property without a
-            setter, or to nothing.
+        AttributeError: If the name belongs to an argument or to a property without a
+            setter, or if a Trainer has no such attribute.
     """
     found = inspect.getattr_static(kind, name, None)
     if isinstance(found, property) and found.fset is not None:

@@ -191,23 +191,23 @@ class LossChecks:
             dtype = found[0].aval.dtype
             text = (
                 f"{names[found[0]]} is {dtype}, and the layer with the weights "
-                f"`{paths[weights[0]]}` multiplies its values as they are. "
+                f"`{paths[weights[0]]}` multiplies these integers as they are. "
             )
             if dtype == jnp.uint8:
                 text += (
-                    "Pixels from 0 to 255 make most models diverge: scale them in the "
-                    "data or in the loss, x.astype(jnp.float32) / 255."
+                    "Pixels from 0 to 255 make most models diverge. Scale them in the "
+                    "data or in the loss: x.astype(jnp.float32) / 255."
                 )
             else:
                 text += (
-                    "Tokens and classes are numbers without an order: give the model "
+                    "The order of tokens or classes has no meaning: give the model "
                     "an nnx.Embed, or use jax.nn.one_hot(x, num_classes). If the "
                     "values are quantities, make them floats in the data."
                 )
             yield text
 
     def _copied(self, atom: Any) -> Any:
-        """Returns the array whose values an atom has, in another shape or dtype."""
+        """Returns the array that an atom copies, maybe in another shape or dtype."""
         while (eqn := self._made(atom)) and eqn.primitive.name in _COPIES:
             atom = eqn.invars[0]
         return None if isinstance(atom, jex.Literal) else atom

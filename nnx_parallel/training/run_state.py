@@ -131,7 +131,7 @@ class HandedModel:
 
 
 def _refuse_donated(variable: nnx.Variable, value: Any) -> Any:
-    """Raises an error if a model of an earlier step is called; returns other values."""
+    """Returns a Variable's value; raises an error if a step has taken its array."""
     is_gone = isinstance(value, jax.Array) and not isinstance(value, Tracer)
     caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     if is_gone and value.is_deleted() and not caller.f_code.co_name.endswith("repr__"):

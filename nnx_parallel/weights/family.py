@@ -398,7 +398,7 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
 
 
 class WithPresets(type):
-    """Metaclass of configs; for a missing preset, an error names those that exist."""
+    """Metaclass of configs. The error of a missing preset names the valid presets."""
 
     if not TYPE_CHECKING:  # a type checker must not accept every name
 
@@ -411,8 +411,8 @@ class WithPresets(type):
                 text += f"{suggest(name, vars(cls))} Configs of given sizes: {made}."
                 if "preset" in vars(cls):
                     text += (
-                        f" Published models: {cls.__name__}.preset(NAME), whose error "
-                        "lists the names."
+                        f" Published models: {cls.__name__}.preset(NAME). The error of "
+                        "a wrong NAME lists the valid names."
                     )
             raise AttributeError(text)
 

@@ -99,7 +99,7 @@ def test_machines_lost_one_after_the_other_lose_no_steps(
     assert machines.found["digest"] == whole["digest"]
 
 
-def test_death_of_a_process_that_is_asked_is_reported_as_its_loss(
+def test_loss_of_process_that_answers_is_reported(
     machines: Machines,
 ) -> None:
     assert machines.run(KILLED).code == 128 + signal.SIGKILL

@@ -212,7 +212,10 @@ def _place_after(eqn: jex.JaxprEqn, place: Placement) -> Placement | None:
 
 
 def _place_of_scale(place: Placement, shape: tuple[int, ...]) -> Placement:
-    """Returns the placement of a kernel's scales: without axes that split no dim."""
+    """Returns the placement of a kernel's scales.
+
+    Mesh axes that do not divide a dim of the scales are left out.
+    """
     if (layout := active_layout()) is None:
         return place
     sizes = layout.mesh.shape
