@@ -746,11 +746,6 @@ t = make()
 model = t.model
 t.fit([BATCH], 1)
 model(jnp.asarray(X))
-# a layer of the trainer's model after a step :: donated; trainer.model
-t = make()
-layer = t.model.a
-t.fit([BATCH], 1)
-layer(jnp.asarray(X))
 # a state of another model :: state
 t = make()
 t.state = make(model=One, loss=lambda m, b: m(b["x"]).mean()).state

@@ -148,6 +148,12 @@ class Precision:
                 f"Precision.products is {self.products!r}; it must be an EightBit or "
                 "None. Precision.int8(), fp8() and mxfp8() set it."
             )
+        is_half = self.compute is not None and as_dtype(self.compute) == jnp.float16
+        if self.products and self.products.block and is_half:
+            raise ValueError(
+                "Precision.mxfp8 with compute=float16: the scales of small numbers are "
+                "0 in float16. Pass compute=jnp.bfloat16 or jnp.float32."
+            )
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
         """Returns the dtype for the sum of gradients that have ``dtype``."""

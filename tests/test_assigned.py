@@ -22,7 +22,6 @@ from nnx_parallel import (
     Trainer,
 )
 from nnx_parallel.errors import (
-    DonatedArrayError,
     ParallelWarning,
     PipelineError,
     StackError,
@@ -423,9 +422,6 @@ def test_stale_model_raises() -> None:
         for use in uses:
             with pytest.raises(RuntimeError, match="Array has been deleted"):
                 use(model)
-        assert "scale" in repr(model)
-    with pytest.raises(DonatedArrayError, match=r"Read trainer\.model again"):
-        old(batches[0]["x"])
     # A copy, a fresh `trainer.model`, and the fit work as before.
     np.testing.assert_array_equal(copied(batches[0]["x"]), expected)
     present: Any = trainer.model

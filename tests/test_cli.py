@@ -156,7 +156,8 @@ def test_slurm_replaces_lost_nodes_by_spares_and_then_uses_fewer(
 ) -> None:
     job = dataclasses.replace(JOB, spares=1, min_processes=3, max_restarts=5)
     lines = MANIFESTS["slurm"](job).splitlines()
-    options = "--nodes=5", "--ntasks-per-node=1", "--no-kill"
+    # Slurm accepts GPUs per task only with --ntasks.
+    options = "--nodes=5", "--ntasks-per-node=1", "--gpus-per-node=8", "--no-kill"
     assert all(f"#SBATCH {x}" in lines for x in options)
     dead = {1: {"n2"}, 2: {"n5"}, 3: {"n1"}}
     code, starts, errors = run_on_nodes(tmp_path, job, dead)
@@ -169,6 +170,19 @@ def test_slurm_replaces_lost_nodes_by_spares_and_then_uses_fewer(
     assert "--nodes=3 --ntasks=3 --nodelist=n1,n3,n4 --kill-on-bad-exit" in starts[2]
     assert code == 1
     assert "Only 2 nodes answer, and 3 are needed." in errors
+    assert "gpus-per-task" not in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--spares", "1"], ["--spares", "1", "--cpu", "--devices-per-process", "2"]],
+)
+def test_spares_without_devices_raise(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["launch", "--processes", "2", *options, "train.py"])
+    assert "--spares needs --devices-per-process" in capsys.readouterr().err
 
 
 def test_slurm_script_requests_tasks_devices_and_signal(

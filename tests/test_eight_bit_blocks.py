@@ -307,3 +307,8 @@ def test_invalid_blocks_raise(forward: str, block: int) -> None:
     message = f"EightBit(forward='{forward}', block={block}): blocks of the MX format"
     with pytest.raises(ValueError, match=re.escape(message)):
         EightBit(forward=forward, gradient=None, block=block)
+
+
+def test_half_precision_raises() -> None:
+    with pytest.raises(ValueError, match=r"compute=float16: the scales of small"):
+        Precision.mxfp8(compute=jnp.float16)

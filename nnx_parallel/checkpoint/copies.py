@@ -352,7 +352,8 @@ def free_bytes(directory: Path) -> int:
             available = dict(
                 x.split(":") for x in Path("/proc/meminfo").read_text().splitlines()
             )["MemAvailable"]
-            free = min(free, 1024 * int(available.split()[0]), *free_in_container())
+            free = min(free, 1024 * int(available.split()[0]))
+            free = min(free, *free_in_container())
     return free
 
 
@@ -367,10 +368,12 @@ def free_in_container(
     """
     for line in groups.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
-        at, limit, used, cached = root, "max", "current", "inactive_file"
+        # The system can free the memory of files on disks.
+        at, limit, used = root, "max", "current"
+        cached = "inactive_file", "active_file"
         if controllers:  # version 1
             at, limit, used = root / "memory", "limit_in_bytes", "usage_in_bytes"
-            cached = "total_inactive_file"
+            cached = "total_inactive_file", "total_active_file"
         if controllers and "memory" not in controllers.split(","):
             continue
         # In a container, the names of the groups may be the names on the host.
@@ -382,4 +385,5 @@ def free_in_container(
                     int((each / f"memory.{x}").read_text()) for x in (limit, used)
                 )
                 lines = (each / "memory.stat").read_text().splitlines()
-                yield most - now + int(dict(x.split() for x in lines)[cached])
+                stat = dict(x.split() for x in lines)
+                yield most - now + sum(int(stat[x]) for x in cached)

@@ -57,7 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.arguments = rest
         return run_plan(options)
     options = _read_after_script(commands["launch"], options, rest)
-    topology = _topology(commands["launch"], options)
+    job = _job_of(commands["launch"], options)
+    if options.print:  # nothing is started, so this machine needs no devices
+        sys.stdout.write(MANIFESTS[options.print](job))
+        return 0
+    try:
+        return launch(job)
+    except ParallelError as error:
+        # The message explains the mistake in the command, so no traceback is printed.
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _job_of(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Job:
+    """Checks the options of ``launch``, and returns the job that they describe."""
+    topology = _topology(parser, options)
     if options.processes < 1 or options.max_restarts < 0:
         parser.error("--processes must be at least 1 and --max-restarts at least 0")
     least = options.min_processes
@@ -65,12 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--min-processes must be from 1 to --processes")
     if options.spares < 0:
         parser.error("--spares must be at least 0")
+    has_groups = options.devices_per_process is not None and not options.cpu
+    if options.spares and not (has_groups or options.print):
+        parser.error("--spares needs --devices-per-process, and cannot use --cpu")
     if (least or options.spares) and options.print not in (None, "slurm"):
         parser.error(
             "--min-processes and --spares work only if this launcher starts the "
             "processes, or with --print slurm"
         )
-    job = Job(
+    return Job(
         command=(options.script, *options.arguments),
         num_processes=options.processes,
         devices_per_process=options.devices_per_process,
@@ -81,15 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host=options.host,
         topology=topology,
     )
-    if options.print:  # nothing is started, so this machine needs no devices
-        sys.stdout.write(MANIFESTS[options.print](job))
-        return 0
-    try:
-        return launch(job)
-    except ParallelError as error:
-        # The message explains the mistake in the command, so no traceback is printed.
-        sys.stderr.write(f"{error}\n")
-        return 2
 
 
 def _topology(

@@ -483,9 +483,13 @@ def slurm(job: Job) -> str:
         # By default, Slurm ends the whole job when it loses a node.
         tasks = f"--nodes={job.num_processes + job.spares}\n#SBATCH --ntasks-per-node=1"
         tasks += "\n#SBATCH --no-kill"
+        # Slurm accepts GPUs per task only with --ntasks, which would need all nodes.
+        gpus = gpus.replace("per-task", "per-node")
         least = job.min_processes or job.num_processes
         functions = _SLURM_NODES.format(test="true" if job.cpu else "nvidia-smi -L")
-        choice = _SLURM_CHOICE.format(most=job.num_processes, least=least)
+        choice = _SLURM_CHOICE.format(
+            most=job.num_processes, least=least, requeues=job.max_restarts
+        )
         where = '--nodes="$count" --ntasks="$count" --nodelist="$list" '
     return f"""#!/bin/bash
 #SBATCH --job-name={_name(job)}
@@ -517,8 +521,8 @@ _SLURM_NODES = """\
 # Prints the nodes of the job that answer.
 answering() {{
   for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
-    timeout 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
-      {test} >/dev/null 2>&1 && echo "$node" &
+    timeout -k 5 30 srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+      {test} >/dev/null && echo "$node" &
   done
   wait
 }}
@@ -528,7 +532,9 @@ _SLURM_CHOICE = """\
   count=$((${{#nodes[@]}} < {most} ? ${{#nodes[@]}} : {most}))
   if [ "$count" -lt {least} ]; then
     echo "Only $count nodes answer, and {least} are needed." >&2
-    scontrol requeue "$SLURM_JOB_ID"
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
+      scontrol requeue "$SLURM_JOB_ID"
+    fi
     exit 1
   fi
   list=$(IFS=,; echo "${{nodes[*]:0:count}}")

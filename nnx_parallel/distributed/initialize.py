@@ -78,7 +78,7 @@ def initialize(
         heartbeat_seconds: If a machine does not answer for this time, it counts as
             lost, and all processes end. The death of a process is noticed at once. A
             machine answers even if its processes are busy, so only a break of the
-            network can be mistaken for a loss.
+            network or a paused machine can be mistaken for a loss.
         shutdown_seconds: Longest time that a process waits at its end for the other
             processes.
 

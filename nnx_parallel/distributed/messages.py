@@ -154,17 +154,19 @@ def watch(connection: Connection | socket.socket, seconds: float) -> None:
     It counts as silent only if its buffer is full and it reads nothing for this time.
     """
     probes = 4
+    pause = min(max(1, round(seconds / (probes + 1))), 2**15 - 1)
     options = {
-        "TCP_KEEPIDLE": max(1, round(seconds / (probes + 1))),
-        "TCP_KEEPINTVL": max(1, round(seconds / (probes + 1))),
+        "TCP_KEEPIDLE": pause,
+        "TCP_KEEPALIVE": pause,  # the same on macOS
+        "TCP_KEEPINTVL": pause,
         "TCP_KEEPCNT": probes,
         # While sent bytes are unconfirmed, the system sends no probes.
-        "TCP_USER_TIMEOUT": round(1000 * seconds),
+        "TCP_USER_TIMEOUT": min(round(1000 * seconds), 2**31 - 1),
     }
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in options.items():
-            if hasattr(socket, name):  # macOS lacks some of them
+            if hasattr(socket, name):  # each system lacks some of them
                 peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
@@ -297,7 +299,8 @@ class Server:
                     if number in missing:
                         send(other, message | {"op": "awaited", "text": text})
             case {"op": "watch", "seconds": seconds}:
-                watch(connection, seconds)
+                with contextlib.suppress(OSError):  # the connection may be broken
+                    watch(connection, seconds)
             case {"op": "end", "reason": reason}:
                 self._finished.add(process)
                 if reason is not None:

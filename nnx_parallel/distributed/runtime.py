@@ -26,6 +26,7 @@ import jax
 from jax._src import distributed, xla_bridge
 
 from nnx_parallel.distributed.causes import CAUSE, exit_code_of, note_cause
+from nnx_parallel.errors import ProcessError
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ EXCHANGE_SECONDS = 1800.0
 """How long a process waits for another process, which may be compiling or restoring."""
 
 _REASON_SECONDS = 5.0
+_SILENT_SECONDS = 25.0  # a machine that vanishes is noticed after 10 to 20 seconds
 _ENDING_SECONDS = 10.0
 _WATCHDOG_GRACE_SECONDS = 5.0
 _WATCHDOG_POLL_SECONDS = 1.0
@@ -195,11 +197,12 @@ def install(notify: Callable[[str | None], None]) -> None:
 def _end_by_exception(
     kind: type[BaseException], error: BaseException, _: TracebackType | None
 ) -> None:
-    if _may_follow_loss(error):
-        # A collective or a request most likely failed because another process is lost.
-        # The report of the loss arrives on another thread, which then ends this
-        # process.
+    # A collective or a request most likely failed because another process is lost. The
+    # report of the loss arrives on another thread, which then ends this process.
+    if _is_of_collective(error):
         threading.Event().wait(_REASON_SECONDS)
+    elif _is_of_connection(error):
+        threading.Event().wait(_SILENT_SECONDS)
     _ending.acquire(timeout=_ENDING_SECONDS)
     text = str(error).strip().splitlines()
     reason = f"{kind.__name__}: {text[0]}" if text else kind.__name__
@@ -217,16 +220,21 @@ def _end_by_exception(
     )
 
 
-def _may_follow_loss(error: BaseException | None) -> bool:
-    """Returns True if an error, or its cause, comes from JAX or from a connection."""
+def _is_of_collective(error: BaseException | None) -> bool:
+    """Returns True if an error, or its cause, comes from JAX's runtime."""
     # The cause matters for saves. A save has collectives too, and its error is raised
     # from the error of a collective.
-    kinds = jax.errors.JaxRuntimeError, ConnectionError, EOFError
     return error is not None and (
-        isinstance(error, kinds)
+        isinstance(error, jax.errors.JaxRuntimeError)
         or _STATUS.match(str(error)) is not None
-        or _may_follow_loss(error.__cause__)
+        or _is_of_collective(error.__cause__)
     )
+
+
+def _is_of_connection(error: BaseException) -> bool:
+    """Returns True if a request to another process failed."""
+    cause = error.__cause__
+    return isinstance(error, ProcessError) and isinstance(cause, OSError | EOFError)
 
 
 def end_by_loss(process: int, reason: str | None, drain: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding
 
+from nnx_parallel.errors import EightBitError
 from nnx_parallel.precision import EightBit, sum_dtype
 
 _TINY = 1e-30  # if all numbers of a group are smaller, they become 0
@@ -368,6 +369,12 @@ def eight_bit_matmul(
     note_layer(recipe)
     # Qwix's `dot_general` quantises the kernel inside its call, so the kernel would be
     # gathered before the cast, and its gradient quantises the kernel a second time.
+    if key is not None and key.ndim:
+        raise EightBitError(
+            f"`{recipe.layers}` has {key.shape} keys for stochastic rounding in one "
+            "call: a scan over its layers does not divide arrays other than "
+            "parameters. Scan all of its Variables, or use rounding='nearest'."
+        )
     ins = w_dims or tuple(range(num))
     outs = tuple(d for d in range(w.ndim) if d not in ins)
     kernel = round_kernel(w, ins, outs, recipe)

@@ -85,6 +85,8 @@ def layers_in_eight_bits(model: nnx.Module, recipe: EightBit) -> dict[str, Any]:
 
 def _why_not(layer: Any) -> str:
     """Returns the reason why a layer's products cannot run in 8 bits, or ""."""
+    if getattr(layer, "preferred_element_type", None) is not None:
+        return "it uses preferred_element_type"
     if isinstance(layer, nnx.Einsum):
         if layer.einsum_op is not jnp.einsum:
             return "it has another einsum_op"

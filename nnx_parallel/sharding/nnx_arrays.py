@@ -99,7 +99,7 @@ def inner_variables(
         yield path, leaf
     else:
         placements = leaf.get_metadata().get("placement")
-        arrays = jax.tree.leaves_with_path(leaf.get_raw_value())
+        arrays = jax.tree.leaves_with_path(leaf.get_value())
         for index, (keys, x) in enumerate(arrays):
             variable = leaf.replace(x)
             if placements:
@@ -109,7 +109,7 @@ def inner_variables(
 
 def holds_one_array(variable: nnx.Variable) -> bool:
     """False if a Variable holds ``None``, or a pytree with arrays inside."""
-    return jax.tree_util.all_leaves([variable.get_raw_value()])
+    return jax.tree_util.all_leaves([variable.get_value()])
 
 
 def _entry(key: Any) -> Hashable:

@@ -420,7 +420,7 @@ def check_model(model: object, *losses: Callable | None) -> None:
     if not isinstance(model, nnx.Module):
         return
     for path, variable in variables_of(model):
-        value = variable.get_raw_value()
+        value = variable.get_value()
         if isinstance(value, jax.Array) and value.is_deleted():
             raise ValueError(
                 f"`{dotted(path)}` of the model was donated to a step, and is gone. "

@@ -183,13 +183,7 @@ def describe_slow(found: list[list[Any]]) -> dict[tuple[int, str], str]:
         in_order = sorted(times[index] for times in found)
         for process, times in enumerate(found):
             mine, step = times[index], times[-1]
-            # The median of the other processes, without another sort.
-            at = bisect.bisect_left(in_order, mine)
-            low, high = (
-                in_order[x + (x >= at)]
-                for x in ((len(found) - 2) // 2, (len(found) - 1) // 2)
-            )
-            usual = (low + high) / 2
+            usual = _median_of_others(in_order, mine)
             if mine > max(_SLOWER * usual, _SHARE_OF_STEP * step, _MIN_SECONDS):
                 messages[process, kind] = (
                     f"All processes wait for process {process} (host {times[0]}): it "
@@ -197,6 +191,13 @@ def describe_slow(found: list[list[Any]]) -> dict[tuple[int, str], str]:
                     f"takes {_format(step)}. {remedy}"
                 )
     return messages
+
+
+def _median_of_others(in_order: list[float], mine: float) -> float:
+    """Returns the median of sorted numbers without one of them."""
+    at, count = bisect.bisect_left(in_order, mine), len(in_order) - 1
+    middle = ((count - 1) // 2, count // 2)
+    return statistics.mean(in_order[x + (x >= at)] for x in middle)
 
 
 def _format(seconds: float) -> str:

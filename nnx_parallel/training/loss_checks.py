@@ -193,16 +193,16 @@ class LossChecks:
                 f"{names[found[0]]} is {dtype}, and the layer with the weights "
                 f"`{paths[weights[0]]}` multiplies these integers as they are. "
             )
-            if dtype == jnp.uint8:
+            if dtype == jnp.uint8 and found[0].aval.ndim > 2:
                 text += (
                     "Pixels from 0 to 255 make most models diverge. Scale them in the "
                     "data or in the loss: x.astype(jnp.float32) / 255."
                 )
             else:
                 text += (
-                    "The order of tokens or classes has no meaning: give the model "
-                    "an nnx.Embed, or use jax.nn.one_hot(x, num_classes). If the "
-                    "values are quantities, make them floats in the data."
+                    "If they are tokens or classes, their order has no meaning: give "
+                    "the model an nnx.Embed, or use jax.nn.one_hot(x, num_classes). If "
+                    "they are flags or quantities, make them floats in the data."
                 )
             yield text
 

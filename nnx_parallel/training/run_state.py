@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import jax
 from flax import nnx
-from jax.core import Tracer
 
 from nnx_parallel.checkpoint.contents import from_groups, to_groups
 from nnx_parallel.checkpoint.manager import CheckpointManager
@@ -38,6 +36,7 @@ from nnx_parallel.optimizers.steps import state_kinds, warn_of_changes
 from nnx_parallel.sharding.model import (
     ModelFn,
     Path,
+    arrays_of,
     flatten,
     plain_attributes,
     update_arrays,
@@ -111,7 +110,7 @@ class HandedModel:
         # A stream advances when the model draws from it. If the user samples between
         # two steps, the random numbers of the run must not change.
         streams = {p for p, v in variables_of(model) if isinstance(v, nnx.RngState)}
-        present = {path: v.get_raw_value() for path, v in variables_of(model)}
+        present = arrays_of(model)
         return {
             path: present[path]
             for path, given in self._given.items()
@@ -120,28 +119,12 @@ class HandedModel:
 
     def end(self) -> None:
         """Deletes the arrays that a step has donated; reading them raises an error."""
-        for _, variable in variables_of(model) if (model := self._model()) else ():
-            variable.set_metadata(on_get_value=_refuse_donated)
         for given in self._given.values():
             if (array := given()) is not None and array.is_deleted():
                 # The call is needed for jax 0.10, which can crash when it reads an
                 # array that was only donated (docs/library-notes.md, "Arrays and
                 # buffers").
                 array.delete()
-
-
-def _refuse_donated(variable: nnx.Variable, value: Any) -> Any:
-    """Returns a Variable's value; raises an error if a step has taken its array."""
-    is_gone = isinstance(value, jax.Array) and not isinstance(value, Tracer)
-    caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    if is_gone and value.is_deleted() and not caller.f_code.co_name.endswith("repr__"):
-        raise DonatedArrayError(
-            f"Array has been deleted: a {type(variable).__name__} of shape "
-            f"{value.shape} belongs to a model of an earlier step, and was donated to "
-            "the next step. Read trainer.model again after each step, or keep a copy: "
-            "jax.tree.map(jnp.copy, trainer.model)."
-        )
-    return value
 
 
 def _params_of(model: nnx.Module) -> set[Path]:

@@ -8,6 +8,7 @@ of families, and reads and writes their files.
 
 from __future__ import annotations
 
+import abc
 import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -397,7 +398,7 @@ def _missing_heads(source: Pretrained, family: Family) -> list[str]:
     return [name for name in heads if name not in source.tensors]
 
 
-class WithPresets(type):
+class WithPresets(abc.ABCMeta):
     """Metaclass of configs. The error of a missing preset names the valid presets."""
 
     if not TYPE_CHECKING:  # a type checker must not accept every name
@@ -406,10 +407,11 @@ class WithPresets(type):
             """Raises an error that says how presets are named."""
             text = f"{cls.__name__} has no attribute {name!r}."
             if not name.startswith("_"):
-                sizes = [x for x, y in vars(cls).items() if isinstance(y, classmethod)]
+                known = {x: y for base in cls.__mro__ for x, y in vars(base).items()}
+                sizes = [x for x, y in known.items() if isinstance(y, classmethod)]
                 made = ", ".join(f"{x}()" for x in sizes if x != "preset")
-                text += f"{suggest(name, vars(cls))} Configs of given sizes: {made}."
-                if "preset" in vars(cls):
+                text += f"{suggest(name, known)} Configs of given sizes: {made}."
+                if "preset" in known:
                     text += (
                         f" Published models: {cls.__name__}.preset(NAME). The error of "
                         "a wrong NAME lists the valid names."
