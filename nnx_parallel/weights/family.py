@@ -406,7 +406,9 @@ class WithPresets(abc.ABCMeta):
         def __getattr__(cls, name: str) -> Any:
             """Raises an error that says how presets are named."""
             text = f"{cls.__name__} has no attribute {name!r}."
-            if not name.startswith("_"):
+            # `dataclass` asks for the default of each field.
+            is_field = name in vars(cls).get("__annotations__", ())
+            if not (is_field or name.startswith("_")):
                 known = {x: y for base in cls.__mro__ for x, y in vars(base).items()}
                 sizes = [x for x, y in known.items() if isinstance(y, classmethod)]
                 made = ", ".join(f"{x}()" for x in sizes if x != "preset")
