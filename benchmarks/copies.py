@@ -286,7 +286,7 @@ class _Run:
         in_copy = fault | {"kind": "in_copy"} if kind == "in a copy" else {}
         reached = last_step(self.log)
         with self.start(in_copy) as run:
-            self.resume(run, before, reached)
+            self.resume(run, before, reached, may_end=bool(in_copy))
             if in_copy:
                 run.end(_KILLED, START_SECONDS)
             else:
@@ -301,14 +301,24 @@ class _Run:
         settings, where = self.settings(fault), self.directory
         return self.starter.run(settings, PROCESSES, where, self.network)
 
-    def resume(self, run: Run, before: str, reached: int) -> None:
-        """Waits for the first step, and notes what the death before it has cost."""
+    def resume(
+        self, run: Run, before: str, reached: int, *, may_end: bool = False
+    ) -> None:
+        """Waits for the first step, and notes what the death before it has cost.
+
+        If the run may end, it may also do so before its first step.
+        """
         if not before:
             return
+
+        def ends(run: Run) -> bool:
+            return may_end and run.codes() != [None] * len(run.pids)
+
         start, pattern = time.monotonic(), r"step +(\d+)/\d+ · loss"
-        wait_for(run, lambda: re.search(pattern, run.text()) is not None)
+        wait_for(run, lambda: re.search(pattern, run.text()) is not None or ends(run))
         first, text = re.search(pattern, run.text()), run.text()
-        assert first is not None
+        if first is None:  # it has ended in the copy that a start makes
+            return
         is_copy = "in memory; " in text
         self.seconds.append(time.monotonic() - start)
         self.lost[before].append(reached - int(first[1]) + 1)
