@@ -310,12 +310,10 @@ class _Run:
         """
         if not before:
             return
-
-        def ends(run: Run) -> bool:
-            return may_end and run.codes() != [None] * len(run.pids)
-
         start, pattern = time.monotonic(), r"step +(\d+)/\d+ · loss"
-        wait_for(run, lambda: re.search(pattern, run.text()) is not None or ends(run))
+        wait_for(
+            run, lambda: re.search(pattern, run.text()) is not None, may_end=may_end
+        )
         first, text = re.search(pattern, run.text()), run.text()
         if first is None:  # it has ended in the copy that a start makes
             return
@@ -429,10 +427,16 @@ def whole_settings(num_steps: int, out: Path) -> dict[str, Any]:
     return {"model": "wide", "steps": num_steps, "num_rows": 16, "out": str(out)}
 
 
-def wait_for(run: Run, condition: Callable[[], bool]) -> None:
-    """Waits until a condition holds; raises ``RuntimeError`` if a process ends."""
+def wait_for(run: Run, condition: Callable[[], bool], *, may_end: bool = False) -> None:
+    """Waits until a condition holds, or until a process ends if it may.
+
+    Raises ``RuntimeError`` if a process must not end, or if nothing happens.
+    """
     deadline = time.monotonic() + START_SECONDS
     while not condition():
-        if time.monotonic() > deadline or run.codes() != [None] * len(run.pids):
+        has_ended = run.codes() != [None] * len(run.pids)
+        if has_ended and may_end:
+            return
+        if has_ended or time.monotonic() > deadline:
             raise RuntimeError(f"The run ended or hangs: {run.show()}")
         time.sleep(0.002)
