@@ -88,6 +88,7 @@ RUN = "memory_copies.json"
 """File in the directory of checkpoints that identifies the run for its copies."""
 
 _THREADS = 8
+_PIECE_BYTES = 2**26  # larger arrays are copied by several threads
 _FINISH_SECONDS = 60.0
 
 
@@ -480,9 +481,18 @@ class MemoryCopies:
             part, start = layout.parts[number], offsets[number]
             source = np.asarray(shards(part.group, part.path)[part.bounds])
             target = buffer.bytes[start : start + layout.sizes[number]]
-            np.copyto(target.view(source.dtype).reshape(source.shape), source)
+            target = target.view(source.dtype).reshape(source.shape)
+            count = max(1, source.nbytes // _PIECE_BYTES)
+            if count == 1 or not source.ndim:
+                np.copyto(target, source)
+                return
+            pieces = (np.array_split(x, count) for x in (target, source))
+            list(inner.map(np.copyto, *pieces))
 
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with (
+            ThreadPoolExecutor(_THREADS) as inner,
+            ThreadPoolExecutor(_THREADS) as pool,
+        ):
             list(pool.map(copy, numbers))
 
     def _take(self, name: Name, size: int) -> Buffer:
