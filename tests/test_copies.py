@@ -456,15 +456,24 @@ def test_limits_of_container_are_read(
     assert [*free_in_container(file, tmp_path / "root")] == expected[1:]
 
 
-def test_limit_of_container_counts_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Path("/dev/shm")
-    if not memory.is_dir():
-        pytest.skip("no /dev/shm")
-    monkeypatch.setattr(copies, "free_in_container", lambda: iter([6000]))
-    assert copies.free_bytes(memory) == 6000
-    on_disk = shutil.disk_usage(memory)._replace(free=10**6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: on_disk)
-    assert copies.free_bytes(Path("/proc/self")) == 10**6  # not in memory
+@pytest.mark.parametrize(
+    ("kind", "limits", "expected"),
+    [("tmpfs", [7000, 6000], 6000), ("tmpfs", [], 10**6), ("ext4", [6000], 10**6)],
+)
+def test_limits_of_container_count_for_files_in_memory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    limits: list[int],
+    expected: int,
+) -> None:
+    where, mounts = tmp_path.stat().st_dev, tmp_path / "mountinfo"
+    device = f"{os.major(where)}:{os.minor(where)}"
+    mounts.write_text(f"30 25 {device} / /shm rw,relatime shared:4 - {kind} x rw\n")
+    monkeypatch.setattr(copies, "free_in_container", lambda: iter(limits))
+    free = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    assert copies.free_bytes(tmp_path, mounts) == expected
 
 
 def test_directory_that_others_can_open_raises(run: Run) -> None:

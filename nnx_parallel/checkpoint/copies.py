@@ -334,26 +334,24 @@ def private_directory(path: Path) -> Path:
     return path
 
 
-def free_bytes(directory: Path) -> int:
+def free_bytes(directory: Path, mounts: Path = Path("/proc/self/mountinfo")) -> int:
     """Returns the bytes that new files in a directory may take.
 
     If the directory is in memory, its files also count against the memory of the
-    machine and against the limits of the container.
+    machine and against the limits of the container. ``mounts`` lists the file systems.
     """
     free = shutil.disk_usage(directory).free
     where = os.stat(directory).st_dev
     device = f"{os.major(where)}:{os.minor(where)}"
-    with contextlib.suppress(OSError):
-        mounts = [
-            x.split() for x in Path("/proc/self/mountinfo").read_text().splitlines()
-        ]
-        kinds = {x[x.index("-") + 1] for x in mounts if x[2] == device}
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        lines = [x.split() for x in mounts.read_text().splitlines()]
+        kinds = {x[x.index("-") + 1] for x in lines if x[2] == device}
         if not kinds.isdisjoint(("tmpfs", "ramfs")):
             available = dict(
                 x.split(":") for x in Path("/proc/meminfo").read_text().splitlines()
             )["MemAvailable"]
             free = min(free, 1024 * int(available.split()[0]))
-            free = min(free, *free_in_container())
+            free = min([free, *free_in_container()])  # there may be no limit
     return free
 
 
