@@ -315,7 +315,7 @@ class _Run:
             run, lambda: re.search(pattern, run.text()) is not None, may_end=may_end
         )
         first, text = re.search(pattern, run.text()), run.text()
-        if first is None:  # it has ended in the copy that a start makes
+        if first is None:  # the process died before the first step
             return
         is_copy = "in memory; " in text
         self.seconds.append(time.monotonic() - start)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -147,12 +147,6 @@ class Precision:
             raise ValueError(
                 f"Precision.products is {self.products!r}; it must be an EightBit or "
                 "None. Precision.int8(), fp8() and mxfp8() set it."
-            )
-        is_half = self.compute is not None and as_dtype(self.compute) == jnp.float16
-        if self.products and self.products.block and is_half:
-            raise ValueError(
-                "Precision.mxfp8 with compute=float16: the scales of small numbers are "
-                "0 in float16. Pass compute=jnp.bfloat16 or jnp.float32."
             )
 
     def gradient_dtype(self, dtype: DTypeLike) -> np.dtype:
@@ -299,15 +293,9 @@ class Precision:
             [2] Mishra et al., "Recipes for Pre-training LLMs with MXFP8", 2025,
             https://arxiv.org/abs/2506.08027
         """
-        name = None if gradient is None else as_dtype(gradient).name
-        products = EightBit(
-            forward="float8_e4m3fn",
-            gradient=name,
-            layers=layers,
-            block=32,
-            rounding=rounding,
-        )
-        return cls(compute=compute, products=products)
+        plain = cls.fp8(layers, gradient=gradient, rounding=rounding, compute=compute)
+        assert plain.products is not None
+        return replace(plain, products=replace(plain.products, block=32))
 
 
 def as_dtype(dtype: Any) -> np.dtype:

@@ -310,5 +310,10 @@ def test_invalid_blocks_raise(forward: str, block: int) -> None:
 
 
 def test_half_precision_raises() -> None:
-    with pytest.raises(ValueError, match=r"compute=float16: the scales of small"):
-        Precision.mxfp8(compute=jnp.float16)
+    x = jnp.ones((2, 32), jnp.float16)
+    recipe = Precision.mxfp8().products
+    assert recipe is not None
+    with pytest.raises(EightBitError, match="computes in float16, in which the scales"):
+        jax.eval_shape(
+            lambda w: eight_bit_matmul(x, w, 1, recipe), jnp.eye(32, dtype=x.dtype)
+        )

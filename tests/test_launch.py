@@ -260,10 +260,7 @@ def test_repeated_failure_ends_restarts(
 def test_restart_leaves_out_devices_that_fail_soon(
     ends: list[tuple[float, int]], expected: list[int]
 ) -> None:
-    failures = [
-        failed("exit code 1", None, 1, seconds)._replace(group=group)
-        for seconds, group in ends
-    ]
+    failures = failures_of(ends)
     job = Job(command=("train.py",), num_processes=4, min_processes=2)
     assert groups_to_start(job, failures) == expected
     whole = replace(job, min_processes=None)
@@ -285,14 +282,19 @@ def test_restart_leaves_out_devices_that_fail_soon(
 def test_spare_replaces_group_that_failed(
     ends: list[tuple[float, int]], expected: list[int]
 ) -> None:
-    failures = [
-        failed("exit code 1", None, 1, seconds)._replace(group=group)
-        for seconds, group in ends
-    ]
+    failures = failures_of(ends)
     job = Job(command=("train.py",), num_processes=3, spares=2)
     assert groups_to_start(job, failures) == expected
     preempted = failed(f"exit code {PREEMPTED}", None, PREEMPTED, 5)
     assert groups_to_start(job, [*failures, preempted]) == expected
+
+
+def failures_of(ends: list[tuple[float, int]]) -> list[Failure]:
+    """Failures of groups of devices, after some seconds."""
+    return [
+        failed("exit code 1", None, 1, seconds)._replace(group=group)
+        for seconds, group in ends
+    ]
 
 
 def failed(kind: str, step: int | None, code: int, seconds: float = 1e3) -> Failure:

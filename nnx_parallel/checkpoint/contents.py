@@ -478,43 +478,36 @@ def group_differences(
     missing, extra = (
         [p for p in x if p not in y] for x, y in [(here, there), (there, here)]
     )
-    yield from _shorten(
-        [
-            f"`{p}` is {there[p]} in the checkpoint and {x} here"
-            for p, x in here.items()
-            if there.get(p, x) != x
-        ],
+    changed = [p for p, x in here.items() if there.get(p, x) != x]
+    yield from _name_some(
+        changed,
+        lambda p: f"`{p}` is {there[p]} in the checkpoint and {here[p]} here",
         "have another shape or dtype",
     )
-    yield from _shorten(
-        [
+    yield from _name_some(
+        missing,
+        lambda p: (
             f"`{p}` {here[p]} is not in the checkpoint{_nearest(p, 'there', extra)}"
-            for p in missing[:_MOST_NAMED]
-        ]
-        + missing[_MOST_NAMED:],
+        ),
         "are not in the checkpoint",
     )
-    yield from _shorten(
-        [
+    yield from _name_some(
+        extra,
+        lambda p: (
             f"`{p}` {there[p]} is only in the checkpoint{_nearest(p, 'here', missing)}"
-            for p in extra[:_MOST_NAMED]
-        ]
-        + extra[_MOST_NAMED:],
+        ),
         "are only in the checkpoint",
     )
 
 
-_MOST_NAMED = 5
-"""If more arrays have the same difference, an error names only three of them."""
-
-
-def _shorten(lines: Sequence[str], rest: str) -> Iterator[str]:
-    """Yields all lines, or if there are many, three and the number of the others."""
-    if len(lines) <= _MOST_NAMED:
-        yield from lines
-        return
-    yield from lines[:3]
-    yield f"... and {len(lines) - 3} more arrays {rest}"
+def _name_some(
+    paths: Sequence[str], describe: Callable[[str], str], rest: str
+) -> Iterator[str]:
+    """Yields a line for each path; for more than five paths, three and a count."""
+    shown = paths if len(paths) <= 5 else paths[:3]
+    yield from map(describe, shown)
+    if len(shown) < len(paths):
+        yield f"... and {len(paths) - len(shown)} more arrays {rest}"
 
 
 def _nearest(path: str, where: str, others: Iterable[str]) -> str:

@@ -223,6 +223,12 @@ def _exact(
     if block is None:
         # The scales are small, so a float16 product with them would lose digits.
         return (values.astype(scale.dtype) * scale).astype(dtype)
+    if dtype == jnp.float16:
+        raise EightBitError(
+            "A product in the MX format computes in float16, in which the scales of "
+            "small numbers are 0. Pass compute=jnp.bfloat16 or jnp.float32 to "
+            "Precision.mxfp8, and no dtype=jnp.float16 to its layers."
+        )
     codes = _spread(scale, values.shape, dims)
     scale = jnp.ldexp(jnp.ones((), jnp.float32), codes - 127)
     scale = jnp.where(codes == 255, jnp.nan, scale)
